@@ -1,0 +1,394 @@
+"""What a folder is: base or merged model, adapter, DeepSpeed or FSDP checkpoint, or a run full of checkpoints.
+
+`open_checkpoint` reads names, JSON files and tensor headers, never a weight. What it finds wrong is in the
+checkpoint's `problems`: a report wants to show all of it, and `require_whole` is there for those who need it good.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from lora_tool import keys
+from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint, Problem
+from lora_tool.formats import adapter_config, manifest, model_config, tokenizer, trainer_state
+from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
+from lora_tool.formats.files import inside
+from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.formats.model_config import ModelConfig, read_model_config
+from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
+from lora_tool.formats.weights import Weights, read_sharded, read_single
+from lora_tool.tensors import TensorTable
+
+Config = TypeVar("Config")
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+MODEL_WEIGHTS = "model.safetensors"
+MODEL_INDEX = "model.safetensors.index.json"
+_MODEL_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors\Z")
+_MODEL_PICKLE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin\Z")
+_RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
+_TAG = re.compile(r"global_step\d+\Z")
+_CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
+_DCP_METADATA = ".metadata"
+
+
+@enum.unique
+class Kind(str, enum.Enum):
+    """What a folder is, in the words that reports use."""
+
+    BASE_MODEL = "base model"
+    MERGED_MODEL = "merged model"
+    ADAPTER = "adapter"
+    TRAINER_CHECKPOINT = "trainer checkpoint"
+    ZERO = "DeepSpeed checkpoint"
+    DCP = "FSDP checkpoint"
+    RUN = "run folder"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """What lies in a folder, by name, and what every kind of checkpoint may have beside its weights."""
+
+    root: Path
+    files: tuple[str, ...]
+    folders: tuple[str, ...]
+    trainer: TrainerState | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def tokenizer_files(self) -> tuple[str, ...]:
+        """Names of the tokenizer's and processor's files, the chat template among them."""
+        return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Names of the `checkpoint-N` folders in it, by step."""
+        steps = {name: int(match["step"]) for name in self.folders if (match := _CHECKPOINT.match(name))}
+        return tuple(sorted(steps, key=steps.__getitem__))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Names of the `global_stepN` folders in it, by step."""
+        return tuple(sorted(filter(_TAG.match, self.folders), key=lambda name: int(name.removeprefix("global_step"))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDir:
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    folder: Folder
+    config: ModelConfig | None
+    weights: Weights
+    manifest: Manifest | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        if self.manifest is not None:
+            return Kind.MERGED_MODEL
+        return Kind.BASE_MODEL if self.folder.trainer is None else Kind.TRAINER_CHECKPOINT
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.weights.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDir:
+    """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
+
+    folder: Folder
+    config: AdapterConfig | None
+    weights: Weights
+    keys: Mapping[str, keys.AdapterKey]
+    """Tensor name → its parsed form, for every tensor."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.ADAPTER if self.folder.trainer is None else Kind.TRAINER_CHECKPOINT
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.weights.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroDir:
+    """A DeepSpeed checkpoint: tags with one pair of rank files per process."""
+
+    folder: Folder
+    latest: str | None
+    """What the file `latest` names; None where there is none, or where `root` is itself a tag."""
+    rank_files: Mapping[str, tuple[str, ...]]
+    """Tag → names of its rank files; the tag is "." where they lie in `root` itself."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.ZERO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpDir:
+    """A torch distributed checkpoint, as FSDP2 writes it: `.metadata` and `.distcp` files."""
+
+    folder: Folder
+    parts: Mapping[str, tuple[str, ...]]
+    """Folder with a `.metadata` ("." or a sub-folder) → names of its `.distcp` files."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.DCP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
+
+    folder: Folder
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.RUN
+
+
+Checkpoint = ModelDir | AdapterDir | ZeroDir | DcpDir | RunDir
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Return what the local folder `path` is and holds, read from names, JSON and headers alone.
+
+    What is wrong inside is in `problems`. Raises `NotACheckpoint` where there is nothing to describe.
+    """
+    folder = _read_folder(Path(path))
+    names = set(folder.files)
+    if names & {adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE}:
+        return _open_adapter(folder)
+    has_weights = bool(names & {MODEL_WEIGHTS, MODEL_INDEX}) or any(
+        _MODEL_SHARD.match(name) or _MODEL_PICKLE.match(name) for name in names
+    )
+    for open_sharded in (_open_zero, _open_dcp):
+        sharded = None if has_weights else open_sharded(folder)
+        if sharded is not None:
+            return sharded
+    if folder.checkpoints and not has_weights:
+        return RunDir(folder=folder, problems=folder.problems)
+    if has_weights or model_config.FILE_NAME in names:
+        return _open_model(folder)
+    raise _nothing_known(folder)
+
+
+def require_whole(checkpoint: Checkpoint) -> None:
+    """Return if every file could be read and believed. Raises `CorruptFile` or `BadConfig` for the first that cannot."""
+    for problem in checkpoint.problems:
+        if problem.fatal:
+            error = BadConfig if problem.defect is Defect.BAD_FIELD else CorruptFile
+            raise error(problem, hint=f"lora-tool validate {checkpoint.root}")
+
+
+def open_model(path: str | os.PathLike[str]) -> ModelDir:
+    """Return the model folder `path`. Raises `NotACheckpoint` where it is something else."""
+    checkpoint = open_checkpoint(path)
+    if not isinstance(checkpoint, ModelDir):
+        raise NotACheckpoint(f"{path} is not a model folder but: {checkpoint.kind}")
+    return checkpoint
+
+
+def _read_folder(root: Path) -> Folder:
+    if not root.exists():
+        raise NotACheckpoint(f"{root}: no such folder")
+    if not root.is_dir():
+        raise NotACheckpoint(f"{root} is a file, not a folder", hint=f"lora-tool validate {root.parent}")
+    files, folders = [], []
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                # what is neither file nor folder is listed as a file, so that reading it gives a problem, not silence
+                (folders if entry.is_dir() else files).append(entry.name)
+    except OSError as error:
+        raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
+    trainer, problems = None, ()
+    if trainer_state.FILE_NAME in files:
+        trainer, problems = try_trainer_state(root / trainer_state.FILE_NAME)
+    return Folder(
+        root=root, files=tuple(sorted(files)), folders=tuple(sorted(folders)), trainer=trainer, problems=problems
+    )
+
+
+def _read_config(
+    folder: Folder, name: str, read: Callable[[Path], Config]
+) -> tuple[Config | None, tuple[Problem, ...]]:
+    path = folder.root / name
+    if name not in folder.files:
+        problem = Problem(defect=Defect.BAD_FIELD, path=str(path), message="is missing")
+        return None, (problem,)
+    if not inside(folder.root, path):
+        return None, (Problem(defect=Defect.NOT_A_FILE, path=str(path), message="is a link out of its folder"),)
+    try:
+        return read(path), ()
+    except (CorruptFile, BadConfig) as error:
+        return None, (error.problem,)
+
+
+def _open_adapter(folder: Folder) -> AdapterDir:
+    config, problems = _read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
+    if ADAPTER_WEIGHTS in folder.files:
+        weights = read_single(folder.root / ADAPTER_WEIGHTS)
+    else:
+        weights = _no_weights(folder, ADAPTER_WEIGHTS, [ADAPTER_PICKLE] if ADAPTER_PICKLE in folder.files else [])
+    return AdapterDir(
+        folder=folder,
+        config=config,
+        weights=weights,
+        keys={name: keys.parse(name) for name in weights.tensors},
+        problems=(*folder.problems, *problems, *(config.problems if config else ()), *weights.problems),
+    )
+
+
+def _open_model(folder: Folder) -> ModelDir:
+    config, problems = _read_config(folder, model_config.FILE_NAME, read_model_config)
+    written, manifest_problems = None, ()
+    if manifest.FILE_NAME in folder.files:
+        written, manifest_problems = _read_config(folder, manifest.FILE_NAME, read_manifest)
+    weights = _model_weights(folder)
+    return ModelDir(
+        folder=folder,
+        config=config,
+        weights=weights,
+        manifest=written,
+        problems=(
+            *folder.problems,
+            *problems,
+            *(config.problems if config else ()),
+            *manifest_problems,
+            *weights.problems,
+        ),
+    )
+
+
+def _model_weights(folder: Folder) -> Weights:
+    shards = [name for name in folder.files if _MODEL_SHARD.match(name)]
+    # the single file first: that is what transformers loads where both are there
+    if MODEL_WEIGHTS in folder.files:
+        weights = read_single(folder.root / MODEL_WEIGHTS)
+    elif MODEL_INDEX in folder.files:
+        weights = read_sharded(folder.root / MODEL_INDEX)
+    elif shards:
+        message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
+        path = str(folder.root / MODEL_INDEX)
+        return Weights(
+            files=(), tensors={}, problems=(Problem(defect=Defect.NO_WEIGHTS, path=path, message=message),)
+        )
+    else:
+        return _no_weights(folder, MODEL_WEIGHTS, [name for name in folder.files if _MODEL_PICKLE.match(name)])
+    read = {file.path.name for file in weights.files}
+    broken = any(problem.fatal for problem in weights.problems)
+    stray = [name for name in shards if name not in read and not broken]
+    problems = [
+        Problem(
+            defect=Defect.STRAY_WEIGHTS,
+            path=str(folder.root / name),
+            message="is a weights file that no index names; transformers ignores it",
+            fatal=False,
+        )
+        for name in stray
+    ]
+    return Weights(
+        files=weights.files,
+        tensors=weights.tensors,
+        index=weights.index,
+        problems=(*weights.problems, *problems),
+    )
+
+
+def _no_weights(folder: Folder, expected: str, pickles: list[str]) -> Weights:
+    if pickles:
+        message = "is a pickle, which can run code when it is loaded; it is not read"
+        problem = Problem(defect=Defect.PICKLE, path=str(folder.root / pickles[0]), message=message)
+    else:
+        problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / expected), message="is missing")
+    return Weights(files=(), tensors={}, problems=(problem,))
+
+
+def _open_zero(folder: Folder) -> ZeroDir | None:
+    here = tuple(name for name in folder.files if _RANK_FILE.match(name))
+    if here:
+        return ZeroDir(folder=folder, latest=None, rank_files={".": here}, problems=folder.problems)
+    rank_files = {}
+    for tag in folder.folders:
+        names = tuple(sorted(filter(_RANK_FILE.match, _listed(folder.root / tag))))
+        if names:
+            rank_files[tag] = names
+    if not rank_files:
+        return None
+    latest = None
+    if "latest" in folder.files:
+        try:
+            latest = (folder.root / "latest").read_text(errors="replace")[:200].strip()
+        except OSError:
+            latest = None
+    return ZeroDir(folder=folder, latest=latest, rank_files=rank_files, problems=folder.problems)
+
+
+def _open_dcp(folder: Folder) -> DcpDir | None:
+    parts = {}
+    for name in (".", *folder.folders):
+        listed = folder.files if name == "." else _listed(folder.root / name)
+        if _DCP_METADATA in listed:
+            parts[name] = tuple(sorted(file for file in listed if file.endswith(".distcp")))
+    return DcpDir(folder=folder, parts=parts, problems=folder.problems) if parts else None
+
+
+def _listed(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(os.listdir(path))
+    except OSError:
+        return ()
+
+
+def _nothing_known(folder: Folder) -> CheckpointError:
+    inner = [
+        name for name in folder.folders if {adapter_config.FILE_NAME, model_config.FILE_NAME} & set(_listed(folder.root / name))
+    ]
+    if inner:
+        listed = ", ".join(inner[:5]) + (", …" if len(inner) > 5 else "")  # noqa: PLR2004 - enough to recognise
+        return NotACheckpoint(
+            f"{folder.root} is no checkpoint itself, but holds: {listed}",
+            hint=f"lora-tool validate {folder.root / inner[0]}",
+        )
+    return NotACheckpoint(
+        f"{folder.root} holds no adapter_config.json, config.json, checkpoint-N, global_stepN or .metadata"
+    )

@@ -1,0 +1,23 @@
+"""The one map from errors to exit codes."""
+
+from __future__ import annotations
+
+from lora_tool import errors
+
+DONE = 0
+FINDINGS = 1
+USAGE = 2
+CANNOT = 3
+INTERRUPTED = 130
+
+# the most specific class first: the first that matches decides
+_BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
+    (errors.FindingsFound, FINDINGS),
+    (errors.OutputExists, 6),
+    (errors.LoraToolError, CANNOT),
+)
+
+
+def exit_code(error: errors.LoraToolError) -> int:
+    """Return the exit code of an error."""
+    return next(code for kind, code in _BY_ERROR if isinstance(error, kind))

@@ -1,0 +1,117 @@
+"""The `lora-tool` command: finds the subcommand, and turns every expected error into two lines and an exit code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, exit_code
+from lora_tool.display import printable
+from lora_tool.errors import LoraToolError
+
+COMMANDS = {
+    "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
+    "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
+    "merge": "Merge an adapter into its base model.",
+    "rules": "List the rules of `validate`, or explain one.",
+}
+"""Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module only when that command runs, so that `--help` stays instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"lora_tool.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if close:
+                error.message += f" Did you mean {close[0]!r}?"
+            raise
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
+    if value and not ctx.resilient_parsing:
+        from importlib.metadata import version  # noqa: PLC0415 - slow, and only needed here
+
+        click.echo(f"lora-tool {version('lora-tool')}")
+        ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LORA_TOOL", "max_content_width": 100},
+    epilog="Example: lora-tool validate my-adapter/",
+)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version.")
+def cli() -> None:
+    """Check, merge and publish LoRA checkpoints."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with the code that design and README document."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Abort:
+        code = _interrupted()
+    except KeyboardInterrupt:
+        code = _interrupted()
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except LoraToolError as error:
+        show_error(error)
+        code = exit_code(error)
+    except BrokenPipeError:
+        # the reader of our output has left; nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = CANNOT
+    except OSError as error:
+        show_error(LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}"))
+        code = CANNOT
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def show_error(error: LoraToolError) -> None:
+    """Write the error and its hint to stderr."""
+    message = "\n".join(map(printable, str(error).splitlines()))
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+    if error.hint:
+        hint = "\n".join(map(printable, error.hint.splitlines()))
+        click.echo(f"{click.style('hint:', fg='cyan')} {hint}", err=True)
+
+
+def _interrupted() -> int:
+    click.echo("interrupted", err=True)
+    return INTERRUPTED
+
+
+def _as_interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,141 @@
+"""Everything that can go wrong, as one tree.
+
+    LoraToolError
+    ├── CheckpointError            what was given cannot be used
+    │   ├── NotACheckpoint         nothing there, or nothing we know
+    │   ├── CorruptFile            a file breaks its own format
+    │   ├── BadConfig              a JSON field is missing or has the wrong type
+    │   └── IncompleteCheckpoint   files that belong together are not all there
+    ├── PlanError                  what was asked for cannot be done exactly
+    │   ├── UnsupportedAdapter     a feature we refuse by name
+    │   ├── IncompatibleBase       base model and adapter do not fit
+    │   └── OutputExists           something stands where the result would go
+    ├── ExecutionError             it failed while writing
+    │   ├── OutOfSpace
+    │   └── SourceChanged          an input changed while it was read
+    ├── FindingsFound              raised by ``Report.raise_for_errors``
+    └── MissingDependency          an extra is not installed
+
+A message says what is wrong, where, what was expected and what was found; `hint` says what to type.
+The command line maps each class to its exit code in one place.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+@enum.unique
+class Defect(str, enum.Enum):
+    """What can be wrong with one file, independent of the model in it. Each has one LT1xx rule."""
+
+    TRUNCATED = "truncated"
+    BAD_HEADER = "bad-header"
+    HOLE = "hole"
+    OVERLAP = "overlap"
+    DUPLICATE_KEY = "duplicate-key"
+    WRONG_SIZE = "wrong-size"
+    SHARD_MISSING = "shard-missing"
+    SHARD_NAME = "shard-name"
+    INDEX_MISMATCH = "index-mismatch"
+    PICKLE = "pickle"
+    TOTAL_SIZE = "total-size"
+    NOT_A_FILE = "not-a-file"
+    BAD_JSON = "bad-json"
+    STRAY_WEIGHTS = "stray-weights"
+    NO_WEIGHTS = "no-weights"
+    BAD_FIELD = "bad-field"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One defect of one file, found while reading it. `subject` is the tensor, key or field concerned."""
+
+    defect: Defect
+    path: str
+    message: str
+    subject: str | None = None
+    fatal: bool = True
+    """Whether the file's tensors cannot be trusted. A wrong `total_size` is a defect, but not fatal."""
+
+    def __str__(self) -> str:
+        where = f"{self.path}: `{self.subject}`" if self.subject else self.path
+        return f"{where}: {self.message}"
+
+
+class LoraToolError(Exception):
+    """The root of all errors raised on purpose. `hint` is what the user can do about it."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class CheckpointError(LoraToolError):
+    """What was given cannot be used."""
+
+
+class NotACheckpoint(CheckpointError):
+    """The path does not exist, or holds nothing that we know."""
+
+
+class CorruptFile(CheckpointError):
+    """A file breaks its own format; `problem` says how."""
+
+    def __init__(self, problem: Problem, *, hint: str | None = None) -> None:
+        super().__init__(str(problem), hint=hint)
+        self.problem = problem
+
+
+class BadConfig(CheckpointError):
+    """A JSON file has a missing field or one of the wrong type; `problem` says which."""
+
+    def __init__(self, problem: Problem, *, hint: str | None = None) -> None:
+        super().__init__(str(problem), hint=hint)
+        self.problem = problem
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """Files that belong together are not all there."""
+
+
+class PlanError(LoraToolError):
+    """What was asked for cannot be done exactly."""
+
+
+class UnsupportedAdapter(PlanError):
+    """The adapter uses a feature that we refuse by name."""
+
+
+class IncompatibleBase(PlanError):
+    """The base model and the adapter do not fit each other."""
+
+
+class OutputExists(PlanError):
+    """Something stands where the result would go, or another run is writing it."""
+
+
+class ExecutionError(LoraToolError):
+    """Writing failed; nothing was left under the final name."""
+
+
+class OutOfSpace(ExecutionError):
+    """The disk is too small for the output."""
+
+
+class SourceChanged(ExecutionError):
+    """An input file changed between planning and reading."""
+
+
+class FindingsFound(LoraToolError):
+    """A report holds findings at or above the level that was asked for."""
+
+
+class MissingDependency(LoraToolError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, *, extra: str) -> None:
+        super().__init__(f"{package} is not installed", hint=f"pip install 'lora-tool[{extra}]'")
+        self.package = package
+        self.extra = extra

@@ -1,0 +1,292 @@
+"""`adapter_config.json`: PEFT's LoraConfig, read with types, and what each of its fields means for a merge.
+
+Every field of `peft.LoraConfig` is classed in `FIELD_USES`; a test compares that table with the installed PEFT, so a
+field that a new PEFT adds fails a test here instead of being merged wrongly there.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.formats.fields import Fields
+from lora_tool.formats.files import read_json
+from lora_tool.keys import is_under
+
+FILE_NAME = "adapter_config.json"
+
+
+@enum.unique
+class FieldUse(str, enum.Enum):
+    """What a field of LoraConfig does to a merge."""
+
+    USED = "used"
+    INERT = "inert"
+    """Has no effect on the merged weights: training only, runtime only, or documentation."""
+    REFUSED = "refused"
+    """Any value but the default changes the result in a way that is refused by name."""
+
+
+_USED = (
+    "task_type peft_type base_model_name_or_path revision r target_modules exclude_modules lora_alpha fan_in_fan_out "
+    "bias use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
+    "trainable_token_indices use_dora lora_bias target_parameters"
+)
+_INERT = (
+    "auto_mapping peft_version inference_mode lora_dropout loftq_config eva_config corda_config lora_ga_config "
+    "qalora_group_size runtime_config megatron_core"
+)
+_REFUSED = (
+    "megatron_config velora_config alora_invocation_tokens use_qalora monteclora_config layer_replication use_bdlora "
+    "arrow_config kasa_config ensure_weight_tying"
+)
+FIELD_USES: Mapping[str, FieldUse] = {
+    **dict.fromkeys(_USED.split(), FieldUse.USED),
+    **dict.fromkeys(_INERT.split(), FieldUse.INERT),
+    **dict.fromkeys(_REFUSED.split(), FieldUse.REFUSED),
+}
+"""Each of LoraConfig's fields. The configs of special inits are inert because `init_lora_weights` decides."""
+
+INITS_THAT_KEEP_THE_BASE = frozenset({"true", "false", "gaussian", "eva", "orthogonal"})
+"""`init_lora_weights` values after which the base weights are still those on disk (peft 0.21, `LoraLayer`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """The fields of `adapter_config.json` that decide what an adapter is, with PEFT's defaults for absent ones."""
+
+    path: Path
+    peft_type: str | None = "LORA"
+    task_type: str | None = None
+    base_model: str | None = None
+    revision: str | None = None
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    fan_in_fan_out: bool = False
+    init_lora_weights: str = "true"
+    target_modules: tuple[str, ...] | str | None = None
+    target_parameters: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] | str | None = None
+    modules_to_save: tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, float] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    has_token_indices: bool = False
+    refused: tuple[str, ...] = ()
+    """Names of the fields that are set to what we refuse."""
+    unknown: tuple[str, ...] = ()
+    """Names of fields that no LoraConfig we know has. PEFT warns and ignores them."""
+    problems: tuple[Problem, ...] = ()
+
+    def rank(self, module: str) -> int:
+        """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""
+        pattern = pattern_for(tuple(self.rank_pattern), module)
+        return self.r if pattern is None else int(self.rank_pattern[pattern])
+
+    def alpha(self, module: str) -> float:
+        """Return the alpha of the module: the first `alpha_pattern` that matches, else `lora_alpha`."""
+        pattern = pattern_for(tuple(self.alpha_pattern), module)
+        return self.lora_alpha if pattern is None else self.alpha_pattern[pattern]
+
+    def scaling(self, module: str) -> float:
+        """Return what ΔW = B·A is multiplied by: alpha/r, or alpha/√r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
+        rank = self.rank(module)
+        return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, module: str) -> bool:
+        """Return whether PEFT would put LoRA on the module (`tuners_utils.check_target_module_exists`)."""
+        if self._excluded(module):
+            return False
+        if self.target_modules is None:
+            return False
+        if isinstance(self.target_modules, str):
+            return compiled(self.target_modules).fullmatch(module) is not None
+        if module in _as_set(self.target_modules):
+            return True
+        return is_under(module, _as_set(self.target_modules)) is not None and self._in_layers(module)
+
+    def saves(self, module: str) -> bool:
+        """Return whether the module is, or lies in, one of `modules_to_save`."""
+        return any(f".{name}." in f".{module}." for name in self.modules_to_save)
+
+    def _excluded(self, module: str) -> bool:
+        if isinstance(self.exclude_modules, str):
+            excluded = bool(self.exclude_modules) and compiled(self.exclude_modules).fullmatch(module) is not None
+        else:
+            excluded = is_under(module, _as_set(self.exclude_modules or ())) is not None
+        return excluded or self.saves(module)
+
+    def _in_layers(self, module: str) -> bool:
+        if not self.layers_to_transform:
+            return True
+        if not self.layers_pattern:
+            match = re.match(r".*?\.[^.]*\.(?P<idx>\d+)\.", module)
+        else:
+            matches = (re.match(rf"(?:^|.*?\.){re.escape(p)}\.(?P<idx>\d+)\.", module) for p in self.layers_pattern)
+            match = next((found for found in matches if found), None)
+        return match is not None and int(match["idx"]) in self.layers_to_transform
+
+
+@lru_cache(maxsize=64)
+def _as_set(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(names)
+
+
+_LITERAL = re.compile(r"[\w.\-]+\Z")
+
+
+@lru_cache(maxsize=4096)
+def _pattern_regex(key: str) -> re.Pattern[str]:
+    return compiled(rf"(.*\.)?({key})$")
+
+
+@lru_cache(maxsize=4096)
+def _last_literal(key: str) -> str | None:
+    """The last path component of a key that is no real pattern, to reject most modules without a regex."""
+    return key.rpartition(".")[2] if _LITERAL.match(key) else None
+
+
+def pattern_for(keys: Sequence[str], module: str) -> str | None:
+    r"""Return the first of `keys` whose regex ``(.*\.)?(key)$`` matches the module path (peft `get_pattern_key`)."""
+    for key in keys:
+        last = _last_literal(key)
+        if (last is None or module.endswith(last)) and _pattern_regex(key).match(module):
+            return key
+    return None
+
+
+@lru_cache(maxsize=4096)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return the compiled pattern. Raises ValueError where it is invalid or could run for ever."""
+    reason = _danger(pattern)
+    if reason:
+        raise ValueError(f"is a regular expression that {reason}")
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"is not a valid regular expression: {error}") from error
+
+
+_MAX_PATTERN = 20_000
+_MAX_REPEATS = 8
+
+
+def _danger(pattern: str) -> str | None:
+    """Say why a pattern might backtrack exponentially: a repeated group that itself repeats or branches."""
+    if len(pattern) > _MAX_PATTERN:
+        return f"is {len(pattern):,} characters long"
+    text = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
+    if len(re.findall(r"[*+]|\{\d*,\d*\}", text)) > _MAX_REPEATS:
+        return f"repeats more than {_MAX_REPEATS} times over"
+    groups = [False]
+    for at, character in enumerate(text):
+        if character == "(":
+            groups.append(False)
+        elif character == ")" and len(groups) > 1:
+            inner = groups.pop()
+            repeated = text[at + 1 : at + 2] in ("*", "+", "{")
+            if inner and repeated:
+                return "repeats a group that repeats or branches inside, and could run for ever"
+            groups[-1] |= inner or repeated
+        elif character in "*+{|":
+            groups[-1] = True
+    return None
+
+
+def read_adapter_config(path: Path) -> AdapterConfig:
+    """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    return _config(raw, path)
+
+
+def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
+    fields = Fields(raw, path)
+    if "peft_type" not in raw:
+        fields.note("peft_type", 'expected a string such as "LORA", found nothing')
+    ranks = fields.numbers_by_pattern("rank_pattern", least=1)
+    alphas = fields.numbers_by_pattern("alpha_pattern")
+    targets = fields.names_or_pattern("target_modules")
+    excluded = fields.names_or_pattern("exclude_modules")
+    for name, patterns in (
+        ("rank_pattern", tuple(ranks)),
+        ("alpha_pattern", tuple(alphas)),
+        ("target_modules", (targets,) if isinstance(targets, str) else ()),
+        ("exclude_modules", (excluded,) if isinstance(excluded, str) else ()),
+    ):
+        _check_patterns(fields, name, patterns)
+    broken = {str(problem.subject).partition("[")[0] for problem in fields.problems}
+    return AdapterConfig(
+        path=path,
+        peft_type=fields.text("peft_type"),
+        task_type=fields.text("task_type"),
+        base_model=fields.text("base_model_name_or_path"),
+        revision=fields.text("revision"),
+        r=fields.integer("r", 8, least=1),
+        lora_alpha=fields.number("lora_alpha", 8),
+        use_rslora=fields.boolean("use_rslora"),
+        use_dora=fields.boolean("use_dora"),
+        lora_bias=fields.boolean("lora_bias"),
+        bias=fields.text("bias") or "none",
+        fan_in_fan_out=fields.boolean("fan_in_fan_out"),
+        init_lora_weights=_init(fields),
+        target_modules=None if "target_modules" in broken else targets,
+        target_parameters=fields.names("target_parameters"),
+        exclude_modules=None if "exclude_modules" in broken else excluded,
+        modules_to_save=fields.names("modules_to_save") or (),
+        layers_to_transform=_layers(fields),
+        layers_pattern=_one_or_many(fields, "layers_pattern"),
+        rank_pattern={} if "rank_pattern" in broken else ranks,
+        alpha_pattern={} if "alpha_pattern" in broken else alphas,
+        has_token_indices=bool(raw.get("trainable_token_indices")),
+        refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
+        unknown=tuple(name for name in raw if name not in FIELD_USES),
+        problems=tuple(fields.problems),
+    )
+
+
+def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        try:
+            compiled(pattern)
+        except ValueError as error:
+            fields.note(name, str(error))
+
+
+def _init(fields: Fields) -> str:
+    value = fields.table.get("init_lora_weights", True)
+    if not isinstance(value, bool | str):
+        fields.expected("init_lora_weights", "true, false or a string", value)
+        return "true"
+    return str(value).lower()
+
+
+def _layers(fields: Fields) -> tuple[int, ...] | None:
+    value = fields.table.get("layers_to_transform")
+    if value is None:
+        return None
+    layers = [value] if type(value) is int else value
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        fields.expected("layers_to_transform", "int or list of ints", value)
+        return None
+    return tuple(layers)
+
+
+def _one_or_many(fields: Fields, name: str) -> tuple[str, ...]:
+    value = fields.names_or_pattern(name)
+    return (value,) if isinstance(value, str) else value or ()
+
+

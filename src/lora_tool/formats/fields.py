@@ -1,0 +1,107 @@
+"""Typed access to the fields of a JSON object, collecting every wrong one with its path: `r: expected int, found "8"`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import Defect, Problem
+
+
+class Fields:
+    """One JSON object of the file `path`. A field of the wrong type is noted in `problems` and read as its default."""
+
+    def __init__(self, table: Mapping[str, Any], path: Path, context: str = "") -> None:
+        self.table = table
+        self.path = path
+        self.context = context
+        self.problems: list[Problem] = []
+
+    def note(self, name: str, message: str) -> None:
+        """Record that the field `name` is wrong."""
+        subject = f"{self.context}{name}"
+        self.problems.append(
+            Problem(defect=Defect.BAD_FIELD, path=str(self.path), subject=subject, message=message)
+        )
+
+    def expected(self, name: str, what: str, found: object) -> None:
+        """Record that the field `name` should have been a `what`."""
+        self.note(name, f"expected {what}, found {shown(found)}")
+
+    def integer(self, name: str, default: int, *, least: int | None = None) -> int:
+        value = self.table.get(name, default)
+        if type(value) is not int:
+            self.expected(name, "int", value)
+            return default
+        if least is not None and value < least:
+            self.expected(name, f"int of at least {least}", value)
+            return default
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        value = self.table.get(name)
+        if value is not None and type(value) is not int:
+            self.expected(name, "int", value)
+            return None
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.table.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.expected(name, "number", value)
+            return default
+        return value
+
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        value = self.table.get(name, default)
+        if not isinstance(value, bool):
+            if value is not None:
+                self.expected(name, "true or false", value)
+            return default
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self.table.get(name)
+        if value is not None and not isinstance(value, str):
+            self.expected(name, "string", value)
+            return None
+        return value
+
+    def names(self, name: str) -> tuple[str, ...] | None:
+        """A list of strings, or None."""
+        value = self.table.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.expected(name, "list of strings", value)
+            return None
+        return tuple(value)
+
+    def names_or_pattern(self, name: str) -> tuple[str, ...] | str | None:
+        """A list of strings, one string (PEFT reads it as a regular expression), or None."""
+        value = self.table.get(name)
+        return value if isinstance(value, str) else self.names(name)
+
+    def numbers_by_pattern(self, name: str, *, least: float | None = None) -> dict[str, float]:
+        """An object of patterns to numbers, as `rank_pattern` and `alpha_pattern` are; {} if absent."""
+        value = self.table.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            self.expected(name, "object of numbers", value)
+            return {}
+        numbers = {}
+        for key, number in value.items():
+            if isinstance(number, bool) or not isinstance(number, int | float) or (least is not None and number < least):
+                self.expected(f"{name}[{json.dumps(key)}]", "number" + (f" of at least {least}" if least else ""), number)
+            else:
+                numbers[key] = number
+        return numbers
+
+
+def shown(value: object) -> str:
+    """Return `value` as JSON, cut to what fits in a sentence."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - half a terminal line

@@ -1,0 +1,86 @@
+"""Opening files that nobody vouches for: only regular files, only inside their folder, only up to a size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+
+MAX_JSON_BYTES = 100_000_000
+"""A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[int]:
+    """Yield a read-only descriptor of the regular file `path`.
+
+    A FIFO, device or folder raises `CorruptFile` at once instead of blocking; so does an unreadable file.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO without a writer would wait for ever
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise _not_a_file(path, f"cannot be opened: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _not_a_file(path, "is not a regular file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _not_a_file(path: Path, message: str) -> CorruptFile:
+    return CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
+
+
+def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
+    """Return the parsed JSON file. Raises `CorruptFile`: unreadable, too large, not JSON, too deep, duplicate keys."""
+    with open_regular(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            message = f"is {size:,} bytes, more than the {limit:,} we read"
+            raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
+        data = os.pread(fd, size, 0)
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
+    """Return `data`, found in `path`, as parsed JSON. Raises `CorruptFile`, with `subject` the repeated key if any."""
+    repeated: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            seen: set[str] = set()
+            repeated.extend(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        return table
+
+    try:
+        parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 and integers of absurd length
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
+        raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=reason)) from error
+    if repeated:
+        message = f"key appears more than once ({len(repeated)} repeated)" if len(repeated) > 1 else "key appears twice"
+        raise CorruptFile(
+            Problem(defect=Defect.DUPLICATE_KEY, path=str(path), subject=repeated[0], message=message)
+        )
+    return parsed
+
+
+def inside(root: Path, path: Path) -> bool:
+    """Whether `path`, all symlinks followed, is still inside the folder `root`.
+
+    The Hub cache keeps a snapshot as links into the `blobs` folder beside it; those count as inside.
+    """
+    real_root = Path(os.path.realpath(root))
+    target = Path(os.path.realpath(path))
+    if target.is_relative_to(real_root):
+        return True
+    return real_root.parent.name == "snapshots" and target.is_relative_to(real_root.parent.parent / "blobs")

@@ -1,0 +1,34 @@
+"""`lora_tool.json`: the record that every folder written by lora-tool carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.formats.files import read_json
+
+FILE_NAME = "lora_tool.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a manifest tells about where its folder came from."""
+
+    path: Path
+    raw: Mapping[str, Any]
+    merged_adapters: tuple[str, ...]
+    """sha256 of the weight files of every adapter whose delta is in these weights, older merges included."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in the file `path`. Raises `CorruptFile`, `BadConfig`."""
+    raw = read_json(path)
+    merged = raw.get("merged_adapters", []) if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or not isinstance(merged, list) or not all(isinstance(m, str) for m in merged):
+        message = "expected an object with a list `merged_adapters`"
+        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message=message))
+    return Manifest(path=path, raw=raw, merged_adapters=tuple(merged))

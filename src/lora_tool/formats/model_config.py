@@ -1,0 +1,97 @@
+"""`config.json` of transformers: the fields that decide how a model is merged and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.formats.fields import Fields
+from lora_tool.formats.files import read_json
+
+FILE_NAME = "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What `config.json` says; `raw` is the whole object, for writing a changed copy."""
+
+    path: Path
+    raw: Mapping[str, Any]
+    model_type: str | None = None
+    architectures: tuple[str, ...] = ()
+    num_labels: int | None = None
+    """From `id2label`, else `num_labels`; None where neither is there (transformers then assumes 2)."""
+    pad_token_id: int | None = None
+    vocab_size: int | None = None
+    num_hidden_layers: int | None = None
+    tie_word_embeddings: bool | None = None
+    quantization: str | None = None
+    """`quant_method` of the quantization config, or "unknown"; None for plain weights."""
+    custom_code: bool = False
+    """Whether `auto_map` asks for Python code from the checkpoint."""
+    problems: tuple[Problem, ...] = ()
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    fields = Fields(raw, path)
+    nested = raw.get("text_config")
+    text = Fields(nested, path, "text_config.") if isinstance(nested, dict) else fields
+    # read before `problems` is collected: every getter may add one
+    values: dict[str, Any] = dict(
+        path=path,
+        raw=raw,
+        model_type=fields.text("model_type"),
+        architectures=fields.names("architectures") or (),
+        num_labels=_num_labels(fields),
+        pad_token_id=_pad_token_id(fields, text),
+        vocab_size=text.optional_integer("vocab_size"),
+        num_hidden_layers=_layers(text),
+        tie_word_embeddings=_optional_boolean(fields, "tie_word_embeddings"),
+        quantization=_quantization(fields),
+        custom_code=bool(raw.get("auto_map")),
+    )
+    problems = fields.problems + (text.problems if text is not fields else [])
+    return ModelConfig(**values, problems=tuple(problems))
+
+
+def _num_labels(fields: Fields) -> int | None:
+    labels = fields.table.get("id2label")
+    if labels is not None and not isinstance(labels, dict):
+        fields.expected("id2label", "object of labels", labels)
+        labels = None
+    explicit = fields.optional_integer("num_labels")
+    if labels is not None:
+        return len(labels)
+    return explicit
+
+
+def _pad_token_id(fields: Fields, text: Fields) -> int | None:
+    value = fields.optional_integer("pad_token_id")
+    return text.optional_integer("pad_token_id") if value is None and text is not fields else value
+
+
+def _layers(text: Fields) -> int | None:
+    # GPT-2 and its like write n_layer, Bloom writes n_layer too; MPT n_layers
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if name in text.table:
+            return text.optional_integer(name)
+    return None
+
+
+def _optional_boolean(fields: Fields, name: str) -> bool | None:
+    return fields.boolean(name) if fields.table.get(name) is not None else None
+
+
+def _quantization(fields: Fields) -> str | None:
+    value = fields.table.get("quantization_config")
+    if not value:
+        return None
+    method = value.get("quant_method") if isinstance(value, dict) else None
+    return method if isinstance(method, str) else "unknown"

@@ -1,0 +1,107 @@
+"""Tokenizer files: which of them a folder has, and which id its pad token has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import CorruptFile, Problem
+from lora_tool.formats.files import read_json
+
+CONFIG = "tokenizer_config.json"
+FAST = "tokenizer.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+
+FILE_NAMES = frozenset(
+    {
+        CONFIG,
+        FAST,
+        SPECIAL_MAP,
+        ADDED,
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tekken.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    }
+)
+"""Files of a tokenizer or processor that are copied byte for byte, never re-serialised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadToken:
+    """The pad token as text and id, and the file that says so."""
+
+    token: str
+    id: int
+    path: Path
+
+
+def read_pad_token(folder: Path, names: Iterable[str]) -> tuple[PadToken | None, tuple[Problem, ...]]:
+    """Return the pad token of the tokenizer files `names` in `folder`, or None where they name none.
+
+    Reads `tokenizer.json`, which may be tens of MB, only where the small files do not tell the id.
+    """
+    present = set(names)
+    problems: list[Problem] = []
+
+    def load(name: str) -> dict[str, Any]:
+        if name not in present:
+            return {}
+        try:
+            loaded = read_json(folder / name)
+        except CorruptFile as error:
+            problems.append(error.problem)
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+
+    for source in (CONFIG, SPECIAL_MAP):
+        token = _content(load(source).get("pad_token"))
+        if token is None:
+            continue
+        token_id = _id_in_config(load(CONFIG), token)
+        token_id = load(ADDED).get(token) if token_id is None else token_id
+        token_id = _id_in_fast(load(FAST), token) if token_id is None else token_id
+        token_id = load("vocab.json").get(token) if token_id is None else token_id
+        if type(token_id) is int:
+            return PadToken(token=token, id=token_id, path=folder / source), tuple(problems)
+    return None, tuple(problems)
+
+
+def _content(value: object) -> str | None:
+    """A special token is written as a string, or as an AddedToken object with its `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _id_in_config(config: dict[str, Any], token: str) -> int | None:
+    added = config.get("added_tokens_decoder")
+    for token_id, entry in added.items() if isinstance(added, dict) else ():
+        if _content(entry) == token and token_id.isdecimal():
+            return int(token_id)
+    return None
+
+
+def _id_in_fast(fast: dict[str, Any], token: str) -> int | None:
+    for entry in fast.get("added_tokens") or ():
+        if isinstance(entry, dict) and entry.get("content") == token and type(entry.get("id")) is int:
+            return int(entry["id"])
+    model = fast.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        token_id = vocab.get(token)
+        return token_id if type(token_id) is int else None
+    if isinstance(vocab, list):  # Unigram: a list of [piece, score], the position is the id
+        pieces = (entry[0] if isinstance(entry, list) and entry else None for entry in vocab)
+        return next((at for at, piece in enumerate(pieces) if piece == token), None)
+    return None

@@ -1,0 +1,132 @@
+"""The weights of one folder: one safetensors file, or shards and their index, as one table.
+
+The index (`model.safetensors.index.json`) is transformers' format: `weight_map` gives the shard of each tensor,
+`metadata.total_size` the sum of their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.files import inside, read_json
+from lora_tool.formats.safetensors import SafetensorsFile, scan_file
+from lora_tool.tensors import FileStamp, StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All tensors of one set of weight files, in file order, and everything that is wrong with the files."""
+
+    files: tuple[SafetensorsFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    index: Path | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def stamps(self) -> tuple[FileStamp, ...]:
+        return tuple(file.stamp for file in self.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, headers not counted."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """What is collected while the files of one set are read, one after the other."""
+
+    root: Path
+    files: list[SafetensorsFile] = field(default_factory=list)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, name: str) -> SafetensorsFile | None:
+        path = self.root / name
+        if not inside(self.root, path):
+            self.note(Defect.NOT_A_FILE, path, "is a link out of its folder", None)
+            return None
+        try:
+            file = scan_file(path)
+        except CorruptFile as error:
+            self.problems.append(error.problem)
+            return None
+        self.files.append(file)
+        self.problems.extend(file.problems)
+        for tensor in file.tensors.values():
+            earlier = self.tensors.setdefault(tensor.name, tensor)
+            if earlier is not tensor:
+                message = f"is also in {earlier.path.name}"
+                self.note(Defect.DUPLICATE_KEY, path, message, tensor.name)
+        return file
+
+    def note(self, defect: Defect, path: Path, message: str, subject: str | None, *, fatal: bool = True) -> None:
+        self.problems.append(
+            Problem(defect=defect, path=str(path), message=message, subject=subject, fatal=fatal)
+        )
+
+    def weights(self, index: Path | None = None) -> Weights:
+        return Weights(
+            files=tuple(self.files), tensors=self.tensors, index=index, problems=tuple(self.problems)
+        )
+
+
+def read_single(path: Path) -> Weights:
+    """Return the weights in the one safetensors file `path`. Defects are in `problems`."""
+    gathering = _Gathering(path.parent)
+    gathering.add(path.name)
+    return gathering.weights()
+
+
+def read_sharded(index: Path) -> Weights:
+    """Return the weights that the index file names. Defects of the index and of each shard are in `problems`."""
+    gathering = _Gathering(index.parent)
+    try:
+        weight_map, total_size = _read_index(index)
+    except CorruptFile as error:
+        gathering.problems.append(error.problem)
+        return gathering.weights(index)
+    for name in dict.fromkeys(weight_map.values()):
+        if not is_bare(name):
+            gathering.note(Defect.SHARD_NAME, index, "is not a bare file name: refused", name)
+        elif not (index.parent / name).exists():
+            held = sum(shard == name for shard in weight_map.values())
+            gathering.note(Defect.SHARD_MISSING, index, f"is missing: {held} tensors are not there", name)
+        else:
+            gathering.add(name)
+    _compare(gathering, index, weight_map)
+    held_bytes = sum(tensor.nbytes for tensor in gathering.tensors.values())
+    if not gathering.problems and total_size != held_bytes:
+        message = f"is {total_size!r}, the shards hold {held_bytes} bytes"
+        gathering.note(Defect.TOTAL_SIZE, index, message, "metadata.total_size", fatal=False)
+    return gathering.weights(index)
+
+
+def is_bare(name: str) -> bool:
+    """Whether `name` is a file name and nothing else: no folder, no drive, no NUL, not `.` or `..`."""
+    return bool(name) and name not in (".", "..") and not any(c in name for c in "/\\\0:")
+
+
+def _read_index(index: Path) -> tuple[dict[str, str], object]:
+    raw = read_json(index)
+    weight_map: Any = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        message = "has no `weight_map` of tensor names to file names"
+        raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(index), subject="weight_map", message=message))
+    metadata = raw.get("metadata")
+    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
+
+
+def _compare(gathering: _Gathering, index: Path, weight_map: Mapping[str, str]) -> None:
+    read = {file.path.name: file for file in gathering.files}
+    for name, shard in weight_map.items():
+        # a shard that is missing or broken has its own problem already
+        if shard in read and not read[shard].problems and name not in read[shard].tensors:
+            gathering.note(Defect.INDEX_MISMATCH, index, f"the index puts it in {shard}, which does not hold it", name)
+    for name, tensor in gathering.tensors.items():
+        if name not in weight_map:
+            gathering.note(Defect.INDEX_MISMATCH, index, f"is in {tensor.path.name}, but not in the index", name)

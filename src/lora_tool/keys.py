@@ -1,0 +1,125 @@
+"""The grammar of PEFT's tensor names.
+
+A LoRA tensor is called ``base_model.model.<module path>.<part>[.<adapter name>][.<leaf>]``, for example
+``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. `save_pretrained` takes the adapter name out;
+a raw `state_dict`, or a ZeRO checkpoint, still has it (``lora_A.default.weight``). Everything that is not a LoRA part
+is the plain name of a tensor of the model, as `modules_to_save` and saved biases are
+(peft 0.21, `peft/utils/save_and_load.py::get_peft_model_state_dict`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+PREFIX = "base_model.model."
+"""What `PeftModel` puts before every name: its own `base_model`, then `LoraModel`'s `model`."""
+
+
+@enum.unique
+class Part(str, enum.Enum):
+    """Which piece of an adapted module a tensor is."""
+
+    LORA_A = "lora_A"
+    LORA_B = "lora_B"
+    EMBEDDING_A = "lora_embedding_A"
+    EMBEDDING_B = "lora_embedding_B"
+    MAGNITUDE = "lora_magnitude_vector"
+    TOKENS_DELTA = "trainable_tokens_delta"
+    SAVED_MODULE = "modules_to_save"
+    ORIGINAL_MODULE = "original_module"
+    BASE_LAYER = "base_layer"
+    PLAIN = "plain"
+
+
+_WITH_LEAF = frozenset({Part.LORA_A, Part.LORA_B, Part.MAGNITUDE})
+_PART = re.compile(
+    r"^(?P<module>.*?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
+    r"|(?:token_adapter\.)?trainable_tokens_delta|modules_to_save|original_module)"
+    r"(?:\.(?P<rest>[^.]+(?:\.[^.]+)*))?$",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterKey:
+    """One parsed tensor name. `module` is the module path inside the model, without PEFT's prefix.
+
+    `leaf` is the parameter of the part ("weight", "bias") or, for `Part.PLAIN`, the parameter of the module itself;
+    None where the part is a parameter by itself (``lora_embedding_A``). `adapter_name` is None where the name was
+    taken out on saving. `text` is the name as it stands in the file.
+    """
+
+    text: str
+    module: str
+    part: Part
+    leaf: str | None = None
+    adapter_name: str | None = None
+    prefixed: bool = True
+
+    @property
+    def tensor(self) -> str:
+        """The model's own name of a plain tensor: ``score.weight``."""
+        return f"{self.module}.{self.leaf}" if self.module and self.leaf else self.module or self.leaf or ""
+
+    @property
+    def canonical(self) -> str:
+        """The name that `save_pretrained` would give it: with the prefix, without the adapter name."""
+        if self.part is Part.PLAIN:
+            return PREFIX + self.tensor
+        if self.part is Part.BASE_LAYER:
+            return f"{PREFIX}{self.module}.base_layer.{self.leaf}"
+        leaf = self.leaf if self.part is not Part.MAGNITUDE else None
+        part = f"token_adapter.{self.part.value}" if self.part is Part.TOKENS_DELTA else self.part.value
+        return ".".join(filter(None, (PREFIX + self.module, part, leaf)))
+
+
+def parse(name: str) -> AdapterKey:
+    """Return the parsed form of an adapter's tensor name. Every string parses; what is no LoRA part is PLAIN."""
+    prefixed = name.startswith(PREFIX)
+    inner = name.removeprefix(PREFIX)
+    match = _PART.match(inner)
+    if match is None:
+        return _plain(name, inner, prefixed=prefixed)
+    part = Part(match["part"].rpartition(".")[2])
+    adapter_name, leaf = _split_rest(part, match["rest"])
+    return AdapterKey(
+        text=name, module=match["module"], part=part, leaf=leaf, adapter_name=adapter_name, prefixed=prefixed
+    )
+
+
+def _plain(name: str, inner: str, *, prefixed: bool) -> AdapterKey:
+    module, _, leaf = inner.rpartition(".")
+    if module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+        return AdapterKey(text=name, module=module, part=Part.BASE_LAYER, leaf=leaf, prefixed=prefixed)
+    return AdapterKey(text=name, module=module, part=Part.PLAIN, leaf=leaf, prefixed=prefixed)
+
+
+def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
+    """Split what follows the part into adapter name and leaf: ``default.weight``, ``weight``, ``default`` or none."""
+    if rest is None:
+        return None, None
+    if part is Part.ORIGINAL_MODULE:
+        return None, rest
+    if part is Part.SAVED_MODULE:  # a saved module may be deep: modules_to_save.default.out_proj.weight
+        adapter_name, _, leaf = rest.partition(".")
+        return (adapter_name, leaf) if leaf else (None, adapter_name)
+    head, _, leaf = rest.rpartition(".")
+    if part in _WITH_LEAF and (head or leaf in ("weight", "bias")):
+        return head or None, leaf
+    return rest, None
+
+
+def is_under(module: str, names: frozenset[str]) -> str | None:
+    """Return the entry of `names` that equals `module` or is a dotted suffix of it, as PEFT matches list targets."""
+    if module in names:
+        return module
+    at = module.find(".")
+    while at != -1:
+        suffix = module[at + 1 :]
+        if suffix in names:
+            return suffix
+        at = module.find(".", at + 1)
+    return None

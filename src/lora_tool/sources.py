@@ -1,0 +1,101 @@
+"""Where a model or adapter is: a local path, a Hub id, or `hf://owner/name@revision`, made into a local folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+
+_HUB_ID = re.compile(r"(?P<id>[\w.\-]+/[\w.\-]+)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_URI = "hf://"
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*")
+_UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A folder on this disk and what the user called it. `hub_id` and `revision` (a commit) where it is from the Hub."""
+
+    path: Path
+    reference: str
+    hub_id: str | None = None
+    revision: str | None = None
+
+
+def resolve(
+    reference: str,
+    *,
+    near: Path | None = None,
+    revision: str | None = None,
+    download: bool = False,
+) -> Source:
+    """Return the local folder that `reference` means.
+
+    An existing path is local; ``hf://`` is the Hub; a bare ``owner/name`` is local if such a folder exists, else the
+    Hub. A relative path is looked for in the working directory and in `near` (PEFT writes the path as it was typed
+    when training); if both exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache;
+    it is downloaded only with `download`. Raises `NotACheckpoint` with what was looked for, `IncompleteCheckpoint`
+    where the Hub could not give it.
+    """
+    if not reference.startswith(_URI):
+        local = _local(reference, near)
+        if local is not None:
+            return _cached_source(local, reference)
+    match = _HUB_ID.match(reference.removeprefix(_URI))
+    if match is None:
+        places = f" (looked in {Path.cwd()}{f' and {near}' if near else ''})" if not os.path.isabs(reference) else ""
+        raise NotACheckpoint(f"{reference}: no such folder{places}")
+    return _from_hub(match["id"], match["revision"] or revision, reference, download=download)
+
+
+def _local(reference: str, near: Path | None) -> Path | None:
+    path = Path(reference).expanduser()
+    candidates = [path] if near is None or path.is_absolute() else [path, near / path]
+    found = [candidate for candidate in candidates if candidate.is_dir()]
+    if len(found) > 1 and not os.path.samefile(*found):
+        raise NotACheckpoint(
+            f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",
+            hint="name the one you mean: --base PATH",
+        )
+    return found[0] if found else None
+
+
+def _cached_source(path: Path, reference: str) -> Source:
+    """A path into the Hub cache (`models--owner--name/snapshots/<commit>`) tells its own id and commit."""
+    real = path.resolve()
+    repo = real.parent.parent.name
+    if real.parent.name == "snapshots" and repo.startswith("models--"):
+        hub_id = repo.removeprefix("models--").replace("--", "/", 1)
+        return Source(path=path, reference=reference, hub_id=hub_id, revision=real.name)
+    return Source(path=path, reference=reference)
+
+
+def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool) -> Source:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        path = Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(_WANTED),
+                ignore_patterns=list(_UNWANTED),
+                local_files_only=not download,
+            )
+        )
+    except HFValidationError as error:
+        raise NotACheckpoint(f"{reference}: no such folder, and no Hub id either") from error
+    except LocalEntryNotFoundError as error:
+        tried = "the Hub cannot be reached and it is" if download else "it is"
+        raise IncompleteCheckpoint(
+            f"{reference}: no such folder, and {tried} not in the Hub cache",
+            hint=f"hf download {hub_id}" + (f" --revision {revision}" if revision else ""),
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise IncompleteCheckpoint(f"{reference}: the Hub did not give it: {reason}") from error
+    return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)

@@ -1,0 +1,176 @@
+"""The words for tensors on disk: a dtype, a shape, and the byte spans that hold the elements.
+
+A tensor in a safetensors file is one span. The same three words describe tensors that are scattered over several
+files, so whatever reads a format ends with a `TensorTable`, and whatever writes starts from one.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_BYTES = 2**63 - 1
+"""No file is larger than this, so no tensor is: shape products beyond it are lies, not sizes."""
+
+
+@enum.unique
+class DType(str, enum.Enum):
+    """Element types by their safetensors names (https://github.com/huggingface/safetensors#format)."""
+
+    BOOL = "BOOL"
+    F4 = "F4"
+    F6_E2M3 = "F6_E2M3"
+    F6_E3M2 = "F6_E3M2"
+    U8 = "U8"
+    I8 = "I8"
+    F8_E5M2 = "F8_E5M2"
+    F8_E4M3 = "F8_E4M3"
+    F8_E8M0 = "F8_E8M0"
+    F8_E4M3FNUZ = "F8_E4M3FNUZ"
+    F8_E5M2FNUZ = "F8_E5M2FNUZ"
+    I16 = "I16"
+    U16 = "U16"
+    F16 = "F16"
+    BF16 = "BF16"
+    I32 = "I32"
+    U32 = "U32"
+    F32 = "F32"
+    C64 = "C64"
+    F64 = "F64"
+    I64 = "I64"
+    U64 = "U64"
+
+    @property
+    def bits(self) -> int:
+        """Size of one element in bits (sub-byte types exist)."""
+        return _BITS[self]
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is one of the four float types that a merge can compute with: F16, BF16, F32, F64."""
+        return self in MERGEABLE
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+_BITS = {
+    DType.F4: 4,
+    DType.F6_E2M3: 6,
+    DType.F6_E3M2: 6,
+    **dict.fromkeys(
+        (DType.BOOL, DType.U8, DType.I8, DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.F8_E4M3FNUZ),
+        8,
+    ),
+    DType.F8_E5M2FNUZ: 8,
+    **dict.fromkeys((DType.I16, DType.U16, DType.F16, DType.BF16), 16),
+    **dict.fromkeys((DType.I32, DType.U32, DType.F32), 32),
+    **dict.fromkeys((DType.C64, DType.F64, DType.I64, DType.U64), 64),
+}
+
+MERGEABLE = frozenset({DType.F16, DType.BF16, DType.F32, DType.F64})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """`nbytes` bytes of the file `path`, from `offset`."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.nbytes < 0:
+            raise ValueError(f"span of {self.path}: negative offset or size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, element type and shape. An existing spec has a byte size that fits in 63 bits and is whole."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        nbits = self.dtype.bits
+        for n in self.shape:
+            if n < 0:
+                raise ValueError(f"shape {list(self.shape)} has a negative size")
+            # a zero anywhere makes the product 0, yet the other sizes must still be possible ones
+            nbits *= max(n, 1)
+            if nbits // 8 > MAX_BYTES:
+                raise ValueError(f"shape {list(self.shape)} of {self.dtype} overflows 63 bits")
+        if self.numel * self.dtype.bits % 8:
+            raise ValueError(f"shape {list(self.shape)} of {self.dtype} is not a whole number of bytes")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar, 0 if any size is 0."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.bits // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor and where its bytes are: the spans, in order, are its elements in row-major order."""
+
+    spec: TensorSpec
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        held = sum(span.nbytes for span in self.spans)
+        if held != self.spec.nbytes:
+            raise ValueError(f"`{self.spec.name}` needs {self.spec.nbytes} bytes, its spans hold {held}")
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def dtype(self) -> DType:
+        return self.spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    @property
+    def path(self) -> Path:
+        """The file of its first span: what a message names."""
+        return self.spans[0].path
+
+
+TensorTable = Mapping[str, StoredTensor]
+"""Tensor name → stored tensor, in file order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """What a file looked like when it was read: a later difference means that it was changed under us."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """Stamp of `path` as it is now. Raises OSError."""
+        return cls.from_stat(path, os.stat(path))
+
+    @classmethod
+    def from_stat(cls, path: Path, stat: os.stat_result) -> FileStamp:
+        return cls(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
