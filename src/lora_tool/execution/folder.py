@@ -1,0 +1,122 @@
+"""A folder that appears under its name only when it is complete.
+
+Everything is written into a hidden sibling and renamed last. A lock on the sibling tells a run in progress from one
+that was killed; what a killed run left is removed by the next run to the same output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tool.display import size
+from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists
+from lora_tool.formats import manifest
+
+
+def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
+    """Return if a folder may be written as `out`.
+
+    Raises `OutputExists` where something stands there (an empty folder does not count) and `overwrite` is not set, or
+    where it is no folder of lora-tool's own, or holds or is one of the `inputs`.
+    """
+    real = out.resolve()
+    for source in inputs:
+        if source.resolve().is_relative_to(real):
+            raise OutputExists(f"{out} is or holds the input {source}", hint="give another folder: -o OUT")
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise OutputExists(f"{out} exists already", hint="give another folder with -o, or --overwrite")
+    if not (out / manifest.FILE_NAME).is_file():
+        raise OutputExists(
+            f"{out} was not written by lora-tool (it has no {manifest.FILE_NAME}), so it is not replaced",
+            hint="remove it yourself, or give another folder: -o OUT",
+        )
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Return if the disk under `out` has `needed` bytes free. Raises `OutOfSpace`."""
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OutOfSpace(
+            f"{out} needs {size(needed)}, the disk has {size(free)} free",
+            hint="give a folder on another disk: -o OUT",
+        )
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield an empty hidden folder beside `out`; on success rename it to `out`, on any failure remove it.
+
+    With `overwrite` an existing `out` is replaced, after success only. Raises `OutputExists` where another run is
+    writing the same output, `ExecutionError` where the place cannot be written.
+    """
+    partial = out.parent / f".{out.name}.lora-tool-partial"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(f"{partial}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ExecutionError(f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT") from error
+    try:
+        _lock(lock, out)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            yield partial
+            _sync_folder(partial)
+            _publish(partial, out, overwrite=overwrite)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{partial}.lock")
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, out: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise OutputExists(f"another run is writing {out}", hint="wait for it, or give another folder: -o OUT") from error
+
+
+def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
+    old = out.parent / f".{out.name}.lora-tool-replaced"
+    if out.is_dir() and any(out.iterdir()):
+        if not overwrite:
+            raise OutputExists(f"{out} appeared while it was being written", hint="give another folder: -o OUT")
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+        try:
+            partial.rename(out)
+        except BaseException:
+            old.rename(out)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(out)
+    _sync_folder(out.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write `content` to the new file `path` and wait until it is on the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

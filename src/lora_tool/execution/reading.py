@@ -1,0 +1,94 @@
+"""Reading spans of the inputs: one open descriptor per file, checked against what the plan saw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.errors import SourceChanged
+from lora_tool.execution.kernels import STORAGE
+from lora_tool.tensors import FileStamp, StoredTensor
+
+
+class Sources:
+    """The input files of a plan, open for reading. A context manager; safe to read from several threads."""
+
+    def __init__(self, stamps: Iterable[FileStamp]) -> None:
+        self._stamps = {stamp.path: stamp for stamp in stamps}
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> Sources:
+        try:
+            for path, stamp in self._stamps.items():
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._check(path, stamp)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def check_unchanged(self) -> None:
+        """Raise `SourceChanged` if any input is not as the plan saw it."""
+        for path, stamp in self._stamps.items():
+            self._check(path, stamp)
+
+    def _check(self, path: Path, stamp: FileStamp) -> None:
+        # the path's own stat too: a file that was replaced leaves our descriptor on the old one
+        seen = (FileStamp.from_stat(path, os.fstat(self._descriptors[path])), FileStamp.of(path))
+        if any(now != stamp for now in seen):
+            raise SourceChanged(
+                f"{path} changed while it was read: {stamp.size} bytes were planned, now {seen[1].size}",
+                hint="run again once nothing writes to it",
+            )
+
+    def descriptor(self, path: Path) -> int:
+        return self._descriptors[path]
+
+    def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from its byte `start`."""
+        filled = 0
+        for span in tensor.spans:
+            skip = max(0, start + filled - _before(tensor, span))
+            if filled == len(buffer) or skip >= span.nbytes:
+                continue
+            wanted = min(span.nbytes - skip, len(buffer) - filled)
+            self.read_exactly(span.path, span.offset + skip, buffer[filled : filled + wanted])
+            filled += wanted
+
+    def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of the input file `path` from `offset`."""
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptors[path], [buffer[done:]], offset + done)
+            if count == 0:
+                raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")
+            done += count
+
+    def rows(self, tensor: StoredTensor, first: int, last: int) -> NDArray[Any]:
+        """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
+        out = np.empty((last - first, *tensor.shape[1:]), STORAGE[tensor.dtype])
+        row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+        self.read_into(tensor, first * row_bytes, memoryview(out).cast("B") if out.size else memoryview(b""))
+        return out
+
+
+def _before(tensor: StoredTensor, span: object) -> int:
+    """Bytes of the tensor that lie in the spans before `span`."""
+    total = 0
+    for earlier in tensor.spans:
+        if earlier is span:
+            break
+        total += earlier.nbytes
+    return total

@@ -1,0 +1,111 @@
+"""Cutting a plan's shards into units of work: pieces that one worker can do alone, of about the same cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.plan.model import Copy, Shard, Step
+
+COPY_BYTES = 32 << 20
+"""Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
+
+UNIT_WEIGHTS = 1 << 22
+"""Weights per computing unit, a multiple of what a block holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyUnit:
+    """`nbytes` bytes of `source` from `offset`, to byte `at` of the shard file."""
+
+    source: Path
+    offset: int
+    nbytes: int
+    at: int
+
+    @property
+    def begin(self) -> int:
+        """Where in the shard file its bytes begin."""
+        return self.at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeUnit:
+    """Rows `first` to `last` of a step's output; the whole tensor begins at byte `at` of the shard file."""
+
+    step: Step
+    first: int
+    last: int
+    at: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the output; of the whole where it is a scalar."""
+        out = self.step.out
+        return out.nbytes // out.shape[0] if out.shape else out.nbytes
+
+    @property
+    def begin(self) -> int:
+        """Where in the shard file its bytes begin."""
+        return self.at + self.first * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return (self.last - self.first) * self.row_bytes
+
+
+Unit = CopyUnit | ComputeUnit
+
+
+def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
+    """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
+
+    With `whole_tensors` a computed tensor is one unit, for arithmetic whose bits depend on the shape.
+    """
+    pending: list[CopyUnit] = []
+    at = len(shard.header)
+    for step in shard.steps:
+        if isinstance(step.op, Copy):
+            pending += _copies(step, at)
+        else:
+            yield from _joined(pending)
+            pending = []
+            yield from _computes(step, at, whole=whole_tensors)
+        at += step.out.nbytes
+    yield from _joined(pending)
+
+
+def _copies(step: Step, at: int) -> Iterator[CopyUnit]:
+    for span in step.op.source.spans:
+        yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, at=at)
+        at += span.nbytes
+
+
+def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:
+    start = 0
+    for end in range(1, len(copies) + 1):
+        if end == len(copies) or not _adjacent(copies[end - 1], copies[end]):
+            first = copies[start]
+            total = sum(copy.nbytes for copy in copies[start:end])
+            for done in range(0, total, COPY_BYTES):
+                yield CopyUnit(
+                    source=first.source,
+                    offset=first.offset + done,
+                    nbytes=min(COPY_BYTES, total - done),
+                    at=first.at + done,
+                )
+            start = end
+
+
+def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:
+    return left.source == right.source and left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at
+
+
+def _computes(step: Step, at: int, *, whole: bool) -> Iterator[ComputeUnit]:
+    if step.out.numel == 0:
+        return
+    rows = step.out.shape[0] if step.out.shape else 1
+    per_unit = rows if whole else max(1, UNIT_WEIGHTS // (step.out.numel // rows))
+    for first in range(0, rows, per_unit):
+        yield ComputeUnit(step=step, first=first, last=min(first + per_unit, rows), at=at)

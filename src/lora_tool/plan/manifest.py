@@ -1,0 +1,106 @@
+"""What `lora_tool.json` records, and how an input is known again later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lora_tool.formats.manifest import SCHEMA_VERSION
+from lora_tool.formats.weights import Weights
+from lora_tool.plan.model import Plan
+from lora_tool.plan.text import step_json
+
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+
+
+def fingerprint(weights: Weights) -> str:
+    """Return a sha256 by which the same weights are known again, in milliseconds whatever their size.
+
+    It covers every tensor's name, dtype and shape, and 4 KiB of up to 256 tensors spread over the files: it tells
+    apart two models of one architecture, and any two trained adapters; it is no proof against tampering.
+    """
+    digest = hashlib.sha256()
+    tensors = sorted(weights.tensors.values(), key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n".encode("utf-8", "surrogatepass"))
+    for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
+        if tensor.nbytes:
+            digest.update(_sample(tensor.spans[0].path, tensor.spans[0].offset, tensor.spans[0].nbytes))
+    return digest.hexdigest()
+
+
+def _sample(path: Path, offset: int, nbytes: int) -> bytes:
+    """4 KiB from the middle, where embeddings have trained rows and padding is rare."""
+    start = offset + max(0, nbytes - _SAMPLE_BYTES) // 2
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, min(_SAMPLE_BYTES, nbytes), start)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a whole file, in hex."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hub_sha256(path: Path) -> str | None:
+    """Return the sha256 that the Hub cache knows a file by (its blob is named so), or None outside the cache."""
+    blob = Path(os.path.realpath(path))
+    known = blob.parent.name == "blobs" and len(blob.name) == hashlib.sha256().digest_size * 2
+    return blob.name if known else None
+
+
+def describe_input(
+    root: Path, weights: Weights, *, hub_id: str | None, revision: str | None, print_: str
+) -> dict[str, Any]:
+    """Return the manifest's entry of one input: where it was, which revision, how to know it again."""
+    return {
+        "path": None if hub_id else str(root.resolve()),
+        "hub_id": hub_id,
+        "revision": revision,
+        "fingerprint": print_,
+        "files": [
+            {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)} for file in weights.files
+        ],
+    }
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return package → version for those that are installed."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def manifest_bytes(plan: Plan) -> bytes:
+    """Return the content of `lora_tool.json`: the same plan gives the same bytes."""
+    packages = ["lora-tool", "numpy"] + (["torch"] if plan.precision.value == "peft" else [])
+    table = {
+        "schema_version": SCHEMA_VERSION,
+        **plan.manifest,
+        "precision": plan.precision.value,
+        "versions": installed_versions(packages),
+        "warnings": list(plan.warnings),
+        "counts": plan.counts(),
+        "ledger": [{**step_json(step), "shard": shard.filename} for shard in plan.shards for step in shard.steps],
+        "leftovers": [
+            {"file": item.path.name, "name": item.name, "fate": item.fate.value, "reason": item.reason}
+            for item in plan.leftovers
+        ],
+    }
+    return (json.dumps(table, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")

@@ -1,0 +1,183 @@
+"""A plan: for every output tensor where it comes from, what is done to it and why. Pure data, printable, comparable."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_tool.formats.safetensors import build_header
+from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
+
+
+@enum.unique
+class Precision(str, enum.Enum):
+    """The arithmetic of a merge; the manifest states it."""
+
+    FLOAT32 = "float32"
+    """W + s·(B·A) accumulated in float32 and rounded once, in numpy."""
+    PEFT = "peft"
+    """PEFT's own order of operations in torch: bit for bit its default `merge_and_unload` on the same machine."""
+    FLOAT64 = "float64"
+    """Accumulated in float64 without depending on the order of summation, rounded once: the same on every machine."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """The source's bytes, unchanged."""
+
+    source: StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """The source's values, rounded to the output's dtype."""
+
+    source: StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraTerm:
+    """One adapter's share of a delta: `scaling` · B·A, with A of shape [r, in] and B of shape [out, r]."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraDelta:
+    """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D does."""
+
+    source: StoredTensor
+    terms: tuple[LoraTerm, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasTerm:
+    """One adapter's share of a bias: `scaling` · the bias of its lora_B."""
+
+    bias: StoredTensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasDelta:
+    """b + Σ scaling·(lora_B.bias): what `lora_bias=True` adds to the module's bias."""
+
+    source: StoredTensor
+    terms: tuple[BiasTerm, ...]
+
+
+Op = Copy | Cast | LoraDelta | BiasDelta
+"""Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
+
+
+@enum.unique
+class Fate(str, enum.Enum):
+    """What became of a tensor of the inputs or the output."""
+
+    COPIED = "copied"
+    CAST = "cast"
+    MERGED = "merged"
+    REPLACED = "replaced"
+    ADDED = "added"
+    DROPPED = "dropped"
+    CONSUMED = "consumed"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One output tensor: its spec, the operation that makes it, its fate and the reason in words."""
+
+    out: TensorSpec
+    op: Op
+    fate: Fate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """An input tensor that makes no output tensor of its own name: dropped, or consumed by a step."""
+
+    path: Path
+    name: str
+    fate: Fate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One output weights file: its tensors in file order."""
+
+    filename: str
+    steps: tuple[Step, ...]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the data."""
+        return build_header((step.out for step in self.steps), self.metadata)
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(step.out.nbytes for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideFile:
+    """A file that is no weights file: copied from `source`, or written with `content`."""
+
+    filename: str
+    reason: str
+    source: Path | None = None
+    content: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (self.content is None):
+            raise ValueError(f"{self.filename}: a side file has either a source or a content")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that will be written, and where each input tensor goes. `facts` are the summary's lines and the manifest's."""
+
+    shards: tuple[Shard, ...]
+    side_files: tuple[SideFile, ...]
+    leftovers: tuple[Leftover, ...]
+    inputs: tuple[FileStamp, ...]
+    precision: Precision
+    manifest: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All steps, shard by shard."""
+        return (step for shard in self.shards for step in shard.steps)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all output tensors: the index's `total_size`."""
+        return sum(shard.data_bytes for shard in self.shards)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many tensors have each fate, of the output first, then of the inputs."""
+        counts: dict[str, int] = {}
+        for item in (*self.steps, *self.leftovers):
+            counts[item.fate.value] = counts.get(item.fate.value, 0) + 1
+        return counts
+
+    def __str__(self) -> str:
+        from lora_tool.plan.text import plan_text  # noqa: PLC0415 - the text is built from the plan, not the reverse
+
+        return plan_text(self)

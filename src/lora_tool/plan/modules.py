@@ -1,0 +1,125 @@
+"""An adapter's tensors, grouped by the module that they belong to, every one accounted for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.model import BiasTerm, LoraTerm
+from lora_tool.tensors import StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterModules:
+    """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
+
+    lora: Mapping[str, LoraTerm]
+    lora_bias: Mapping[str, BiasTerm]
+    saved: Mapping[str, StoredTensor]
+    """Tensors that replace the base's, or are added to it: `modules_to_save`, the head."""
+    frozen_base: Mapping[str, StoredTensor]
+    """`X.base_layer.weight`: the frozen tensor under the LoRA of X, where the adapter carries it."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Adapter tensor → why it takes no part: only frozen originals that PEFT, too, leaves aside."""
+
+
+def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModules:
+    """Return the adapter's tensors by what they do.
+
+    Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the
+    config, for a tensor that the config does not explain (PEFT would drop it without a word), and for parts that are
+    not merged here.
+    """
+    pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]] = defaultdict(dict)
+    saved: dict[str, StoredTensor] = {}
+    frozen: dict[str, StoredTensor] = {}
+    dropped: dict[str, str] = {}
+    for name, key in adapter.keys.items():
+        tensor = adapter.tensors[name]
+        _require_floats(adapter, tensor)
+        if key.part in (Part.LORA_A, Part.LORA_B):
+            if pairs[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
+                raise _refuse(adapter, name, f"is there twice: another name for `{key.canonical}` is in the file too")
+        elif key.part is Part.PLAIN:
+            saved[_plain(adapter, config, key)] = tensor
+        elif key.part is Part.BASE_LAYER:
+            frozen[f"{key.module}.{key.leaf}"] = tensor
+        elif key.part is Part.ORIGINAL_MODULE:
+            dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
+        else:
+            raise _refuse(adapter, name, f"is a `{key.part.value}` tensor, which is not merged here")
+    _require_prefix(adapter)
+    lora = {module: _lora_term(adapter, config, module, parts) for module, parts in pairs.items()}
+    biases = {
+        module: BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module))
+        for module, parts in pairs.items()
+        if (Part.LORA_B, "bias") in parts
+    }
+    return AdapterModules(lora=lora, lora_bias=biases, saved=saved, frozen_base=frozen, dropped=dropped)
+
+
+def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:
+    if tensor.spec.numel == 0:
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` has shape {list(tensor.shape)}: "
+            "it was saved under DeepSpeed ZeRO-3 without gathering, its values are not here",
+            hint=f"lora-tool validate {adapter.root}",
+        )
+    if not tensor.dtype.is_float:
+        raise _refuse(adapter, tensor.name, f"is {tensor.dtype}, expected F32, BF16, F16 or F64")
+
+
+def _require_prefix(adapter: AdapterDir) -> None:
+    bare = next((name for name, key in adapter.keys.items() if not key.prefixed), None)
+    if bare is not None:
+        raise _refuse(adapter, bare, "does not begin with `base_model.model.`, so PEFT would not find its module")
+
+
+def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey) -> str:
+    if not config.saves(key.module) and not config.saves(key.tensor):
+        raise _refuse(adapter, key.text, "belongs to no target and to none of `modules_to_save`; PEFT would drop it")
+    return key.tensor
+
+
+def _lora_term(
+    adapter: AdapterDir, config: AdapterConfig, module: str, parts: Mapping[tuple[Part, str | None], StoredTensor]
+) -> LoraTerm:
+    a, b = parts.get((Part.LORA_A, "weight")), parts.get((Part.LORA_B, "weight"))
+    if a is None or b is None:
+        have, lack = ("lora_A", "lora_B") if b is None else ("lora_B", "lora_A")
+        present = next(iter(parts.values()))
+        raise _refuse(adapter, present.name, f"has a {have}, but its {lack} is missing")
+    unknown = set(parts) - {(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")}
+    if unknown:
+        raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
+    _require_shapes(adapter, config, module, a, b)
+    bias = parts.get((Part.LORA_B, "bias"))
+    if (bias is not None) != config.lora_bias:
+        found = "has a bias" if bias is not None else "has no bias"
+        raise _refuse(adapter, (bias or b).name, f"lora_B {found}, but `lora_bias` is {str(config.lora_bias).lower()}")
+    if bias is not None and bias.shape != (b.shape[0],):
+        raise _refuse(adapter, bias.name, f"has shape {list(bias.shape)}, expected [{b.shape[0]}]")
+    return LoraTerm(a=a, b=b, scaling=config.scaling(module))
+
+
+def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, b: StoredTensor) -> None:
+    if len(a.shape) != 2 or len(b.shape) != 2:  # noqa: PLR2004 - matrices
+        odd = a if len(a.shape) != 2 else b  # noqa: PLR2004
+        raise _refuse(adapter, odd.name, f"has shape {list(odd.shape)}: LoRA on convolutions is not merged here")
+    rank = config.rank(module)
+    if a.shape[0] != rank or b.shape[1] != rank:
+        shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
+        raise _refuse(adapter, a.name, f"{shapes} do not have the rank {rank} that the config gives this module")
+    if not config.targets(module):
+        raise _refuse(adapter, a.name, "is not matched by `target_modules`; PEFT would drop it without a word")
+
+
+def _refuse(adapter: AdapterDir, name: str, message: str) -> UnsupportedAdapter:
+    return UnsupportedAdapter(
+        f"{adapter.tensors[name].path}: `{name}`: {message}", hint=f"lora-tool validate {adapter.root}"
+    )

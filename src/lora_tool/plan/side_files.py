@@ -1,0 +1,112 @@
+"""The files beside the weights: config, tokenizer, licence. Copied byte for byte, or written and said so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.formats import model_config
+from lora_tool.formats.tokenizer import PadToken, read_pad_token
+from lora_tool.plan.model import SideFile
+from lora_tool.tensors import DType
+
+GENERATION_CONFIG = "generation_config.json"
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_CONFIG_DTYPES = {
+    DType.BF16: "bfloat16",
+    DType.F16: "float16",
+    DType.F32: "float32",
+    DType.F64: "float64",
+}
+
+
+def pad_token(adapter: AdapterDir, base: ModelDir) -> PadToken | None:
+    """Return the pad token of the tokenizer that goes with the model: the adapter folder's, else the base's."""
+    for folder in (adapter.folder, base.folder):
+        if folder.tokenizer_files:
+            found, _ = read_pad_token(folder.root, folder.tokenizer_files)
+            if found is not None:
+                return found
+    return None
+
+
+def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
+    """Return `config.json`: the base's own bytes where nothing changes, else the base's object with `changes`."""
+    if base.config is None:
+        raise AssertionError("a whole model has a config")
+    raw = dict(base.config.raw)
+    if all(raw.get(name) == value for name, value in changes.items()):
+        return SideFile(filename=model_config.FILE_NAME, source=base.config.path, reason="copied from the base")
+    raw.update(changes)
+    text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    reason = "the base's, with " + ", ".join(sorted(changes))
+    return SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
+
+
+def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None) -> dict[str, Any]:
+    """Return what `config.json` must say for `AutoModelForSequenceClassification` to build the same model."""
+    raw = base.config.raw if base.config else {}
+    labels = raw.get("id2label")
+    if not isinstance(labels, dict) or len(labels) != num_labels:
+        labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
+    changes: dict[str, Any] = {
+        "architectures": [class_name],
+        "id2label": labels,
+        "label2id": {label: int(number) for number, label in labels.items()},
+    }
+    if "num_labels" in raw:
+        changes["num_labels"] = num_labels
+    if pad_token_id is not None:
+        changes["pad_token_id"] = pad_token_id
+    return changes
+
+
+def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
+    """Return what `config.json` must say for the weights to be loaded in the type that they have."""
+    if dtype is None or base.config is None:
+        return {}
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
+    name = "torch_dtype" if "torch_dtype" in base.config.raw else "dtype"
+    return {name: _CONFIG_DTYPES[dtype]}
+
+
+def copied_files(adapter: AdapterDir, base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
+    """Yield the tokenizer's files, from the adapter first and the base second, licences and generation config."""
+    taken = set()
+    for folder, whose in ((adapter.folder, "adapter"), (base.folder, "base")):
+        for name in folder.tokenizer_files:
+            if name not in taken:
+                taken.add(name)
+                yield SideFile(filename=name, source=folder.root / name, reason=f"copied from the {whose}")
+    for name in base.folder.files:
+        if name.upper().startswith(_LICENCES) or (generation and name == GENERATION_CONFIG):
+            yield SideFile(filename=name, source=base.root / name, reason="copied from the base")
+
+
+def left_out(base: ModelDir, copied: set[str]) -> tuple[str, ...]:
+    """Return the base's files that are neither weights nor copied, to be named in the report."""
+    weights = {file.path.name for file in base.weights.files}
+    index = {base.weights.index.name} if base.weights.index else set()
+    return tuple(name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name))
+
+
+def _is_worth_a_word(name: str) -> bool:
+    return not name.startswith(".") and name not in ("README.md", "training_args.bin")
+
+
+def model_dtype(base: ModelDir) -> DType | None:
+    """Return the type that `from_pretrained(dtype="auto")` gives the model: the config's, else the first float's."""
+    raw = base.config.raw if base.config else {}
+    named = raw.get("dtype", raw.get("torch_dtype"))
+    by_name = {name: dtype for dtype, name in _CONFIG_DTYPES.items()}
+    if isinstance(named, str) and named.removeprefix("torch.") in by_name:
+        return by_name[named.removeprefix("torch.")]
+    return next((tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float), None)
+
+
+def source_paths(files: tuple[SideFile, ...]) -> tuple[Path, ...]:
+    """Return the files that are copied, for the plan's list of inputs."""
+    return tuple(file.source for file in files if file.source is not None)

@@ -1,0 +1,96 @@
+"""A plan as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lora_tool.display import printable, size
+from lora_tool.plan.model import BiasDelta, Cast, Copy, LoraDelta, Op, Plan, Step
+
+_SHOWN = 12
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the plan as a few lines: notes, what happens to how many tensors, files, and one step of each sort."""
+    lines = [printable(note) for note in plan.notes]
+    counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
+    lines += [f"tensors: {counts}", f"output: {size(plan.data_bytes)} in {len(plan.shards)} weight files"]
+    lines += [f"  {shard.filename}  {len(shard.steps)} tensors, {size(shard.data_bytes)}" for shard in plan.shards[:_SHOWN]]
+    if len(plan.shards) > _SHOWN:
+        lines.append(f"  … and {len(plan.shards) - _SHOWN} more")
+    lines += [f"  {printable(file.filename)}  {printable(file.reason)}" for file in plan.side_files]
+    lines.append("steps (one of each sort):")
+    examples: dict[tuple[str, str], tuple[Step, int]] = {}
+    for step in plan.steps:
+        key = (step.fate.value, step.reason.partition(" from ")[0])
+        examples[key] = (examples[key][0] if key in examples else step, examples.get(key, (step, 0))[1] + 1)
+    for step, count in list(examples.values())[: 2 * _SHOWN]:
+        lines.append(f"  {step.fate.value:<9} {printable(step.out.name)}  {printable(step.reason)}  (×{count})")
+    dropped = [leftover for leftover in plan.leftovers if leftover.fate.value == "dropped"]
+    lines += [f"  {'dropped':<9} {printable(item.name)}  {printable(item.reason)}" for item in dropped[:_SHOWN]]
+    return "\n".join(lines)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the whole plan as JSON data: every step, side file and leftover with its reason."""
+    return {
+        "schema_version": 1,
+        "precision": plan.precision.value,
+        "total_size": plan.data_bytes,
+        "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
+        "counts": plan.counts(),
+        "shards": [
+            {
+                "filename": shard.filename,
+                "bytes": len(shard.header) + shard.data_bytes,
+                "steps": [step_json(step) for step in shard.steps],
+            }
+            for shard in plan.shards
+        ],
+        "side_files": [
+            {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}
+            for file in plan.side_files
+        ],
+        "leftovers": [
+            {"path": str(item.path), "name": item.name, "fate": item.fate.value, "reason": item.reason}
+            for item in plan.leftovers
+        ],
+    }
+
+
+def step_json(step: Step) -> dict[str, Any]:
+    """Return one step as JSON data; also the ledger's entry of the manifest."""
+    return {
+        "name": step.out.name,
+        "dtype": step.out.dtype.value,
+        "shape": list(step.out.shape),
+        "fate": step.fate.value,
+        "reason": step.reason,
+        **_op_json(step.op),
+    }
+
+
+def _op_json(op: Op) -> Mapping[str, Any]:
+    match op:
+        case Copy() | Cast():
+            return {"op": type(op).__name__, "source": op.source.name, "file": op.source.path.name}
+        case LoraDelta():
+            return {
+                "op": "LoraDelta",
+                "source": op.source.name,
+                "file": op.source.path.name,
+                "transposed": op.transposed,
+                "terms": [
+                    {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
+                    for term in op.terms
+                ],
+            }
+        case BiasDelta():
+            return {
+                "op": "BiasDelta",
+                "source": op.source.name,
+                "file": op.source.path.name,
+                "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms],
+            }

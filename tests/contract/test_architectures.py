@@ -1,0 +1,116 @@
+"""Every row of the table of directly stored architectures, against the transformers that is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
+
+from lora_tool.plan.architectures import ARCHITECTURES, Architecture, architecture_of
+from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
+
+TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")
+KNOWN = {task: frozenset(buildable(task)) for task in TASKS}
+OPTIONS: dict[str, dict[str, Any]] = {"gpt2": {"add_cross_attention": True}}
+"""What turns on every module of an architecture that another setting leaves out and the table speaks of."""
+
+
+def class_name(row: Architecture, task: Task) -> str | None:
+    return row.causal_lm if task == "causal-lm" else row.sequence_classification
+
+
+def meta_model(row: Architecture, task: Task) -> PreTrainedModel:
+    if row.model_type not in KNOWN[task]:
+        pytest.skip(f"this transformers has no {row.model_type}")
+    return tiny_model(row.model_type, task, device="meta", **OPTIONS.get(row.model_type, {}))
+
+
+ROWS = list(ARCHITECTURES.values())
+CLASSES = [
+    pytest.param(row, task, id=f"{row.model_type}-{task}") for row in ROWS for task in TASKS if class_name(row, task)
+]
+CONVERTIBLE = [pytest.param(row, id=row.model_type) for row in ROWS if row.causal_lm and row.sequence_classification]
+
+
+def test_the_table_is_sorted_and_keyed_by_model_type() -> None:
+    assert list(ARCHITECTURES) == sorted(row.model_type for row in ROWS)
+    assert architecture_of("llama") is ARCHITECTURES["llama"]
+    assert architecture_of("mixtral") is None
+
+
+@pytest.mark.parametrize(("row", "task"), CLASSES)
+def test_the_class_is_stored_as_it_is_in_memory(row: Architecture, task: Task) -> None:
+    model = meta_model(row, task)
+    assert type(model).__name__ == class_name(row, task)
+    assert model.config.model_type == row.model_type
+    assert get_model_conversion_mapping(model, add_legacy=False) == []
+    assert not fixed_later(model), "a sub-model chosen by the config may bring a conversion of its own"
+    assert not tied_linears(model), "a delta on one of them would change the other"
+
+
+@pytest.mark.parametrize(("row", "task"), CLASSES)
+def test_conv1d_names_exactly_the_transposed_modules(row: Architecture, task: Task) -> None:
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for path, module in meta_model(row, task).named_modules():
+        if isinstance(module, (Conv1D, nn.Linear)):
+            names[isinstance(module, Conv1D)].add(path.rpartition(".")[2])
+    assert names[True] == row.conv1d
+    assert not names[False] & row.conv1d
+
+
+@pytest.mark.parametrize(("row", "task"), CLASSES)
+def test_the_head_is_where_the_row_says(row: Architecture, task: Task) -> None:
+    shapes = {name: tensor.shape for name, tensor in meta_model(row, task).state_dict().items()}
+    if task == "causal-lm":
+        assert set(row.causal_only) <= shapes.keys()
+    else:
+        labels = {name for name, shape in shapes.items() if shape and shape[0] == NUM_LABELS}
+        assert labels
+        assert all(name.startswith(f"{row.head}.") for name in labels)
+
+
+@pytest.mark.parametrize("row", CONVERTIBLE)
+def test_the_two_classes_differ_in_their_heads_alone(row: Architecture) -> None:
+    causal, classifier = (
+        {name: tensor.shape for name, tensor in meta_model(row, task).state_dict().items()} for task in TASKS
+    )
+    assert causal.keys() - classifier.keys() == set(row.causal_only)
+    assert all(name.startswith(f"{row.head}.") for name in classifier.keys() - causal.keys())
+    assert all(classifier[name] == shape for name, shape in causal.items() if name in classifier)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "llama", "opt", "phi3", "qwen2", "qwen3", "roberta"])
+def test_a_saved_model_is_its_state_dict_and_loads_as_a_classifier(model_type: str, tmp_path: Path) -> None:
+    row = ARCHITECTURES[model_type]
+    model = tiny_model(model_type, "causal-lm")
+    model.save_pretrained(tmp_path)
+    memory, disk = model.state_dict(), load_file(tmp_path / "model.safetensors")
+    assert disk.keys() == memory.keys() - model.all_tied_weights_keys.keys()
+    assert all(torch.equal(tensor, memory[name]) for name, tensor in disk.items())
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=NUM_LABELS, output_loading_info=True
+    )
+    assert type(loaded).__name__ == row.sequence_classification
+    assert info["missing_keys"] == {name for name in loaded.state_dict() if name.startswith(f"{row.head}.")}
+    assert info["unexpected_keys"] == disk.keys() & set(row.causal_only)
+    assert not info["mismatched_keys"]
+
+
+def fixed_later(model: PreTrainedModel) -> list[str]:
+    specs = (model.config.sub_configs or {}).items()
+    return [name for name, spec in specs if getattr(spec, "config_class", spec).__name__ == "AutoConfig"]
+
+
+def tied_linears(model: PreTrainedModel) -> list[str]:
+    """Linear modules of the trunk whose weight is another module's; the language-modelling head may be tied."""
+    output = model.get_output_embeddings()
+    modules = (path.rpartition(".")[0] for path in model.all_tied_weights_keys)
+    found = {path: model.get_submodule(path) for path in modules}
+    return [path for path, module in found.items() if isinstance(module, (nn.Linear, Conv1D)) and module is not output]
