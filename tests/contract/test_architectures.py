@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from lora_tool.plan.architectures import ARCHITECTURES, Architecture, architecture_of
-from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")
 KNOWN = {task: frozenset(buildable(task)) for task in TASKS}
@@ -26,6 +27,7 @@ def class_name(row: Architecture, task: Task) -> str | None:
     return row.causal_lm if task == "causal-lm" else row.sequence_classification
 
 
+@cache
 def meta_model(row: Architecture, task: Task) -> PreTrainedModel:
     if row.model_type not in KNOWN[task]:
         pytest.skip(f"this transformers has no {row.model_type}")

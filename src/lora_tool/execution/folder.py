@@ -26,7 +26,7 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     """
     real = out.resolve()
     for source in inputs:
-        if source.resolve().is_relative_to(real):
+        if source.resolve().is_relative_to(real) and os.path.lexists(out):
             raise OutputExists(f"{out} is or holds the input {source}", hint="give another folder: -o OUT")
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return

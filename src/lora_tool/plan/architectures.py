@@ -2,7 +2,7 @@
 
 A merge that reads headers alone may trust names for these model types: for the classes named, `save_pretrained` writes
 the module names and shapes of the running model (tied duplicates left out), and `from_pretrained` reads them back with
-no renaming, fusing or transposing. A checkpoint whose names differ all the same (published `gpt2` and `bloom` have no
+no renaming, fusing or transposing. A checkpoint whose names differ all the same (the published `gpt2` has no
 ``transformer.`` in front) shows itself: its tensors have other names. A model type that is not here may still be
 merged, by asking transformers where each module lives.
 

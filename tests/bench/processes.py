@@ -1,0 +1,54 @@
+"""Timing whole processes: wall, CPU and peak memory as the system accounts for them, in interleaved rounds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One finished process: seconds of wall and of CPU (user + system), peak resident memory in MB."""
+
+    wall: float
+    cpu: float
+    rss: float
+
+
+def run(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Run:
+    """Return the cost of running `command` to its end, which must be successful."""
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})}) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, command
+    return Run(wall=wall, cpu=usage.ru_utime + usage.ru_stime, rss=usage.ru_maxrss / 1000)
+
+
+def interleaved(commands: Mapping[str, Sequence[str]], *, out: Path, rounds: int) -> dict[str, list[Run]]:
+    """Return `rounds` runs of every command, taken in turn; `out` is removed between runs, outside the clock."""
+    runs: dict[str, list[Run]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            shutil.rmtree(out, ignore_errors=True)
+            subprocess.run(["sync"], check=True)
+            runs[name].append(run(command))
+    shutil.rmtree(out, ignore_errors=True)
+    return runs
+
+
+def table(runs: Mapping[str, Sequence[Run]], *, against: str) -> str:
+    """Return medians as text, with the median of the wall ratios taken round by round."""
+    lines = [f"{'':<28}{'wall s':>8}{'cpu s':>8}{'rss MB':>8}{f'× {against}':>12}"]
+    for name, taken in runs.items():
+        ratio = statistics.median(a.wall / b.wall for a, b in zip(taken, runs[against], strict=True))
+        wall, cpu, rss = (statistics.median(getattr(one, field) for one in taken) for field in ("wall", "cpu", "rss"))
+        lines.append(f"{name:<28}{wall:>8.2f}{cpu:>8.2f}{rss:>8.0f}{ratio:>12.2f}")
+    return "\n".join(lines)
