@@ -6,7 +6,7 @@ import os
 import shutil
 import statistics
 import subprocess
-import time
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,27 @@ class Run:
 
 def run(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Run:
     """Return the cost of running `command` to its end, which must be successful."""
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})}) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, command
-    return Run(wall=wall, cpu=usage.ru_utime + usage.ru_stime, rss=usage.ru_maxrss / 1000)
+    # through a small process of its own: a child's peak memory counts from its parent's at the fork
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, *command],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **(env or {})},
+        check=True,
+        text=True,
+    )
+    wall, cpu, rss = map(float, done.stdout.split())
+    return Run(wall=wall, cpu=cpu, rss=rss)
+
+
+_MEASURE = """
+import os, sys, time
+start = time.perf_counter()
+null = os.open(os.devnull, os.O_WRONLY)
+pid = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, null, 1)])
+_, status, usage = os.wait4(pid, 0)
+print(time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1000)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
 
 
 def interleaved(commands: Mapping[str, Sequence[str]], *, out: Path, rounds: int) -> dict[str, list[Run]]:

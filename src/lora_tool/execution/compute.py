@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -13,11 +14,14 @@ from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, LoraDelta, LoraTerm, Precision, Step
+from lora_tool.plan.model import BiasDelta, Cast, LoraDelta, LoraTerm, Op, Precision, Step
 from lora_tool.tensors import DType, StoredTensor
 
+Array = NDArray[Any]
+
 BLOCK_WEIGHTS = 1 << 19
-"""Weights per block: W, its delta and the scratch together stay near the caches (measured best of 2^17 … 2^21)."""
+"""Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
+last-level cache (measured best of 2^17 … 2^21)."""
 
 _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
@@ -29,111 +33,119 @@ class Computer:
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
         self._wide = np.dtype(np.float64 if precision is Precision.FLOAT64 else np.float32)
-        self._precision = precision
         self._stopped = stopped
-        self._buffers: dict[str, NDArray[Any]] = {}
-        self._factors: tuple[StoredTensor, NDArray[Any]] | None = None
+        self._buffers: dict[str, Array] = {}
+        self._factor: tuple[StoredTensor, Array] | None = None
 
     def run(self, unit: ComputeUnit, out: int) -> None:
-        """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN or infinity."""
-        out_dtype = unit.step.out.dtype
-        for first, last in _blocks(unit):
-            if self._stopped():
-                return
-            values = self._values(unit.step, first, last)
-            rounded = kernels.round_to(values, out_dtype)
-            if not kernels.is_finite_stored(rounded, out_dtype) and kernels.overflows(values, rounded, out_dtype):
-                refuse_overflow(unit.step)
-            write_exactly(out, bytes_of(rounded), unit.at + first * unit.row_bytes)
+        """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
+        with np.errstate(all="ignore"):  # what is not finite is refused by name
+            for first, last in _blocks(unit):
+                if self._stopped():
+                    return
+                result = self._block(unit.step, first, last)
+                write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
 
-    def _values(self, step: Step, first: int, last: int) -> NDArray[Any]:
-        """Return the unrounded result of the step for rows `first` to `last`."""
-        op = step.op
-        if isinstance(op, Cast):
-            return self._load(op.source, first, last, "total")
+    def _block(self, step: Step, first: int, last: int) -> Array:
+        """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
+        delta = self._delta(step.op, first, last)
+        source = self._stored(step.op.source, first, last)
+        result = self._buffer("result", source.shape, kernels.STORAGE[step.out.dtype])
+        may_overflow = step.out.dtype is DType.F16 or step.out.dtype is not step.op.source.dtype
+        for at in range(0, result.size, kernels.CACHE_BLOCK):
+            part = slice(at, at + kernels.CACHE_BLOCK)
+            total = self._sum(source[part], None if delta is None else delta[part])
+            if delta is not None and not kernels.is_finite(total):
+                refuse_nonfinite(step)
+            kernels.round_to(total, step.out.dtype, result[part])
+            if may_overflow and kernels.overflows(total, result[part]):
+                refuse_overflow(step)
+        return result
+
+    def _sum(self, stored: Array, delta: Array | None) -> Array:
+        """Return W, or W + delta in the place of delta, in the working precision."""
+        wide = self._buffer("wide", stored.shape, self._wide)
+        np.copyto(wide, stored, casting="unsafe")
+        return wide if delta is None else np.add(wide, delta, out=delta)
+
+    def _delta(self, op: Op, first: int, last: int) -> Array | None:
+        """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for a mere cast."""
+        if isinstance(op, LoraDelta):
+            delta = self._buffer("delta", (last - first, *op.source.shape[1:]), self._wide)
+            self._product(op, op.terms[0], first, last, delta)
+            for term in op.terms[1:]:
+                more = self._buffer("more", delta.shape, self._wide)
+                self._product(op, term, first, last, more)
+                delta += more
+            return delta.reshape(-1)
         if isinstance(op, BiasDelta):
-            total = self._load(op.source, first, last, "total")
-            for term in op.terms:
-                bias = self._load(term.bias, first, last, "delta")
-                total += bias * self._wide.type(term.scaling)
-        elif isinstance(op, LoraDelta):
-            total = self._merged(op, first, last)
+            return np.sum([self._bias(term.bias, term.scaling, first, last) for term in op.terms], axis=0)
+        if isinstance(op, Cast):
+            return None
+        raise AssertionError(f"{type(op).__name__} is not computed")
+
+    def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
+        return self._wide_rows(bias, first, last) * self._wide.type(scaling)
+
+    def _product(self, op: LoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
+        """Write scaling·(B·A), as W is stored, into `out`."""
+        left, right = self._factors(op, term, first, last)
+        scaling = self._wide.type(term.scaling)
+        # a power of two commutes with every rounding, so it is cheaper on the factor than on the product
+        if math.frexp(term.scaling)[0] == 0.5:  # noqa: PLR2004 - frexp's mantissa of a power of two
+            left = left * scaling
+            scaling = self._wide.type(1)
+        if self._wide == np.float64:
+            np.copyto(out, kernels.exact_product(left, right))
         else:
-            raise AssertionError(f"{type(op).__name__} is not computed")
-        where = kernels.first_nonfinite(total)
-        if where is not None:
-            refuse_nonfinite(step, where + first * (total.size // max(last - first, 1)))
-        return total
+            np.matmul(left, right, out=out)
+        if scaling != 1:
+            np.multiply(out, scaling, out=out)
 
-    def _merged(self, op: LoraDelta, first: int, last: int) -> NDArray[Any]:
-        total = self._load(op.source, first, last, "total")
-        delta = self._buffer("delta", total.shape)
-        if len(op.terms) == 1:
-            self._add_term(op, op.terms[0], (first, last), total, delta)
-            return total
-        summed = np.zeros_like(total)
-        for term in op.terms:
-            self._add_term(op, term, (first, last), summed, delta)
-        total += summed
-        return total
-
-    def _add_term(
-        self, op: LoraDelta, term: LoraTerm, rows: tuple[int, int], total: NDArray[Any], delta: NDArray[Any]
-    ) -> None:
-        left, right = self._term_factors(op, term, *rows)
-        if self._precision is Precision.FLOAT64:
-            np.multiply(kernels.exact_product(left, right), term.scaling, out=delta)
-            np.add(total, delta, out=total)
-        else:
-            kernels.add_delta(total, left, right, term.scaling, delta)
-
-    def _term_factors(self, op: LoraDelta, term: LoraTerm, first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _factors(self, op: LoraDelta, term: LoraTerm, first: int, last: int) -> tuple[Array, Array]:
         """Return the two factors whose product is rows `first` to `last` of B·A as W is stored."""
         if op.transposed:  # W is [in, out]: its rows are columns of A, and the product is Aᵀ·Bᵀ
-            return self._whole(term.a)[:, first:last].T, self._widened(self._sources.rows(term.b, 0, term.b.shape[0]), term.b).T
-        return self._widened(self._sources.rows(term.b, first, last), term.b), self._whole(term.a)
+            columns = self._kept(term.a)[:, first:last]
+            return np.ascontiguousarray(columns.T), self._wide_rows(term.b, 0, term.b.shape[0]).T
+        return self._wide_rows(term.b, first, last), self._kept(term.a)
 
-    def _whole(self, tensor: StoredTensor) -> NDArray[Any]:
+    def _kept(self, tensor: StoredTensor) -> Array:
         """Return all of lora_A, kept from one block to the next."""
-        if self._factors is None or self._factors[0] is not tensor:
-            self._factors = (tensor, self._widened(self._sources.rows(tensor, 0, tensor.shape[0]), tensor))
-        return self._factors[1]
+        if self._factor is None or self._factor[0] is not tensor:
+            self._factor = (tensor, self._wide_rows(tensor, 0, tensor.shape[0]))
+        return self._factor[1]
 
-    def _widened(self, stored: NDArray[Any], tensor: StoredTensor) -> NDArray[Any]:
-        if stored.dtype == self._wide and tensor.dtype is not DType.BF16:
-            return stored
-        return kernels.widen(stored, tensor.dtype, np.empty(stored.shape, self._wide))
+    def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
+        return self._sources.rows(tensor, first, last).astype(self._wide, copy=False)
 
-    def _load(self, tensor: StoredTensor, first: int, last: int, buffer: str) -> NDArray[Any]:
-        """Return the rows in the working precision, in this worker's own buffer."""
-        shape = (last - first, *tensor.shape[1:]) if tensor.shape else ()
-        wide = self._buffer(buffer, shape)
-        stored = self._buffer("stored", shape, kernels.STORAGE[tensor.dtype])
-        row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape else 0
-        self._sources.read_into(tensor, first * row_bytes, memoryview(stored.reshape(-1)).cast("B"))
-        return kernels.widen(stored, tensor.dtype, wide)
+    def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
+        """Return the rows as they are stored, flat, in this worker's buffer."""
+        row = math.prod(tensor.shape[1:])
+        stored = self._buffer("stored", ((last - first) * row,), kernels.STORAGE[tensor.dtype])
+        self._sources.read_into(tensor, first * row * stored.itemsize, bytes_of(stored))
+        return stored
 
-    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-        dtype = dtype or self._wide
-        needed = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        needed = math.prod(shape) * dtype.itemsize
         held = self._buffers.get(name)
         if held is None or held.nbytes < needed:
             held = self._buffers[name] = np.empty(needed, np.uint8)
         return held[:needed].view(dtype).reshape(shape)
 
 
-
 def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
+    """Yield the unit's rows in blocks of about `BLOCK_WEIGHTS` weights and about the same height."""
+    shape = unit.step.out.shape
     rows = unit.last - unit.first
-    width = unit.step.out.numel // unit.step.out.shape[0] if unit.step.out.shape else 1
-    count = max(1, round(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
+    width = max(1, math.prod(shape[1:]))
+    count = max(1, math.ceil(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
     edges = [unit.first + rows * number // count for number in range(count + 1)]
     return zip(edges[:-1], edges[1:], strict=True)
 
 
-def bytes_of(array: NDArray[Any]) -> memoryview:
-    """Return the array's elements as bytes, without copying where they lie in order."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
+def bytes_of(array: Array) -> memoryview:
+    """Return the bytes of a contiguous array, to read into or write from."""
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def write_exactly(out: int, data: memoryview, offset: int) -> None:
@@ -143,15 +155,15 @@ def write_exactly(out: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(out, data[done:], offset + done)
 
 
-def refuse_nonfinite(step: Step, where: int) -> NoReturn:
-    """Raise `ExecutionError`: element `where` of the step's output is NaN or infinite."""
+def refuse_nonfinite(step: Step) -> NoReturn:
+    """Raise `ExecutionError`: the step's output would hold NaN or infinity."""
     op = step.op
-    names = [step.op.source.name]
+    names = [op.source.name]
     if isinstance(op, LoraDelta):
         names += [name for term in op.terms for name in (term.a.name, term.b.name)]
     raise ExecutionError(
-        f"`{step.out.name}` would hold NaN or infinity at element {where}: it is made of {', '.join(names)}",
-        hint="lora-tool validate --deep shows which of them is not finite",
+        f"`{step.out.name}` would hold NaN or infinity; it is made of {', '.join(names)}",
+        hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",
     )
 
 

@@ -80,7 +80,7 @@ class Sources:
         """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
         out = np.empty((last - first, *tensor.shape[1:]), STORAGE[tensor.dtype])
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        self.read_into(tensor, first * row_bytes, memoryview(out).cast("B") if out.size else memoryview(b""))
+        self.read_into(tensor, first * row_bytes, memoryview(out.reshape(-1).view(np.uint8)))
         return out
 
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from lora_tool.errors import MissingDependency
-from lora_tool.execution import kernels
-from lora_tool.execution.compute import bytes_of, refuse_nonfinite, refuse_overflow, write_exactly
+from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.model import BiasDelta, Cast, LoraDelta
@@ -57,13 +54,11 @@ class TorchComputer:
             return
         step = unit.step
         merged = self._values(step.op, _TORCH[step.out.dtype])
-        array = _as_numpy(merged.contiguous(), step.out.dtype)
-        if not isinstance(step.op, Cast) and not kernels.is_finite_stored(array, step.out.dtype):
-            where = int((~torch.isfinite(merged.reshape(-1))).nonzero()[0])
-            if bool(torch.isinf(merged.reshape(-1)[where])):
-                refuse_overflow(step)
-            refuse_nonfinite(step, where)
-        write_exactly(out, bytes_of(array), unit.at)
+        if not isinstance(step.op, Cast) and not bool(torch.isfinite(merged).all()):
+            if bool(torch.isnan(merged).any()):
+                refuse_nonfinite(step)
+            refuse_overflow(step)
+        write_exactly(out, _bytes_of(merged.contiguous()), unit.at)
 
     def _values(self, op: object, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(op, Cast):
@@ -86,17 +81,10 @@ class TorchComputer:
         return self._load(tensor).to(torch.float32)
 
     def _load(self, tensor: StoredTensor) -> torch.Tensor:
-        if not tensor.shape:
-            stored = np.empty((), kernels.STORAGE[tensor.dtype])
-            self._sources.read_into(tensor, 0, memoryview(stored.reshape(-1)).cast("B"))
-        else:
-            stored = self._sources.rows(tensor, 0, tensor.shape[0])
-        if tensor.dtype is DType.BF16:
-            return torch.from_numpy(stored.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(stored)
+        values = torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
+        self._sources.read_into(tensor, 0, _bytes_of(values))
+        return values
 
 
-def _as_numpy(values: torch.Tensor, dtype: DType) -> kernels.AnyArray:
-    if dtype is DType.BF16:
-        return np.asarray(values.view(torch.int16).numpy()).view(np.uint16)
-    return np.asarray(values.numpy())
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
