@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ class Computer:
         self._wide = np.dtype(np.float64 if precision is Precision.FLOAT64 else np.float32)
         self._stopped = stopped
         self._buffers: dict[str, Array] = {}
-        self._factor: tuple[StoredTensor, Array] | None = None
+        self._kept: tuple[StoredTensor, tuple[Array, ...]] | None = None
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
@@ -79,7 +80,7 @@ class Computer:
                 delta += more
             return delta.reshape(-1)
         if isinstance(op, BiasDelta):
-            return np.sum([self._bias(term.bias, term.scaling, first, last) for term in op.terms], axis=0)
+            return np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))
         if isinstance(op, Cast):
             return None
         raise AssertionError(f"{type(op).__name__} is not computed")
@@ -89,31 +90,31 @@ class Computer:
 
     def _product(self, op: LoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
-        left, right = self._factors(op, term, first, last)
+        # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
+        left, right = (term.a, term.b) if op.transposed else (term.b, term.a)
+        rows = self._whole(left)[:, first:last].T if op.transposed else self._wide_rows(left, first, last)
         scaling = self._wide.type(term.scaling)
         # a power of two commutes with every rounding, so it is cheaper on the factor than on the product
         if math.frexp(term.scaling)[0] == 0.5:  # noqa: PLR2004 - frexp's mantissa of a power of two
-            left = left * scaling
+            rows = rows * scaling
             scaling = self._wide.type(1)
         if self._wide == np.float64:
-            np.copyto(out, kernels.exact_product(left, right))
+            high, low = self._right(op, right)
+            np.copyto(out, kernels.exact_product(kernels.slices(rows, axis=1), (high, low)))
         else:
-            np.matmul(left, right, out=out)
+            np.matmul(np.ascontiguousarray(rows), self._right(op, right)[0], out=out)
         if scaling != 1:
             np.multiply(out, scaling, out=out)
 
-    def _factors(self, op: LoraDelta, term: LoraTerm, first: int, last: int) -> tuple[Array, Array]:
-        """Return the two factors whose product is rows `first` to `last` of B·A as W is stored."""
-        if op.transposed:  # W is [in, out]: its rows are columns of A, and the product is Aᵀ·Bᵀ
-            columns = self._kept(term.a)[:, first:last]
-            return np.ascontiguousarray(columns.T), self._wide_rows(term.b, 0, term.b.shape[0]).T
-        return self._wide_rows(term.b, first, last), self._kept(term.a)
+    def _right(self, op: LoraDelta, tensor: StoredTensor) -> tuple[Array, ...]:
+        """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
+        if self._kept is None or self._kept[0] is not tensor:
+            whole = self._whole(tensor).T if op.transposed else self._whole(tensor)
+            self._kept = (tensor, kernels.slices(whole, axis=0) if self._wide == np.float64 else (whole,))
+        return self._kept[1]
 
-    def _kept(self, tensor: StoredTensor) -> Array:
-        """Return all of lora_A, kept from one block to the next."""
-        if self._factor is None or self._factor[0] is not tensor:
-            self._factor = (tensor, self._wide_rows(tensor, 0, tensor.shape[0]))
-        return self._factor[1]
+    def _whole(self, tensor: StoredTensor) -> Array:
+        return self._wide_rows(tensor, 0, tensor.shape[0])
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._sources.rows(tensor, first, last).astype(self._wide, copy=False)
@@ -140,12 +141,12 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
     width = max(1, math.prod(shape[1:]))
     count = max(1, math.ceil(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
     edges = [unit.first + rows * number // count for number in range(count + 1)]
-    return zip(edges[:-1], edges[1:], strict=True)
+    return itertools.pairwise(edges)
 
 
 def bytes_of(array: Array) -> memoryview:
     """Return the bytes of a contiguous array, to read into or write from."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def write_exactly(out: int, data: memoryview, offset: int) -> None:

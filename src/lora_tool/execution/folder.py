@@ -62,7 +62,9 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(f"{partial}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ExecutionError(f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT") from error
+        raise ExecutionError(
+            f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
+        ) from error
     try:
         _lock(lock, out)
         shutil.rmtree(partial, ignore_errors=True)
@@ -76,7 +78,7 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             raise
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(f"{partial}.lock")
+                Path(f"{partial}.lock").unlink()
     finally:
         os.close(lock)
 
@@ -85,7 +87,9 @@ def _lock(lock: int, out: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise OutputExists(f"another run is writing {out}", hint="wait for it, or give another folder: -o OUT") from error
+        raise OutputExists(
+            f"another run is writing {out}", hint="wait for it, or give another folder: -o OUT"
+        ) from error
 
 
 def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:

@@ -99,7 +99,9 @@ def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:
 
 
 def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:
-    return left.source == right.source and left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at
+    return (
+        left.source == right.source and left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at
+    )
 
 
 def _computes(step: Step, at: int, *, whole: bool) -> Iterator[ComputeUnit]:

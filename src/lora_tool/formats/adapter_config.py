@@ -154,7 +154,7 @@ def _pattern_regex(key: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=4096)
 def _last_literal(key: str) -> str | None:
-    """The last path component of a key that is no real pattern, to reject most modules without a regex."""
+    """Return the last path component of a key that is no real pattern: it rejects most modules without a regex."""
     return key.rpartition(".")[2] if _LITERAL.match(key) else None
 
 
@@ -288,5 +288,3 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
 def _one_or_many(fields: Fields, name: str) -> tuple[str, ...]:
     value = fields.names_or_pattern(name)
     return (value,) if isinstance(value, str) else value or ()
-
-

@@ -22,9 +22,7 @@ class Fields:
     def note(self, name: str, message: str) -> None:
         """Record that the field `name` is wrong."""
         subject = f"{self.context}{name}"
-        self.problems.append(
-            Problem(defect=Defect.BAD_FIELD, path=str(self.path), subject=subject, message=message)
-        )
+        self.problems.append(Problem(defect=Defect.BAD_FIELD, path=str(self.path), subject=subject, message=message))
 
     def expected(self, name: str, what: str, found: object) -> None:
         """Record that the field `name` should have been a `what`."""
@@ -70,7 +68,7 @@ class Fields:
         return value
 
     def names(self, name: str) -> tuple[str, ...] | None:
-        """A list of strings, or None."""
+        """Return a list of strings, or None."""
         value = self.table.get(name)
         if value is None:
             return None
@@ -80,12 +78,12 @@ class Fields:
         return tuple(value)
 
     def names_or_pattern(self, name: str) -> tuple[str, ...] | str | None:
-        """A list of strings, one string (PEFT reads it as a regular expression), or None."""
+        """Return a list of strings, one string (which PEFT reads as a regular expression), or None."""
         value = self.table.get(name)
         return value if isinstance(value, str) else self.names(name)
 
     def numbers_by_pattern(self, name: str, *, least: float | None = None) -> dict[str, float]:
-        """An object of patterns to numbers, as `rank_pattern` and `alpha_pattern` are; {} if absent."""
+        """Return an object of patterns to numbers, as `rank_pattern` and `alpha_pattern` are; {} if absent."""
         value = self.table.get(name)
         if value is None:
             return {}
@@ -94,8 +92,14 @@ class Fields:
             return {}
         numbers = {}
         for key, number in value.items():
-            if isinstance(number, bool) or not isinstance(number, int | float) or (least is not None and number < least):
-                self.expected(f"{name}[{json.dumps(key)}]", "number" + (f" of at least {least}" if least else ""), number)
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int | float)
+                or (least is not None and number < least)
+            ):
+                self.expected(
+                    f"{name}[{json.dumps(key)}]", "number" + (f" of at least {least}" if least else ""), number
+                )
             else:
                 numbers[key] = number
         return numbers

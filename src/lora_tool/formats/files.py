@@ -68,9 +68,7 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
         raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=reason)) from error
     if repeated:
         message = f"key appears more than once ({len(repeated)} repeated)" if len(repeated) > 1 else "key appears twice"
-        raise CorruptFile(
-            Problem(defect=Defect.DUPLICATE_KEY, path=str(path), subject=repeated[0], message=message)
-        )
+        raise CorruptFile(Problem(defect=Defect.DUPLICATE_KEY, path=str(path), subject=repeated[0], message=message))
     return parsed
 
 

@@ -102,9 +102,7 @@ def plan_merge(
     head = None
     if decided is not Task.CAUSAL_LM:
         head = find_head(adapter, modules, base, arch, num_labels=wanted)
-    merge = _Merge(
-        base=base, adapter=adapter, config=config, arch=arch, modules=modules, head=head, dtype=dtype
-    )
+    merge = _Merge(base=base, adapter=adapter, config=config, arch=arch, modules=modules, head=head, dtype=dtype)
     adapter_print = fingerprint(adapter.weights)
     _require_not_merged_before(merge, adapter_print)
     _require_untied(merge)
@@ -126,6 +124,7 @@ def plan_merge(
         precision=Precision(precision),
         warnings=warnings,
         notes=(_task_note(merge), *notes),
+        hashed=tuple(file.path for file in adapter.weights.files),
         manifest={
             "operation": "merge",
             "task": decided.value if decided is Task.CAUSAL_LM else Task.SEQ_CLS.value,
@@ -234,9 +233,7 @@ def _step(merge: _Merge, tensor: StoredTensor) -> Step:
         term = modules.lora_bias[module]
         _require_same_shape(term.bias, tensor)
         op: Op = BiasDelta(source=tensor, terms=(term,))
-        return Step(
-            out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=f"lora_B bias, scaling {term.scaling:g}"
-        )
+        return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=f"lora_B bias, scaling {term.scaling:g}")
     return _plain_step(merge, tensor, tensor.name, Fate.COPIED, "as in the base")
 
 
@@ -279,7 +276,7 @@ def _lora_step(merge: _Merge, source: StoredTensor, name: str, module: str) -> S
 
 
 def _home_dtype(merge: _Merge, source: StoredTensor) -> DType:
-    """The base's tensors keep their type; a head that comes with the adapter takes the model's."""
+    """Return the output's type: the base's tensors keep theirs; a head that the adapter brings takes the model's."""
     in_base = source.name in merge.base.tensors
     return source.dtype if in_base else model_dtype(merge.base) or source.dtype
 
@@ -293,7 +290,7 @@ def _require_same_shape(found: StoredTensor, base: StoredTensor) -> None:
 
 
 def _added_steps(merge: _Merge) -> Iterator[Step]:
-    """The tensors that the base does not have: the head's."""
+    """Yield steps for the tensors that the base does not have: the head's."""
     for name, tensor in merge.modules.saved.items():
         if name in merge.base.tensors:
             continue
@@ -416,7 +413,9 @@ def _task_note(merge: _Merge) -> str:
         return f"merging {merge.adapter.root} into {merge.base.root} as {merge.arch.causal_lm}"
     labels = "1 label" if merge.head.num_labels == 1 else f"{merge.head.num_labels} labels"
     head = f"head from {merge.head.weight.path.parent}"
-    return f"merging {merge.adapter.root} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
+    return (
+        f"merging {merge.adapter.root} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
+    )
 
 
 def _inputs(merge: _Merge, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:

@@ -149,7 +149,7 @@ class SideFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that will be written, and where each input tensor goes. `facts` are the summary's lines and the manifest's."""
+    """All that will be written, and where each input tensor goes. `notes` are the summary's lines."""
 
     shards: tuple[Shard, ...]
     side_files: tuple[SideFile, ...]
@@ -157,6 +157,8 @@ class Plan:
     inputs: tuple[FileStamp, ...]
     precision: Precision
     manifest: Mapping[str, Any]
+    hashed: tuple[Path, ...] = ()
+    """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -172,10 +174,8 @@ class Plan:
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors have each fate, of the output first, then of the inputs."""
-        counts: dict[str, int] = {}
-        for item in (*self.steps, *self.leftovers):
-            counts[item.fate.value] = counts.get(item.fate.value, 0) + 1
-        return counts
+        fates = [step.fate.value for step in self.steps] + [item.fate.value for item in self.leftovers]
+        return {fate: fates.count(fate) for fate in dict.fromkeys(fates)}
 
     def __str__(self) -> str:
         from lora_tool.plan.text import plan_text  # noqa: PLC0415 - the text is built from the plan, not the reverse

@@ -16,7 +16,9 @@ def plan_text(plan: Plan) -> str:
     lines = [printable(note) for note in plan.notes]
     counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
     lines += [f"tensors: {counts}", f"output: {size(plan.data_bytes)} in {len(plan.shards)} weight files"]
-    lines += [f"  {shard.filename}  {len(shard.steps)} tensors, {size(shard.data_bytes)}" for shard in plan.shards[:_SHOWN]]
+    lines += [
+        f"  {shard.filename}  {len(shard.steps)} tensors, {size(shard.data_bytes)}" for shard in plan.shards[:_SHOWN]
+    ]
     if len(plan.shards) > _SHOWN:
         lines.append(f"  … and {len(plan.shards) - _SHOWN} more")
     lines += [f"  {printable(file.filename)}  {printable(file.reason)}" for file in plan.side_files]
