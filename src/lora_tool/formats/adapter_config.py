@@ -118,15 +118,18 @@ class AdapterConfig:
         return is_under(module, _as_set(self.target_modules)) is not None and self._in_layers(module)
 
     def saves(self, module: str) -> bool:
-        """Return whether the module is, or lies in, one of `modules_to_save`."""
-        return any(f".{name}." in f".{module}." for name in self.modules_to_save)
+        """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
+
+        The ends of the text are compared, so "norm" means `input_layernorm` too (peft 0.21, `other.py::_set_trainable`).
+        """
+        return any(f"{name}." in f"{module}." for name in self.modules_to_save)
 
     def _excluded(self, module: str) -> bool:
         if isinstance(self.exclude_modules, str):
             excluded = bool(self.exclude_modules) and compiled(self.exclude_modules).fullmatch(module) is not None
         else:
             excluded = is_under(module, _as_set(self.exclude_modules or ())) is not None
-        return excluded or self.saves(module)
+        return excluded or any(f".{name}." in f".{module}." for name in self.modules_to_save)
 
     def _in_layers(self, module: str) -> bool:
         if not self.layers_to_transform:

@@ -72,6 +72,14 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
     return parsed
 
 
+def require_own_file(root: Path, path: Path) -> None:
+    """Return if `path` is a regular file inside the folder `root`, links followed. Raises `CorruptFile`."""
+    if not inside(root, path):
+        raise _not_a_file(path, "is a link out of its folder")
+    with open_regular(path):
+        return
+
+
 def inside(root: Path, path: Path) -> bool:
     """Whether `path`, all symlinks followed, is still inside the folder `root`.
 

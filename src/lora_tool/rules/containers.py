@@ -1,218 +1,311 @@
-"""LT1xx: the files themselves, whatever model is in them. One rule for each `Defect` that reading can meet."""
+"""LT1xx: the files themselves, whatever is in them. Each rule is one defect that the readers report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
-from lora_tool.report.model import Severity
-from lora_tool.rules.registry import Case, Hit, rule
+from lora_tool.report import Severity
+from lora_tool.rules.registry import Fault, rule
+from lora_tool.rules.subject import Subject
 
 
-def _hits(case: Case, defect: Defect, hint: str | None = None) -> Iterator[Hit]:
-    for problem in case.checkpoint.problems:
+def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
+    """Yield the folder's problems of one kind as faults."""
+    for problem in subject.problems:
         if problem.defect is defect:
-            yield Hit(path=problem.path, subject=problem.subject, message=problem.message, hint=hint)
+            yield Fault(message=problem.message, subject=problem.subject, path=problem.path)
 
 
-_COPY_AGAIN = "copy or download the file again, and compare its size with the original's"
-_SAVE_AGAIN = "save it again with save_pretrained(), or take the file from the original"
+@rule("LT101", Severity.ERROR, on=Subject)
+def truncated(subject: Subject) -> Iterator[Fault]:
+    """Truncated weights file.
 
+    ## What it does
+    Compares the sizes that a safetensors header claims with the size of the file.
 
-@rule("LT101", Severity.ERROR, "weights file is truncated")
-def truncated(case: Case) -> Iterator[Hit]:
-    """The file ends before the data that its header promises.
+    ## Why it matters
+    The end of the file is missing, as after a full disk, a killed job or a broken download. Loading it fails, or,
+    in tools that do not check, reads other bytes as weights.
 
-    Why it matters: a download or copy was cut off, or the disk was full while saving. Loading fails, or, where a
-    library only checks the header, reads garbage.
+    ## Example
+    The header of `adapter_model.safetensors` puts `lora_B` at bytes 2,048 to 4,096 and the file has 3,000.
 
-    Example: `adapter_model.safetensors` claims 83,951,968 bytes of data and holds 41,943,040.
-
-    What to do: copy or download the file again; if it was cut off while training, use an earlier checkpoint.
+    ## What to do
+    Copy or download the file again, or save the checkpoint again; the missing bytes cannot be made up.
     """
-    yield from _hits(case, Defect.TRUNCATED, _COPY_AGAIN)
+    yield from defects(subject, Defect.TRUNCATED)
 
 
-@rule("LT102", Severity.ERROR, "header of a weights file is not valid")
-def bad_header(case: Case) -> Iterator[Hit]:
-    """The first bytes are no safetensors header, or an entry in it makes no sense.
+@rule("LT102", Severity.ERROR, on=Subject)
+def bad_header(subject: Subject) -> Iterator[Fault]:
+    """Weights file with a broken header.
 
-    Why it matters: no tensor of the file can be trusted. Often it is an HTML error page, a Git LFS pointer, or a
-    pickle that was renamed.
+    ## What it does
+    Reads the header of a safetensors file: length, JSON, dtypes, shapes, offsets.
 
-    Example: the file begins with `version https://git-lfs.github.com/spec/v1`: it is a pointer, not the weights.
+    ## Why it matters
+    Without a header that can be believed no tensor can be found in the file. Often it is another kind of file under
+    a wrong name: a pickle, an HTML error page, or the pointer that git leaves when Git LFS is not installed.
 
-    What to do: fetch the real file (`git lfs pull`, `hf download`), or save it again.
+    ## Example
+    `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
+
+    ## What to do
+    Download the real file (`git lfs pull`, or `hf download`), or save the checkpoint again.
     """
-    yield from _hits(case, Defect.BAD_HEADER, "fetch the real file: git lfs pull, or hf download")
+    yield from defects(subject, Defect.BAD_HEADER)
 
 
-@rule("LT103", Severity.ERROR, "bytes in a weights file that belong to no tensor")
-def hole(case: Case) -> Iterator[Hit]:
-    """Between or behind the tensors there are bytes that the header gives to none of them.
+@rule("LT103", Severity.ERROR, on=Subject)
+def hole(subject: Subject) -> Iterator[Fault]:
+    """Bytes that belong to no tensor.
 
-    Why it matters: the format forbids it, because hidden bytes can be anything; the reference reader refuses the file.
+    ## What it does
+    Checks that the tensors of a safetensors file cover its data without gaps, as the format demands.
 
-    Example: the header was edited by hand to take a tensor out, and its data was left in.
+    ## Why it matters
+    Something was cut out of the header or appended to the data; safetensors refuses the file. Bytes that nobody
+    reads are also where things are hidden.
 
-    What to do: save the file again with the safetensors package.
+    ## Example
+    The header lists tensors up to byte 4,096, and the data has 4,100 bytes.
+
+    ## What to do
+    Copy or save the file again; do not edit safetensors files by hand.
     """
-    yield from _hits(case, Defect.HOLE, _SAVE_AGAIN)
+    yield from defects(subject, Defect.HOLE)
 
 
-@rule("LT104", Severity.ERROR, "tensors in a weights file overlap")
-def overlap(case: Case) -> Iterator[Hit]:
-    """Two tensors claim the same bytes.
+@rule("LT104", Severity.ERROR, on=Subject)
+def overlap(subject: Subject) -> Iterator[Fault]:
+    """Tensors that share bytes.
 
-    Why it matters: changing one would change the other; the format forbids it and the reference reader refuses it.
+    ## What it does
+    Checks that no two tensors of a safetensors file claim the same bytes.
 
-    Example: a hand-written header gives tied weights the same `data_offsets`.
+    ## Why it matters
+    The header is wrong for at least one of them, and safetensors refuses the file. No known writer makes this.
 
-    What to do: save tied weights once, with save_pretrained().
+    ## Example
+    Two tensors both have `data_offsets` [0, 512].
+
+    ## What to do
+    Save the checkpoint again with safetensors, and do not trust where this file came from.
     """
-    yield from _hits(case, Defect.OVERLAP, _SAVE_AGAIN)
+    yield from defects(subject, Defect.OVERLAP)
 
 
-@rule("LT105", Severity.ERROR, "a name appears twice")
-def duplicate_key(case: Case) -> Iterator[Hit]:
-    """A tensor name, or a key of a JSON file, is there more than once.
+@rule("LT105", Severity.ERROR, on=Subject)
+def duplicate_key(subject: Subject) -> Iterator[Fault]:
+    """A name that is there twice.
 
-    Why it matters: libraries take one of the two without a word, and not all take the same.
+    ## What it does
+    Looks for repeated keys in JSON files and safetensors headers, and for one tensor in two shards.
 
-    Example: `adapter_config.json` has `"r": 8` at the top and `"r": 16` further down.
+    ## Why it matters
+    Which of the two counts depends on the reader: what one tool checks is not what another one loads.
 
-    What to do: keep the right one and delete the other.
+    ## Example
+    `adapter_config.json` has `"r": 8` and, further down, `"r": 16`.
+
+    ## What to do
+    Remove the one that is wrong, or save the checkpoint again.
     """
-    yield from _hits(case, Defect.DUPLICATE_KEY, "keep the right one and delete the other")
+    yield from defects(subject, Defect.DUPLICATE_KEY)
 
 
-@rule("LT106", Severity.ERROR, "size of a tensor is not that of its shape and dtype")
-def wrong_size(case: Case) -> Iterator[Hit]:
-    """The header gives a tensor more or fewer bytes than its shape and dtype need.
+@rule("LT106", Severity.ERROR, on=Subject)
+def wrong_size(subject: Subject) -> Iterator[Fault]:
+    """A tensor whose size is not its shape times its type.
 
-    Why it matters: its values cannot be told from its neighbour's.
+    ## What it does
+    Compares each tensor's byte range with its shape and dtype.
 
-    Example: BF16 [4096, 8] needs 65,536 bytes, the header gives it 131,072: it was saved as F32.
+    ## Why it matters
+    Shape, dtype or range is wrong, so the values cannot be read; safetensors refuses the file.
 
-    What to do: save the file again.
+    ## Example
+    An F32 tensor of shape [4, 16] needs 256 bytes, and its header gives it 128.
+
+    ## What to do
+    Save the checkpoint again; a header edited by hand is the usual cause.
     """
-    yield from _hits(case, Defect.WRONG_SIZE, _SAVE_AGAIN)
+    yield from defects(subject, Defect.WRONG_SIZE)
 
 
-@rule("LT107", Severity.ERROR, "a shard that the index names is missing")
-def shard_missing(case: Case) -> Iterator[Hit]:
-    """`model.safetensors.index.json` names a file that is not there.
+@rule("LT107", Severity.ERROR, on=Subject)
+def shard_missing(subject: Subject) -> Iterator[Fault]:
+    """A weights file that the index names is not there.
 
-    Why it matters: loading fails, or, with `low_cpu_mem_usage`, leaves those weights random.
+    ## What it does
+    Looks for every file that `model.safetensors.index.json` names.
 
-    Example: 3 of 4 shards were downloaded.
+    ## Why it matters
+    The tensors in it are missing, so the model cannot be loaded. A download or copy was interrupted.
 
-    What to do: fetch the missing file.
+    ## Example
+    The index names `model-00002-of-00003.safetensors`; the folder has 1 and 3.
+
+    ## What to do
+    Copy or download the missing file (`hf download` continues where it stopped).
     """
-    yield from _hits(case, Defect.SHARD_MISSING, "fetch the missing file: hf download")
+    yield from defects(subject, Defect.SHARD_MISSING)
 
 
-@rule("LT108", Severity.ERROR, "the index names a file outside its folder")
-def shard_name(case: Case) -> Iterator[Hit]:
-    """A shard name in the index is a path, not a bare file name.
+@rule("LT108", Severity.ERROR, on=Subject)
+def shard_name(subject: Subject) -> Iterator[Fault]:
+    """An index that points out of its folder.
 
-    Why it matters: `../x` or `/x` makes a loader read a file that does not belong to the checkpoint; transformers
-    follows it. It is a mistake at best and an attack at worst, so it is never followed here.
+    ## What it does
+    Checks that each file name in `model.safetensors.index.json` is a bare file name.
 
-    Example: `"lm_head.weight": "../other-model/model.safetensors"`.
+    ## Why it matters
+    `../x.safetensors` or an absolute path reads files that are not part of the model. transformers follows such a
+    path without a word; lora-tool does not.
 
-    What to do: do not load the checkpoint before you know who wrote that line; then put the file beside the index.
+    ## Example
+    `"weight_map": {"lm_head.weight": "/etc/passwd"}`.
+
+    ## What to do
+    Do not use this folder before you know who made it; a good index holds bare file names only.
     """
-    yield from _hits(case, Defect.SHARD_NAME, "put the file beside the index and name it without a folder")
+    yield from defects(subject, Defect.SHARD_NAME)
 
 
-@rule("LT109", Severity.ERROR, "index and shards do not agree")
-def index_mismatch(case: Case) -> Iterator[Hit]:
-    """The index puts a tensor where it is not, or leaves out one that is there.
+@rule("LT109", Severity.ERROR, on=Subject)
+def index_mismatch(subject: Subject) -> Iterator[Fault]:
+    """Index and weights files disagree.
 
-    Why it matters: the first fails on loading, the second is dropped without a word.
+    ## What it does
+    Compares the tensors that the index names with those in the files.
 
-    Example: shards of two saves with different shard sizes lie in one folder.
+    ## Why it matters
+    A tensor that is only in one of the two is missing or ignored on loading: the shards are from two different
+    models, or from two versions of one.
 
-    What to do: save the model again into an empty folder.
+    ## Example
+    The index puts `model.norm.weight` in the third file, which holds it no more.
+
+    ## What to do
+    Copy index and weights files from the same place again, all of them.
     """
-    yield from _hits(case, Defect.INDEX_MISMATCH, "save the model again into an empty folder")
+    yield from defects(subject, Defect.INDEX_MISMATCH)
 
 
-@rule("LT110", Severity.ERROR, "weights are a pickle")
-def pickle_weights(case: Case) -> Iterator[Hit]:
-    """The weights are in a `.bin` file, which is a pickle, and in no safetensors file.
+@rule("LT110", Severity.ERROR, on=Subject)
+def pickle_weights(subject: Subject) -> Iterator[Fault]:
+    """Weights in a pickle.
 
-    Why it matters: loading a pickle can run any code. It is named here and not read.
+    ## What it does
+    Looks for `adapter_model.bin` and `pytorch_model*.bin` where no safetensors file is.
 
-    Example: an adapter saved with `safe_serialization=False`, or by OpenRLHF under ZeRO-3.
+    ## Why it matters
+    A pickle can run any code when it is loaded. lora-tool does not open it.
 
-    What to do: load it where you trust it and save it with `save_pretrained(folder, safe_serialization=True)`.
+    ## Example
+    A folder with `adapter_config.json` and `adapter_model.bin`.
+
+    ## What to do
+    Load it where you trust it and save it again: `model.save_pretrained(folder)` writes safetensors.
     """
-    yield from _hits(case, Defect.PICKLE, "load it where you trust it, then save_pretrained() writes safetensors")
+    yield from defects(subject, Defect.PICKLE)
 
 
-@rule("LT111", Severity.WARNING, "total_size of the index is wrong")
-def total_size(case: Case) -> Iterator[Hit]:
-    """`metadata.total_size` of the index is not the sum of the tensors' bytes.
+@rule("LT111", Severity.WARNING, on=Subject)
+def total_size(subject: Subject) -> Iterator[Fault]:
+    """The index states a wrong total size.
 
-    Why it matters: tools that plan memory or downloads by it are misled. The weights themselves are fine.
+    ## What it does
+    Compares `metadata.total_size` of the index with the bytes of all tensors.
 
-    Example: axolotl's merge wrote the number of tensors there.
+    ## Why it matters
+    Loaders plan memory and devices from this number. It also tells that somebody wrote the weights and forgot the
+    index: the folder may be a mixture.
 
-    What to do: correct the number, or let `lora-tool merge` write the index.
+    ## Example
+    `total_size` is 1,000 and the tensors hold 2,048 bytes.
+
+    ## What to do
+    Set `metadata.total_size` to the bytes of all tensors, or save the model again.
     """
-    yield from _hits(case, Defect.TOTAL_SIZE, "write the number found here into the index")
+    yield from defects(subject, Defect.TOTAL_SIZE)
 
 
-@rule("LT112", Severity.ERROR, "not a regular file inside the folder")
-def not_a_file(case: Case) -> Iterator[Hit]:
-    """What should be a file is a folder, a pipe, a device, unreadable, or a link out of the checkpoint.
+@rule("LT112", Severity.ERROR, on=Subject)
+def not_a_file(subject: Subject) -> Iterator[Fault]:
+    """Something that is not a plain file of this folder.
 
-    Why it matters: reading it would hang or fail, or read what belongs to somebody else. The links of the Hub cache
-    into its own `blobs` are followed.
+    ## What it does
+    Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes, and files that cannot be
+    opened.
 
-    Example: `model.safetensors` links to `/mnt/old-disk/…`, which the next machine does not have.
+    ## Why it matters
+    What is checked, merged and published should be in the folder, and not whatever a link points to today.
 
-    What to do: put the real file there.
+    ## Example
+    `adapter_model.safetensors` is a link to `/scratch/run3/adapter_model.safetensors`.
+
+    ## What to do
+    Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
-    yield from _hits(case, Defect.NOT_A_FILE, "put the real file there: cp --dereference")
+    yield from defects(subject, Defect.NOT_A_FILE)
 
 
-@rule("LT113", Severity.ERROR, "a JSON file cannot be read")
-def bad_json(case: Case) -> Iterator[Hit]:
-    """A JSON file is empty, cut off, too deep, too large or not JSON.
+@rule("LT113", Severity.ERROR, on=Subject)
+def bad_json(subject: Subject) -> Iterator[Fault]:
+    """A JSON file that cannot be read.
 
-    Why it matters: without its config a checkpoint cannot be loaded.
+    ## What it does
+    Parses the JSON files beside the weights.
 
-    Example: `adapter_config.json` has 0 bytes because the disk was full.
+    ## Why it matters
+    Without its config nobody knows what the weights are for.
 
-    What to do: take the file from another checkpoint of the same run; all have the same config.
+    ## Example
+    `adapter_config.json` ends in the middle of a line, because the disk was full.
+
+    ## What to do
+    Correct the file by hand, or copy it from another checkpoint of the same run.
     """
-    yield from _hits(case, Defect.BAD_JSON, "take the file from another checkpoint of the same run")
+    yield from defects(subject, Defect.BAD_JSON)
 
 
-@rule("LT114", Severity.WARNING, "weights file that no index names")
-def stray_weights(case: Case) -> Iterator[Hit]:
-    """A shard lies in the folder, but the index does not name it.
+@rule("LT114", Severity.WARNING, on=Subject)
+def stray_weights(subject: Subject) -> Iterator[Fault]:
+    """A weights file that nothing refers to.
 
-    Why it matters: it is ignored on loading, uploaded on pushing, and may be a leftover of another save.
+    ## What it does
+    Looks for `model-0000N-of-0000M.safetensors` files that the index does not name.
 
-    Example: a model saved in 2 shards over an older one in 5 leaves three old ones.
+    ## Why it matters
+    It is left over from an earlier save with another number of files. transformers ignores it; whoever pushes or
+    copies the folder carries it along, and it may be the newer one.
 
-    What to do: delete it if it is old; if it is not, the index is wrong.
+    ## Example
+    A model of two files was saved over one of five: three of the old ones are still there.
+
+    ## What to do
+    Remove the file, after making sure that the index names the ones you mean.
     """
-    yield from _hits(case, Defect.STRAY_WEIGHTS, "delete it if it is from an older save")
+    yield from defects(subject, Defect.STRAY_WEIGHTS)
 
 
-@rule("LT115", Severity.ERROR, "no weights")
-def no_weights(case: Case) -> Iterator[Hit]:
-    """There is a config, but no weights file that belongs to it.
+@rule("LT115", Severity.ERROR, on=Subject)
+def no_weights(subject: Subject) -> Iterator[Fault]:
+    """No weights.
 
-    Why it matters: there is nothing to load. Under ZeRO-3 or FSDP the weights may still be in shards beside it.
+    ## What it does
+    Looks for `adapter_model.safetensors`, or for `model.safetensors` or its index.
 
-    Example: a full finetune under ZeRO-3 without gathering leaves config.json and `global_step100/`.
+    ## Why it matters
+    There is a config and nothing to load. Saving was interrupted, or the weights went elsewhere: under DeepSpeed
+    ZeRO-3 and FSDP they are in the rank files of `global_stepN/` or in a `.distcp` folder.
 
-    What to do: look for the weights beside the config or in the checkpoint before it.
+    ## Example
+    A `checkpoint-500` that was being written when the job was killed.
+
+    ## What to do
+    Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it.
     """
-    yield from _hits(case, Defect.NO_WEIGHTS, "look for the weights beside the config, or in an earlier checkpoint")
+    yield from defects(subject, Defect.NO_WEIGHTS)

@@ -15,7 +15,7 @@ from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular
 from lora_tool.tensors import DType, Span, StoredTensor
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
 
 _ZEROS = bytes(CHUNK_BYTES)
@@ -52,17 +52,12 @@ class _Layout:
         return count, ((marks & -marks).bit_length() - 1) // 8 if count else None
 
     def _suspicious(self, last: bytes) -> bool:
-        if self.last == 0x7F:  # noqa: PLR2004 - one byte value for each sign, found at memchr's speed
-            return b"\x7f" in last or b"\xff" in last
-        return bool(last.translate(None, _unmarked(self.last)))
+        # a few searches at memchr's speed are far quicker than one pass of `translate`
+        return any(byte in last for byte in range(self.last, 256) if byte & self.last == self.last)
 
 
 def _marks(mask: int) -> bytes:
     return bytes(int(byte & mask == mask) for byte in range(256))
-
-
-def _unmarked(mask: int) -> bytes:
-    return bytes(byte for byte in range(256) if byte & mask != mask)
 
 
 _LAYOUTS = {
