@@ -58,9 +58,17 @@ ARCHITECTURES = [
     *(
         Case(name=f"{model_type}-seq-cls", model_type=model_type, task="seq-cls", dtype=FP32)
         for model_type in (
-            "gpt_neox bert roberta deberta deberta-v2 distilbert modernbert electra xlm-roberta albert llama qwen2"
+            "gpt_neox bert roberta deberta deberta-v2 modernbert electra xlm-roberta albert llama qwen2"
         ).split()
     ),
+    Case(
+        name="distilbert-seq-cls",
+        model_type="distilbert",
+        task="seq-cls",
+        dtype=FP32,
+        lora={"r": 4, "target_modules": ["q_lin", "v_lin", "lin1"]},
+    ),
+    Case(name="score-in-fp16", model_type="qwen2", task="seq-cls", dtype=FP16),
 ]
 _Q_AND_V = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 FEATURES = [

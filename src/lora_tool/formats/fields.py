@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lora_tool.errors import Defect, Problem
+
+_LARGEST = 2**63 - 1
+"""No config has a larger number; beyond it, the arithmetic of a scaling overflows."""
 
 
 class Fields:
@@ -33,8 +36,8 @@ class Fields:
         if type(value) is not int:
             self.expected(name, "int", value)
             return default
-        if least is not None and value < least:
-            self.expected(name, f"int of at least {least}", value)
+        if not (-_LARGEST <= value <= _LARGEST) or (least is not None and value < least):
+            self.expected(name, "int" if least is None else f"int of at least {least}", value)
             return default
         return value
 
@@ -47,7 +50,7 @@ class Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self.table.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             self.expected(name, "number", value)
             return default
         return value
@@ -103,6 +106,11 @@ class Fields:
             else:
                 numbers[key] = number
         return numbers
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether `value` is a number to calculate with: JSON in Python also has NaN, Infinity and endless ints."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,3 @@
-# SEE NOTICE.txt IN THIS FOLDER (from the lead): who of the helpers owns which files; read it before you write.
 """What a check says: findings, what was looked at, and what could not be checked."""
 
 from __future__ import annotations

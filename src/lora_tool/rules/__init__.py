@@ -1,1 +1,1 @@
-"""Judging a checkpoint: one small documented rule per disease, and the loop that asks them all."""
+"""Judging a checkpoint: one small documented rule per disease, and `validate`, which asks them all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lora_tool.rules.subject import AdapterSubject, Layer
 
 _LORA_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
 _MATRIX = 2
+_TAG = re.compile(r"global_step\d{1,18}\Z")
 
 
 @rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
@@ -40,7 +42,7 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
         lost = "lora_B" if layer.b is None else "lora_A"
         if present is not None:
             message = f"its {lost} is missing, and PEFT would put {'zeros' if layer.b is None else 'noise'} there"
-            yield Fault(subject=present.name, message=message, path=str(_file(subject)))
+            yield Fault(subject=present.name, message=message)
 
 
 @rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
@@ -67,10 +69,10 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             continue
         if len(a.shape) != len(b.shape) or len(a.shape) < _MATRIX:
             shapes = f"lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}: expected two matrices"
-            yield Fault(subject=a.name, message=shapes, path=str(_file(subject)))
+            yield Fault(subject=a.name, message=shapes)
         elif layer.rank is None:
             ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), lora_B {b.shape[1]} (shape {list(b.shape)})"
-            yield Fault(subject=a.name, message=ranks, path=str(_file(subject)))
+            yield Fault(subject=a.name, message=ranks)
 
 
 @rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
@@ -99,7 +101,7 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
             continue
         name = layer.a.name if layer.a else layer.module
         message = f"has rank {found}, the config gives this module {' or '.join(map(str, sorted(expected)))}"
-        yield Fault(subject=name, message=message, path=str(_file(subject)))
+        yield Fault(subject=name, message=message)
 
 
 def _is_stacked(config: AdapterConfig, layer: Layer) -> bool:
@@ -129,7 +131,7 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
         if swapped(layer, rank) and layer.a and layer.b:
             shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
             message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
-            yield Fault(subject=layer.a.name, message=message, path=str(_file(subject)))
+            yield Fault(subject=layer.a.name, message=message)
 
 
 def swapped(layer: Layer, rank: int) -> bool:
@@ -171,21 +173,21 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     hint = f"the values are in {where}: do not delete it, the adapter can be made from it" if where else None
     for tensor in empty:
         message = f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"
-        yield Fault(subject=tensor.name, message=message, path=str(_file(subject)), hint=hint)
+        yield Fault(subject=tensor.name, message=message, hint=hint)
 
 
 def _training_state(subject: AdapterSubject) -> Path | None:
     """Return a `global_stepN` folder in, beside or above the adapter."""
     root = subject.checkpoint.root
-    tags = subject.checkpoint.folder.tags
-    if tags:
-        return root / tags[-1]
     try:
-        beside = [entry for entry in root.resolve().parent.glob("global_step*") if entry.is_dir()]
-        beside += [entry for entry in root.resolve().parent.glob("checkpoint-*/global_step*") if entry.is_dir()]
+        for near in (root, root.resolve().parent):
+            tags = [*near.glob("global_step*"), *near.glob("checkpoint-*/global_step*")]
+            numbered = {int(tag.name.removeprefix("global_step")): tag for tag in tags if _TAG.match(tag.name)}
+            if numbered:
+                return numbered[max(numbered)]
     except OSError:
         return None
-    return max(beside, default=None)
+    return None
 
 
 @rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
@@ -209,7 +211,7 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
         tensor = subject.tensors[name]
         if key.part in _LORA_PARTS and not tensor.dtype.is_float:
             message = f"is {tensor.dtype}: expected F32, BF16, F16 or F64"
-            yield Fault(subject=name, message=message, path=str(_file(subject)))
+            yield Fault(subject=name, message=message)
 
 
 @rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
@@ -242,11 +244,7 @@ def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
                 continue
             if tensor is not None and not wanted:
                 message = f"is there, but `{flag}` is false: PEFT would drop it without a word"
-                yield Fault(subject=tensor.name, message=message, path=str(_file(subject)))
+                yield Fault(subject=tensor.name, message=message)
             elif tensor is None and wanted and not _is_stacked(config, layer):
                 message = f"has no {part}, but `{flag}` is true"
-                yield Fault(subject=layer.b.name, message=message, path=str(_file(subject)))
-
-
-def _file(subject: AdapterSubject) -> str:
-    return subject.weights_path
+                yield Fault(subject=layer.b.name, message=message)

@@ -32,6 +32,11 @@ class Subject:
         return self.checkpoint.problems
 
     @property
+    def home(self) -> str:
+        """The path of a finding that names none: the weights file of an adapter, else the folder."""
+        return str(self.checkpoint.root)
+
+    @property
     def tensors(self) -> TensorTable:
         """The tensors whose headers were read; none for the folders of rank files."""
         return self.checkpoint.tensors if isinstance(self.checkpoint, AdapterDir | ModelDir) else {}
@@ -141,7 +146,8 @@ class AdapterSubject(Subject):
     paths: Mapping[str, str]
     """Tensor name → the path of its module in the model, without anything that was put before it."""
     base: ModelDir | None = None
-    match: BaseMatch | None = None
+    match: BaseMatch | str | None = None
+    """How the base names the modules; a sentence where names cannot tell; None without a base."""
     num_labels: int | None = None
     task: str | None = None
 
@@ -151,9 +157,14 @@ class AdapterSubject(Subject):
         return self.checkpoint.keys
 
     @property
-    def weights_path(self) -> str:
+    def home(self) -> str:
         """The file that holds the tensors."""
-        return next((str(tensor.path) for tensor in self.tensors.values() if tensor.spans), str(self.checkpoint.root))
+        return next((str(file.path) for file in self.checkpoint.weights.files), str(self.checkpoint.root))
+
+    @property
+    def config_path(self) -> str:
+        """The path of `adapter_config.json`."""
+        return str(self.config.path)
 
     def plain(self) -> Iterator[tuple[StoredTensor, str, AdapterKey]]:
         """Yield the tensors of the model itself that the adapter carries: tensor, module path, key."""

@@ -4,64 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.keys import Part
-from lora_tool.report.model import Severity
-from lora_tool.rules.registry import Case, Hit, rule
-from lora_tool.rules.weights_scan import scan
-from lora_tool.tensors import StoredTensor
+from lora_tool.report import Severity
+from lora_tool.rules.registry import Fault, rule
+from lora_tool.rules.subject import AdapterSubject, Subject
 
 
-def _tensors(case: Case) -> Iterator[StoredTensor]:
-    weights = case.adapter or case.model
-    if weights is not None:
-        yield from (t for t in weights.tensors.values() if t.dtype.is_float and t.spec.numel)
+@rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
+def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter is as untrained: every lora_B is zero.
 
+    ## What it does
+    Reads each layer's `lora_B` (of an embedding: its `lora_embedding_A`), which is zero before training. All of them
+    being zero is an error, single ones are noted.
 
-@rule("LT208", Severity.ERROR, "the adapter never moved: every lora_B is zero", deep=True)
-def all_zero(case: Case) -> Iterator[Hit]:
-    """Every lora_B (of an embedding: every lora_embedding_A) is zero, as PEFT initialises them.
+    ## Why it matters
+    With B = 0 the adapter changes nothing, and the merged model is the base. The run did not train: a learning rate
+    of 0, frozen parameters, gradients that were all zero, or a save before the first step. A single zero B is a
+    module that got no gradient, such as an expert that no token reached.
 
-    Why it matters: the adapter changes nothing; the merged model is the base. The run did not train it: a learning
-    rate of 0, frozen parameters, gradients that were all zero, or it was saved before the first step.
+    ## Example
+    A GRPO run whose rewards were all equal ends with loss 0 and this adapter.
 
-    Example: a GRPO run whose rewards were all equal ends with loss 0 and this adapter.
-
-    What to do: look at grad_norm in trainer_state.json; train again.
+    ## What to do
+    Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
     """
-    adapter = case.adapter
-    if adapter is None:
+    factors = [layer.zero_initialised for layer in subject.layers]
+    read = [tensor for tensor in factors if tensor is not None and tensor.dtype.is_float and tensor.spec.numel]
+    zero = [tensor for tensor in read if subject.scan(tensor).all_zero]
+    if zero and len(zero) == len(read):
+        yield Fault(message=f"all {len(zero)} lora_B are zero, as before training: the adapter changes nothing")
         return
-    started_at_zero = [
-        adapter.tensors[name]
-        for name, key in adapter.keys.items()
-        if key.leaf != "bias" and key.part in (Part.LORA_B, Part.EMBEDDING_A)
-    ]
-    readable = [tensor for tensor in started_at_zero if tensor.dtype.is_float and tensor.spec.numel]
-    if readable and all(scan(tensor).all_zero for tensor in readable):
-        yield Hit(
-            path=str(readable[0].path),
-            message=f"all {len(readable)} lora_B are zero: the adapter is as untrained, merging it changes nothing",
-            hint="look at grad_norm and loss in trainer_state.json, then train again",
-        )
+    for tensor in zero:
+        message = "is all zero: this module was not trained"
+        yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
 
 
-@rule("LT209", Severity.ERROR, "NaN or infinity in the weights", deep=True)
-def not_finite(case: Case) -> Iterator[Hit]:
-    """A weight is NaN or infinite.
+@rule("LT209", Severity.ERROR, on=Subject, deep=True)
+def not_finite(subject: Subject) -> Iterator[Fault]:
+    """NaN or infinity in the weights.
 
-    Why it matters: it spreads to every output, or worse, does not: under SDPA one NaN in a q_proj gave a finite,
-    wrong score. PEFT and transformers load and merge it without a word.
+    ## What it does
+    Reads every value of the F16, BF16, F32 and F64 tensors.
 
-    Example: a reward model trained in fp16 overflowed; the log shows loss 0.0 because NaN is filtered there.
+    ## Why it matters
+    NaN spreads to every output; or, worse, it does not: under SDPA one NaN in a `q_proj` gave a finite, wrong score.
+    PEFT and transformers load and merge it without a word.
 
-    What to do: use an earlier checkpoint; train in bf16, or with gradient clipping and loss scaling.
+    ## Example
+    A reward model trained in fp16 overflowed; the log shows loss 0.0, because NaN is filtered there.
+
+    ## What to do
+    Use an earlier checkpoint; train in bf16, or with gradient clipping and a smaller learning rate.
     """
-    for tensor in _tensors(case):
-        found = scan(tensor)
+    for tensor in subject.tensors.values():
+        found = subject.scan(tensor)
         if found.nonfinite:
-            yield Hit(
-                path=str(tensor.path),
-                subject=tensor.name,
-                message=f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first}",
-                hint="use an earlier checkpoint, and train in bf16 or with a smaller learning rate",
-            )
+            counts = f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
+            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))
