@@ -273,7 +273,7 @@ def _model(model: ModelDir) -> ModelInspection:
         parameters=sum(tensor.spec.numel for tensor in model.tensors.values()),
         nbytes=model.weights.nbytes,
         dtypes=_dtypes(model.tensors),
-        files=tuple((file.path.name, file.stamp.size) for file in model.weights.files),
+        files=tuple(sorted((file.path.name, file.stamp.size) for file in model.weights.files)),
         merged_from=tuple(_merged_from(model)),
     )
 

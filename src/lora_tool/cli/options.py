@@ -8,21 +8,20 @@ from typing import Any, TypeVar
 import click
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Decorator = Callable[[Decorated], Decorated]
 
 
 def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
-    """``--base``: a model's path or Hub id."""
+    """Add ``--base``: a model's path or Hub id."""
     return click.option("--base", metavar="MODEL", help=help_text)
 
 
 def json_option(command: Decorated) -> Decorated:
-    """``--json``: the result as JSON on stdout."""
+    """Add ``--json``: the result as JSON on stdout."""
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
-    """``-q``: less output; each command says what is left."""
+    """Add ``-q``: less output; each command says what is left."""
     return click.option("-q", "--quiet", is_flag=True, help=help_text)
 
 

@@ -13,10 +13,8 @@ from lora_tool.cli.options import ListType, base_option, json_option, quiet_opti
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.report.model import Report, Severity, joined
 from lora_tool.rules.registry import UnknownRule, chosen
-from lora_tool.rules.validation import validate
-from lora_tool.sources import resolve
-
-_NO_BASE = "no base model was given (--base)"
+from lora_tool.rules.validation import NO_BASE, validate
+from lora_tool.sources import Source, resolve
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
@@ -61,68 +59,61 @@ def command(
     """
     if reward and num_labels not in (None, 1):
         raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
-    _require_known_rules(select, ignore)
-    given_base = _open_base(base) if base is not None else None
+    selected, ignored = _flat(select), _flat(ignore)
+    try:
+        chosen(selected, ignored)
+    except UnknownRule as error:
+        raise click.UsageError(str(error)) from error
+    given_base = _open_base(resolve(base)) if base is not None else None
     reports: list[Report] = []
     errors: list[LoraToolError] = []
     for path in paths or (".",):
         try:
             checkpoint = open_checkpoint(resolve(path, download=True).path)
-        except CheckpointError as error:
-            errors.append(error)
-            continue
-        found, why_not = (given_base, _NO_BASE) if given_base is not None else _find_base(checkpoint)
-        reports.append(
-            validate(
+            found, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(checkpoint)
+            report = validate(
                 checkpoint,
                 base=found,
-                num_labels=num_labels,
-                reward=reward,
-                select=[code for codes in select for code in codes],
-                ignore=[code for codes in ignore for code in codes],
+                num_labels=1 if reward else num_labels,
+                task="reward" if reward else None,
+                select=selected,
+                ignore=ignored,
                 deep=deep,
                 why_no_base=why_not,
             )
-        )
+        except LoraToolError as error:
+            errors.append(error)
+        except OSError as error:
+            errors.append(LoraToolError(f"{error.filename or path}: {error.strerror or error}"))
+        else:
+            reports.append(report)
     report = joined(reports)
     if reports and not (quiet and not report.findings):
         _print(report, as_json=as_json or form == "json")
     sys.exit(_exit_code(report, errors, fail_on=Severity(fail_on), strict=strict))
 
 
-def _require_known_rules(*lists: tuple[tuple[str, ...], ...]) -> None:
-    for codes in lists:
-        try:
-            chosen(select=[code for listed in codes for code in listed])
-        except UnknownRule as error:
-            raise click.UsageError(str(error)) from error
+def _flat(lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return tuple(code for codes in lists for code in codes)
 
 
-def _open_base(reference: str) -> ModelDir:
-    opened = open_checkpoint(resolve(reference).path)
+def _open_base(source: Source) -> ModelDir:
+    opened = open_checkpoint(source.path)
     if not isinstance(opened, ModelDir):
-        raise NotACheckpoint(f"{reference} is not a model but: {opened.kind}", hint="give a model: --base MODEL")
+        raise NotACheckpoint(f"{source.path} is not a model but: {opened.kind}", hint="give a model: --base MODEL")
     return opened
 
 
 def _find_base(checkpoint: Checkpoint) -> tuple[ModelDir | None, str]:
-    """Return the base that the adapter's config names, if it is on this disk, else None and why."""
-    if isinstance(checkpoint, RunDir):
-        checkpoint = _an_adapter_of(checkpoint) or checkpoint
-    config = checkpoint.config if isinstance(checkpoint, AdapterDir) else None
-    if config is None or not config.base_model:
-        return None, _NO_BASE
+    """Return the base that the adapter's config names, if it is on this disk, else None and why it is not."""
+    adapter = _an_adapter_of(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
+    config = adapter.config if isinstance(adapter, AdapterDir) else None
+    if adapter is None or config is None or not config.base_model:
+        return None, NO_BASE
     try:
-        return _open_base_of(checkpoint, config.base_model, config.revision), ""
-    except CheckpointError:
-        return None, f"its base model {config.base_model} is not on this disk (--base)"
-
-
-def _open_base_of(checkpoint: Checkpoint, reference: str, revision: str | None) -> ModelDir:
-    opened = open_checkpoint(resolve(reference, near=checkpoint.root, revision=revision).path)
-    if not isinstance(opened, ModelDir):
-        raise NotACheckpoint(f"{reference} is not a model but: {opened.kind}")
-    return opened
+        return _open_base(resolve(config.base_model, near=adapter.root, revision=config.revision)), ""
+    except CheckpointError as error:
+        return None, f"no base model (--base): {error}"
 
 
 def _an_adapter_of(run: RunDir) -> AdapterDir | None:

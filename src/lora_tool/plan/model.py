@@ -60,6 +60,19 @@ class LoraDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DoraDelta:
+    """m/‖W + Δ‖ · (W + Δ), the norm of each output's row; `magnitude` m has one value per output.
+
+    DoRA (https://arxiv.org/abs/2402.09353) as PEFT merges it: the norm is that of the unmerged base plus the delta.
+    """
+
+    source: StoredTensor
+    term: LoraTerm
+    magnitude: StoredTensor
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BiasTerm:
     """One adapter's share of a bias: `scaling` · the bias of its lora_B."""
 
@@ -75,7 +88,7 @@ class BiasDelta:
     terms: tuple[BiasTerm, ...]
 
 
-Op = Copy | Cast | LoraDelta | BiasDelta
+Op = Copy | Cast | LoraDelta | DoraDelta | BiasDelta
 """Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
 
 

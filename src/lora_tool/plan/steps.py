@@ -11,7 +11,7 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 from lora_tool.plan.architectures import Architecture
-from lora_tool.plan.model import BiasDelta, Cast, Copy, Fate, Leftover, LoraDelta, Op, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Head
@@ -85,7 +85,7 @@ def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
     dtype = merge.dtype or base.dtype
     out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
     op: Op = Copy(source=saved) if saved.dtype is dtype else Cast(source=saved)
-    return Step(out=out, op=op, fate=Fate.REPLACED, reason=f"modules_to_save, {saved.dtype} in the adapter")
+    return Step(out=out, op=op, fate=Fate.REPLACED, reason=f"saved whole in the adapter, as {saved.dtype}")
 
 
 def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
@@ -100,8 +100,11 @@ def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> St
     if not source.dtype.is_float:
         raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
     out = TensorSpec(name=name, dtype=merge.dtype or _home_dtype(merge, source), shape=source.shape)
-    op = LoraDelta(source=source, terms=(term,), transposed=transposed)
-    reason = f"LoRA rank {term.a.shape[0]}, scaling {term.scaling:g}"
+    magnitude = merge.modules.magnitudes.get(module)
+    op: Op = LoraDelta(source=source, terms=(term,), transposed=transposed)
+    if magnitude is not None:
+        op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
+    reason = f"{'LoRA' if magnitude is None else 'DoRA'} rank {term.a.shape[0]}, scaling {term.scaling:g}"
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
 
 
@@ -207,6 +210,8 @@ def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
             yield op.source
             for term in op.terms:
                 yield from (term.a, term.b)
+        case DoraDelta():
+            yield from (op.source, op.term.a, op.term.b, op.magnitude)
         case BiasDelta():
             for bias in op.terms:
                 yield bias.bias

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.display import printable, size
-from lora_tool.plan.model import BiasDelta, Cast, Copy, LoraDelta, Op, Plan, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, Step
 
 _SHOWN = 12
 
@@ -75,24 +75,18 @@ def step_json(step: Step) -> dict[str, Any]:
 
 
 def _op_json(op: Op) -> Mapping[str, Any]:
+    common = {"op": type(op).__name__, "source": op.source.name, "file": op.source.path.name}
     match op:
         case Copy() | Cast():
-            return {"op": type(op).__name__, "source": op.source.name, "file": op.source.path.name}
+            return common
         case LoraDelta():
-            return {
-                "op": "LoraDelta",
-                "source": op.source.name,
-                "file": op.source.path.name,
-                "transposed": op.transposed,
-                "terms": [
-                    {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
-                    for term in op.terms
-                ],
-            }
+            return {**common, "transposed": op.transposed, "terms": [_term_json(term) for term in op.terms]}
+        case DoraDelta():
+            terms = [_term_json(op.term)]
+            return {**common, "transposed": op.transposed, "terms": terms, "magnitude": op.magnitude.name}
         case BiasDelta():
-            return {
-                "op": "BiasDelta",
-                "source": op.source.name,
-                "file": op.source.path.name,
-                "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms],
-            }
+            return {**common, "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms]}
+
+
+def _term_json(term: LoraTerm) -> dict[str, Any]:
+    return {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}

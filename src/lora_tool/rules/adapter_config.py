@@ -256,5 +256,3 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
         message = f"expected LORA, found {peft_type}"
         yield Fault(subject="peft_type", message=message, path=subject.config_path)
-
-

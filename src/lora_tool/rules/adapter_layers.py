@@ -172,7 +172,9 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     where = _training_state(subject) if empty else None
     hint = f"the values are in {where}: do not delete it, the adapter can be made from it" if where else None
     for tensor in empty:
-        message = f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"
+        message = (
+            f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"
+        )
         yield Fault(subject=tensor.name, message=message, hint=hint)
 
 

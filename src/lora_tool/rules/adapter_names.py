@@ -39,7 +39,9 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     plain = _plain(subject)
     for name, key in subject.keys.items():
         if key.part is Part.SAVED_MODULE and (subject.paths[name], key.leaf) not in plain:
-            yield Fault(subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail")
+            yield Fault(
+                subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail"
+            )
     adapter_names = sorted({key.adapter_name for key in subject.keys.values() if key.adapter_name})
     if len(adapter_names) > 1:
         listed = ", ".join(adapter_names)

@@ -17,6 +17,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     against_base,
     containers,
     head,
+    model_head,
     weights,
 )
 from lora_tool.rules.base_match import match_base

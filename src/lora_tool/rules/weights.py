@@ -59,5 +59,7 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
     for tensor in subject.tensors.values():
         found = subject.scan(tensor)
         if found.nonfinite:
-            counts = f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
+            counts = (
+                f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
+            )
             yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))
