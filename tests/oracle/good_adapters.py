@@ -27,12 +27,22 @@ from tests.oracle.tiny import tiny_config, tiny_model
 QV = ["q_proj", "v_proj"]
 _RENAMED_ALL = {f".lora_{part}.weight": f".lora_{part}.default.weight" for part in "AB"}
 _OLD_FIELDS = (
-    "base_model_name_or_path bias fan_in_fan_out inference_mode init_lora_weights lora_alpha lora_dropout "
-    "modules_to_save peft_type r target_modules task_type"
-).split()
+    "base_model_name_or_path",
+    "bias",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_alpha",
+    "lora_dropout",
+    "modules_to_save",
+    "peft_type",
+    "r",
+    "target_modules",
+    "task_type",
+)
 
 
-class Convolutions(torch.nn.Module):
+class Convolutions(torch.nn.Module):  # type: ignore[misc] # torch is not typed here
     """Two convolutions, one of them grouped, and a linear layer: the shapes of LoRA outside transformers."""
 
     def __init__(self) -> None:
@@ -106,10 +116,14 @@ GOOD: Mapping[str, Good] = {
             "rank_pattern": {"experts.down_proj": 2},
         },
     ),
-    "matrix-parameters": Good(config={"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}),
+    "matrix-parameters": Good(
+        config={"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}
+    ),
     "layers": Good(config={"target_modules": QV, "layers_to_transform": [1], "layers_pattern": "layers"}),
     "layers-without-pattern": Good(config={"target_modules": QV, "layers_to_transform": 0}),
-    "excluded": Good(config={"target_modules": [*QV, "up_proj"], "exclude_modules": ["up_proj", "layers.0.self_attn.q_proj"]}),
+    "excluded": Good(
+        config={"target_modules": [*QV, "up_proj"], "exclude_modules": ["up_proj", "layers.0.self_attn.q_proj"]}
+    ),
     "excluded-by-regex": Good(config={"target_modules": QV, "exclude_modules": r".*layers\.0.*"}),
     "regex": Good(config={"target_modules": r".*\.(q|v)_proj"}),
     "all-linear": Good(config={"target_modules": "all-linear"}),
@@ -123,16 +137,25 @@ GOOD: Mapping[str, Good] = {
     "pissa": Good(config={"target_modules": QV, "init_lora_weights": "pissa"}),
     "olora": Good(config={"target_modules": QV, "init_lora_weights": "olora"}),
     "orthogonal": Good(config={"target_modules": QV, "init_lora_weights": "orthogonal"}),
-    "gpt2": Good(model=partial(tiny_model, "gpt2", "causal-lm"), config={"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+    "gpt2": Good(
+        model=partial(tiny_model, "gpt2", "causal-lm"),
+        config={"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
+    ),
     "convolutions": Good(model=Convolutions, config={"target_modules": ["stem", "grouped", "line", "out"]}, task=None),
-    "convolutions-dora": Good(model=Convolutions, config={"target_modules": ["stem", "out"], "use_dora": True}, task=None),
+    "convolutions-dora": Good(
+        model=Convolutions, config={"target_modules": ["stem", "out"], "use_dora": True}, task=None
+    ),
     "adapter-name": Good(config={"target_modules": QV}, rename=_RENAMED_ALL),
-    "old-peft": Good(config={"target_modules": QV}, fields=tuple(_OLD_FIELDS)),
+    "old-peft": Good(config={"target_modules": QV}, fields=_OLD_FIELDS),
     "reward": Good(model=_reward, config={"target_modules": QV}, task="SEQ_CLS"),
     "reward-all-linear": Good(model=_reward, config={"target_modules": "all-linear"}, task="SEQ_CLS"),
     "reward-dora": Good(model=_reward, config={"target_modules": QV, "use_dora": True}, task="SEQ_CLS"),
-    "bert": Good(model=partial(tiny_model, "bert", "seq-cls"), config={"target_modules": ["query", "value"]}, task="SEQ_CLS"),
-    "roberta": Good(model=partial(tiny_model, "roberta", "seq-cls"), config={"target_modules": ["query"]}, task="SEQ_CLS"),
+    "bert": Good(
+        model=partial(tiny_model, "bert", "seq-cls"), config={"target_modules": ["query", "value"]}, task="SEQ_CLS"
+    ),
+    "roberta": Good(
+        model=partial(tiny_model, "roberta", "seq-cls"), config={"target_modules": ["query"]}, task="SEQ_CLS"
+    ),
     "distilbert": Good(
         model=partial(tiny_model, "distilbert", "seq-cls"),
         config={"target_modules": ["q_lin"], "modules_to_save": ["pre_classifier"]},
@@ -144,13 +167,19 @@ GOOD: Mapping[str, Good] = {
         task="SEQ_CLS",
     ),
     "tokens-classified": Good(
-        model=partial(_classifier, AutoModelForTokenClassification, "bert"), config={"target_modules": ["query"]}, task="TOKEN_CLS"
+        model=partial(_classifier, AutoModelForTokenClassification, "bert"),
+        config={"target_modules": ["query"]},
+        task="TOKEN_CLS",
     ),
     "questions": Good(
-        model=partial(_classifier, AutoModelForQuestionAnswering, "bert"), config={"target_modules": ["query"]}, task="QUESTION_ANS"
+        model=partial(_classifier, AutoModelForQuestionAnswering, "bert"),
+        config={"target_modules": ["query"]},
+        task="QUESTION_ANS",
     ),
     "translation": Good(
-        model=partial(_classifier, AutoModelForSeq2SeqLM, "t5"), config={"target_modules": ["q", "v"]}, task="SEQ_2_SEQ_LM"
+        model=partial(_classifier, AutoModelForSeq2SeqLM, "t5"),
+        config={"target_modules": ["q", "v"]},
+        task="SEQ_2_SEQ_LM",
     ),
     "images": Good(
         model=_vit, config={"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]}, task=None
@@ -172,7 +201,7 @@ def make(name: str, root: Path) -> tuple[Path, Path | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if good.vocabulary is not None:
-            model.resize_token_embeddings(good.vocabulary)  # type: ignore[operator]
+            model.resize_token_embeddings(good.vocabulary)
         arguments = {"r": 4, "lora_alpha": 8, **good.config}
         peft_model = get_peft_model(model, LoraConfig(task_type=good.task, **arguments))
         _train(peft_model)
@@ -185,7 +214,7 @@ def _train(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter += torch.randn_like(parameter) * 0.02
+                parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
 def _edit(folder: Path, good: Good) -> None:

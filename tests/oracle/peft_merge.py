@@ -12,12 +12,12 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.utils.warning import PeftWarning
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tests.oracle.tiny import NUM_LABELS, Task, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.plan.merge import plan_merge
+from tests.oracle.tiny import NUM_LABELS, Task, tiny_model
 
 Table = dict[str, torch.Tensor]
 

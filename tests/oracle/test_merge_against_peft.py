@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from tests.oracle.peft_merge import (
     Table,
     different,
@@ -21,8 +23,6 @@ from tests.oracle.peft_merge import (
     saved_tensors,
 )
 from tests.oracle.tiny import Task
-
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ALL_LINEAR = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -48,18 +48,48 @@ ARCHITECTURES = [
     Case(name="openai-gpt", model_type="openai-gpt", dtype=FP16, lora={**ALL_LINEAR, "fan_in_fan_out": True}),
     *(
         Case(name=model_type, model_type=model_type)
-        for model_type in (
-            "llama mistral phi3 gemma gemma2 gemma3_text falcon bloom opt starcoder2 olmo2 cohere2 stablelm "
-            "qwen3 phi granite glm smollm3 gptj gpt_bigcode mpt exaone4"
-        ).split()
+        for model_type in [
+            "llama",
+            "mistral",
+            "phi3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "falcon",
+            "bloom",
+            "opt",
+            "starcoder2",
+            "olmo2",
+            "cohere2",
+            "stablelm",
+            "qwen3",
+            "phi",
+            "granite",
+            "glm",
+            "smollm3",
+            "gptj",
+            "gpt_bigcode",
+            "mpt",
+            "exaone4",
+        ]
     ),
     Case(name="qwen2-tied", model_type="qwen2", base={"tie_word_embeddings": True}),
     Case(name="qwen2-untied", model_type="qwen2", base={"tie_word_embeddings": False}),
     *(
         Case(name=f"{model_type}-seq-cls", model_type=model_type, task="seq-cls", dtype=FP32)
-        for model_type in (
-            "gpt_neox bert roberta deberta deberta-v2 modernbert electra xlm-roberta albert llama qwen2"
-        ).split()
+        for model_type in [
+            "gpt_neox",
+            "bert",
+            "roberta",
+            "deberta",
+            "deberta-v2",
+            "modernbert",
+            "electra",
+            "xlm-roberta",
+            "albert",
+            "llama",
+            "qwen2",
+        ]
     ),
     Case(
         name="distilbert-seq-cls",
@@ -90,9 +120,7 @@ FEATURES = [
         },
     ),
     Case(name="lora-bias", model_type="qwen2", lora={**_Q_AND_V, "lora_alpha": 3, "lora_bias": True}),
-    Case(
-        name="lora-bias-opt", model_type="opt", dtype=FP16, lora={**ALL_LINEAR, "lora_alpha": 3, "lora_bias": True}
-    ),
+    Case(name="lora-bias-opt", model_type="opt", dtype=FP16, lora={**ALL_LINEAR, "lora_alpha": 3, "lora_bias": True}),
     Case(name="saved-norm", model_type="llama", lora={**_Q_AND_V, "modules_to_save": ["norm"]}),
     Case(name="saved-layer-norm", model_type="opt", lora={**_Q_AND_V, "modules_to_save": ["final_layer_norm"]}),
     Case(
@@ -168,8 +196,10 @@ def exact_inputs(base: Path, adapter: Path) -> dict[str, tuple[torch.Tensor, tor
         a, b = factors[name].double(), factors[name.replace("lora_A", "lora_B")].double()
         weight = weights[f"{module}.weight"].double()
         conv1d = opened.config.fan_in_fan_out
-        inputs[f"{module}.weight"] = (weight, b.T, a.T, opened.config.scaling(module)) if conv1d else (
-            weight, a, b, opened.config.scaling(module)
+        inputs[f"{module}.weight"] = (
+            (weight, b.T, a.T, opened.config.scaling(module))
+            if conv1d
+            else (weight, a, b, opened.config.scaling(module))
         )
         bias = factors.get(f"base_model.model.{module}.lora_B.bias")
         if bias is not None:

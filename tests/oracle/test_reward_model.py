@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from lora_tool.checkpoint import Kind, open_checkpoint
 from tests.oracle.peft_merge import (
     different,
     layout,
@@ -17,9 +20,6 @@ from tests.oracle.peft_merge import (
     save_base,
     saved_tensors,
 )
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-
-from lora_tool.checkpoint import Kind, open_checkpoint
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "reward-qwen2"
 LORA = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear"}
@@ -88,9 +88,7 @@ def test_it_is_pefts_reward_model(
 
 @pytest.mark.parametrize("precision", ["float32", "peft", "float64"])
 def test_the_fixture_merges_into_a_model_that_prefers_the_better_answer(precision: str, tmp_path: Path) -> None:
-    merged = merge_with_ours(
-        FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", precision, task="reward"
-    )
+    merged = merge_with_ours(FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", precision, task="reward")
     assert open_checkpoint(merged).kind is Kind.MERGED_MODEL
     assert not open_checkpoint(merged).problems
     model = load_whole(merged)

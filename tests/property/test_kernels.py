@@ -108,7 +108,9 @@ def test_rounding_to_odd_keeps_exact_values_and_marks_the_others(numbers: list[f
             ) < Fraction(float(np.spacing(np.abs(got))))
 
 
-factors = st.tuples(st.integers(1, 9), st.integers(1, 300), st.integers(1, 9), st.integers(0, 2**32 - 1), st.integers(-30, 30))
+factors = st.tuples(
+    st.integers(1, 9), st.integers(1, 300), st.integers(1, 9), st.integers(0, 2**32 - 1), st.integers(-30, 30)
+)
 
 
 @settings(deadline=None)

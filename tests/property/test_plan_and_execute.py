@@ -70,7 +70,9 @@ def test_units_cover_the_data_once(wanted: list[TensorSpec], copy_bytes: int, we
 
 
 @contextmanager
-def planned(given_inputs: Inputs, precision: str, dtype: DType | None, limit: int | None) -> Iterator[tuple[Plan, Path]]:
+def planned(
+    given_inputs: Inputs, precision: str, dtype: DType | None, limit: int | None
+) -> Iterator[tuple[Plan, Path]]:
     with tempfile.TemporaryDirectory() as folder:
         base, adapter = given_inputs.write(Path(folder))
         opened = open_checkpoint(adapter)
@@ -92,7 +94,9 @@ def test_what_is_written_is_what_the_plan_means(
         expected = interpret(plan)
         written = open_model(execute(plan, folder / "out", jobs=2))
         assert not written.problems
-        assert {name: tensor.spec for name, tensor in written.tensors.items()} == {s.out.name: s.out for s in plan.steps}
+        assert {name: tensor.spec for name, tensor in written.tensors.items()} == {
+            s.out.name: s.out for s in plan.steps
+        }
         for step in plan.steps:
             got, exact = load(written.tensors[step.out.name]), expected[step.out.name]
             assert np.all(np.abs(got - exact) <= tolerance(step, exact, precision)), step.out.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import click
 
@@ -11,6 +12,7 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import ListType, base_option, json_option, quiet_option
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
+from lora_tool.hub_cache import may_hold
 from lora_tool.report.model import Report, Severity, joined
 from lora_tool.rules.registry import UnknownRule, chosen
 from lora_tool.rules.validation import NO_BASE, validate
@@ -110,6 +112,9 @@ def _find_base(checkpoint: Checkpoint) -> tuple[ModelDir | None, str]:
     config = adapter.config if isinstance(adapter, AdapterDir) else None
     if adapter is None or config is None or not config.base_model:
         return None, NO_BASE
+    near_by = any((place / config.base_model).is_dir() for place in (Path(), adapter.root))
+    if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
+        return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
     try:
         return _open_base(resolve(config.base_model, near=adapter.root, revision=config.revision)), ""
     except CheckpointError as error:

@@ -15,7 +15,7 @@ from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision, Step
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -52,6 +52,8 @@ class Computer:
         op = step.op
         delta = self._delta(op, first, last)
         source = self._stored(op.source, first, last)
+        if isinstance(op, ReplaceRows):
+            source = self._with_rows(op, source, first, last)
         if isinstance(op, DoraDelta) and delta is not None:
             self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
         result = self._buffer("result", source.shape, kernels.STORAGE[step.out.dtype])
@@ -71,6 +73,16 @@ class Computer:
                 refuse_overflow(step)
         return result
 
+    def _with_rows(self, op: ReplaceRows, source: Array, first: int, last: int) -> Array:
+        """Return rows `first` to `last` of W, flat, in the working precision, with the replaced ones in their places."""
+        mixed = source.astype(self._wide).reshape(last - first, -1)
+        inside = [(at, row - first) for at, row in enumerate(op.indices) if first <= row < last]
+        if inside:
+            rows = self._wide_rows(op.rows, 0, op.rows.shape[0])
+            for at, row in inside:
+                mixed[row] = rows[at]
+        return mixed.reshape(-1)
+
     def _wide_copy(self, stored: Array) -> Array:
         """Return the elements in the working precision, in this worker's buffer."""
         wide = self._buffer("wide", stored.shape, self._wide)
@@ -88,7 +100,7 @@ class Computer:
 
     def _delta(self, op: Op, first: int, last: int) -> Array | None:
         """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for a mere cast."""
-        if isinstance(op, Cast):
+        if isinstance(op, Cast | ReplaceRows):
             return None
         if isinstance(op, BiasDelta):
             return np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))

@@ -14,7 +14,7 @@ from lora_tool.errors import MissingDependency
 from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, ReplaceRows
 from lora_tool.tensors import DType, StoredTensor
 
 try:
@@ -72,8 +72,12 @@ class TorchComputer:
             weight = self._load(op.source).to(dtype)
             for lora in op.terms:
                 delta = self._factor(lora.b) @ self._factor(lora.a)
-                weight += (delta.T if op.transposed else delta) * lora.scaling
+                delta = (delta.T if op.transposed else delta) * lora.scaling
+                weight += delta.to(dtype) if op.embedding else delta
             return weight
+        if isinstance(op, ReplaceRows):
+            weight = self._load(op.source).to(dtype)
+            return weight.index_copy(0, torch.tensor(op.indices), self._load(op.rows).to(dtype))
         if isinstance(op, DoraDelta):
             return self._dora(op, self._load(op.source).to(dtype))
         raise AssertionError(f"{type(op).__name__} is not computed")

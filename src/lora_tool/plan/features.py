@@ -35,8 +35,6 @@ def refusals(config: AdapterConfig) -> Iterator[str]:
         )
     if config.target_parameters:
         yield "`target_parameters`: LoRA on bare parameters, as of fused experts"
-    if config.has_token_indices:
-        yield "`trainable_token_indices`: trained token rows"
 
 
 def require_mergeable(config: AdapterConfig) -> None:

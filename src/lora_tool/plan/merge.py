@@ -23,17 +23,16 @@ from lora_tool.plan.side_files import (
     pad_token,
 )
 from lora_tool.plan.steps import (
-    MATRIX,
     Merge,
     adapter_leftovers,
     added_steps,
     base_steps,
     dropped_from_base,
-    module_and_leaf,
     require_all_consumed,
 )
 from lora_tool.plan.task import Task, decide_task, find_head
-from lora_tool.tensors import DType, FileStamp, StoredTensor
+from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, untying_steps
+from lora_tool.tensors import DType, FileStamp
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
@@ -91,8 +90,8 @@ def plan_merge(
     merge = Merge(base=base, adapter=adapter, config=config, arch=arch, modules=modules, head=head, dtype=dtype)
     adapter_print = fingerprint(adapter.weights)
     _require_not_merged_before(merge, adapter_print)
-    _require_untied(merge)
-    steps = (*base_steps(merge), *added_steps(merge))
+    require_no_lora_on_tied_ends(merge)
+    steps = (*base_steps(merge), *added_steps(merge), *untying_steps(merge))
     leftovers = (*dropped_from_base(merge), *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
     homes = {name: tensor.path.name for name, tensor in base.tensors.items()}
@@ -186,31 +185,11 @@ def _require_not_merged_before(merge: Merge, adapter_print: str) -> None:
         )
 
 
-def _require_untied(merge: Merge) -> None:
-    """Raise where a change to one end of tied embeddings would also change the other, though only one was trained."""
-    config = merge.base.config
-    if merge.head is not None or config is None or not merge.arch.causal_only:
-        return
-    if set(merge.arch.causal_only) & set(merge.base.tensors) and not config.tie_word_embeddings:
-        return
-    output_layers = {module_and_leaf(name)[0] for name in merge.arch.causal_only}
-    ends = {name: tensor for name, tensor in merge.modules.saved.items() if _is_vocabulary(tensor, config.vocab_size)}
-    ends |= {module: term.b for module, term in merge.modules.lora.items() if module in output_layers}
-    for name, tensor in ends.items():
-        raise UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` changes `{name}`, which this base ties to the other end of the model: "
-            "both would change, though only one was trained",
-            hint=_WITH_PEFT,
-        )
-
-
-def _is_vocabulary(tensor: StoredTensor, vocab_size: int | None) -> bool:
-    return len(tensor.shape) == MATRIX and tensor.shape[0] == vocab_size
-
-
 def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
+    if is_untied(merge):
+        changes["tie_word_embeddings"] = False
     warnings: list[str] = []
     if merge.head is not None:
         pad = pad_token(merge.adapter, merge.base)

@@ -52,11 +52,15 @@ class LoraTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDelta:
-    """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D does."""
+    """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D and embeddings do.
+
+    `embedding` where PEFT rounds the delta to the type of W before it adds it; only `Precision.PEFT` does so too.
+    """
 
     source: StoredTensor
     terms: tuple[LoraTerm, ...]
     transposed: bool = False
+    embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,19 @@ class DoraDelta:
     term: LoraTerm
     magnitude: StoredTensor
     transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceRows:
+    """W with the rows `indices` replaced by those of `rows`, in that order: trained tokens of an embedding."""
+
+    source: StoredTensor
+    rows: StoredTensor
+    indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.indices) != self.rows.shape[0] or not all(0 <= row < self.source.shape[0] for row in self.indices):
+            raise ValueError(f"`{self.rows.name}` does not hold the rows {self.indices} of `{self.source.name}`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +105,7 @@ class BiasDelta:
     terms: tuple[BiasTerm, ...]
 
 
-Op = Copy | Cast | LoraDelta | DoraDelta | BiasDelta
+Op = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
 """Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
 
 

@@ -26,8 +26,17 @@ class AdapterModules:
     """Tensors that replace the base's, or are added to it: `modules_to_save`, the head."""
     frozen_base: Mapping[str, StoredTensor]
     """`X.base_layer.weight`: the frozen tensor under the LoRA of X, where the adapter carries it."""
+    embeddings: frozenset[str]
+    """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
+    tokens: Mapping[str, StoredTensor]
+    """Rows trained by themselves, by module path."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Adapter tensor → why it takes no part: only frozen originals that PEFT, too, leaves aside."""
+
+
+_LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""What PEFT saves by itself after the vocabulary was resized (`EMBEDDING_LAYER_NAMES`), and loads over the base's."""
 
 
 def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModules:
@@ -40,11 +49,12 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
     pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]] = defaultdict(dict)
     saved: dict[str, StoredTensor] = {}
     frozen: dict[str, StoredTensor] = {}
+    tokens: dict[str, StoredTensor] = {}
     dropped: dict[str, str] = {}
     for name, key in adapter.keys.items():
         tensor = adapter.tensors[name]
         _require_floats(adapter, tensor)
-        if key.part in (Part.LORA_A, Part.LORA_B, Part.MAGNITUDE):
+        if key.part in _LAYER_PARTS:
             if pairs[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
                 raise _refuse(adapter, name, f"is there twice: another name for `{key.canonical}` is in the file too")
         elif key.part is Part.PLAIN:
@@ -52,6 +62,8 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
         elif key.part is Part.BASE_LAYER:
             trained = key.leaf == "bias" and config.bias in ("all", "lora_only")
             (saved if trained else frozen)[f"{key.module}.{key.leaf}"] = tensor
+        elif key.part is Part.TOKENS_DELTA:
+            tokens[key.module] = tensor
         elif key.part is Part.ORIGINAL_MODULE:
             dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
         else:
@@ -70,7 +82,14 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
         if part is Part.MAGNITUDE
     }
     return AdapterModules(
-        lora=lora, lora_bias=biases, magnitudes=magnitudes, saved=saved, frozen_base=frozen, dropped=dropped
+        lora=lora,
+        lora_bias=biases,
+        magnitudes=magnitudes,
+        saved=saved,
+        frozen_base=frozen,
+        embeddings=frozenset(module for module, parts in pairs.items() if (Part.EMBEDDING_A, None) in parts),
+        tokens=tokens,
+        dropped=dropped,
     )
 
 
@@ -95,7 +114,8 @@ def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey) -> str:
     trained_bias = key.leaf == "bias" and (
         config.bias == "all" or (config.bias == "lora_only" and config.targets(key.module))
     )
-    if not (trained_bias or config.saves(key.module) or config.saves(key.tensor)):
+    resized = key.leaf == "weight" and key.module.endswith(_EMBEDDINGS)
+    if not (trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)):
         raise _refuse(adapter, key.text, "belongs to no target and to none of `modules_to_save`; PEFT would drop it")
     return key.tensor
 
@@ -103,13 +123,18 @@ def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey) -> str:
 def _lora_term(
     adapter: AdapterDir, config: AdapterConfig, module: str, parts: Mapping[tuple[Part, str | None], StoredTensor]
 ) -> LoraTerm:
-    a, b = parts.get((Part.LORA_A, "weight")), parts.get((Part.LORA_B, "weight"))
+    a = parts.get((Part.LORA_A, "weight"), parts.get((Part.EMBEDDING_A, None)))
+    b = parts.get((Part.LORA_B, "weight"), parts.get((Part.EMBEDDING_B, None)))
     if a is None or b is None:
         have, lack = ("lora_A", "lora_B") if b is None else ("lora_B", "lora_A")
         present = next(iter(parts.values()))
         raise _refuse(adapter, present.name, f"has a {have}, but its {lack} is missing")
-    known = {(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")}
-    unknown = {(part, leaf) for part, leaf in parts if part is not Part.MAGNITUDE} - known
+    linear = {(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")}
+    embedding = {(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)}
+    held = {(part, leaf) for part, leaf in parts if part is not Part.MAGNITUDE}
+    unknown = min(held - linear, held - embedding, key=len)
+    if (Part.EMBEDDING_A, None) in held and config.use_dora:
+        raise _refuse(adapter, a.name, "belongs to DoRA on an embedding, which is not merged here")
     if unknown:
         raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
     _require_shapes(adapter, config, module, a, b)

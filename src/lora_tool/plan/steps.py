@@ -11,12 +11,13 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 from lora_tool.plan.architectures import Architecture
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, ReplaceRows, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Head
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
+_OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
 MATRIX = 2
 """Dimensions of what LoRA on linear layers and embeddings changes."""
 
@@ -57,14 +58,34 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     saved = modules.saved.get(tensor.name)
     if saved is not None:
         return _replacement(merge, tensor, saved)
+    if leaf == "weight" and module in modules.tokens:
+        return _tokens_step(merge, tensor, module)
     if leaf == "weight" and module in modules.lora:
-        return _lora_step(merge, tensor, tensor.name, module)
+        # an adapter on an embedding carries the embedding that it was trained on, and PEFT loads that over the base's
+        source = modules.frozen_base.get(tensor.name, tensor)
+        _require_same_shape(source, tensor)
+        return _lora_step(merge, source, tensor.name, module)
     if leaf == "bias" and module in modules.lora_bias:
         term = modules.lora_bias[module]
         _require_same_shape(term.bias, tensor)
         op: Op = BiasDelta(source=tensor, terms=(term,))
         return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=f"lora_B bias, scaling {term.scaling:g}")
     return _plain_step(merge, tensor, tensor.name, Fate.COPIED, "as in the base")
+
+
+def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
+    rows, indices = merge.modules.tokens[module], merge.config.tokens(module)
+    out = _spec(merge, tensor)
+    try:
+        op = ReplaceRows(source=tensor, rows=rows, indices=indices)
+    except ValueError as error:
+        raise IncompatibleBase(f"{rows.path}: {error}", hint=_OTHER_BASE) from error
+    if module in merge.modules.lora or rows.shape[1:] != tensor.shape[1:]:
+        found = "LoRA too" if module in merge.modules.lora else f"rows of {list(rows.shape[1:])}"
+        raise IncompatibleBase(
+            f"{rows.path}: `{rows.name}` cannot go into `{tensor.name}` {list(tensor.shape)}: {found}"
+        )
+    return Step(out=out, op=op, fate=Fate.MERGED, reason=f"{len(indices)} trained token rows")
 
 
 def _spec(merge: Merge, tensor: StoredTensor, name: str | None = None) -> TensorSpec:
@@ -90,43 +111,44 @@ def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
 
 def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
     term = merge.modules.lora[module]
-    transposed = module.rpartition(".")[2] in merge.arch.conv1d
+    embedding = module in merge.modules.embeddings
+    transposed = embedding or module.rpartition(".")[2] in merge.arch.conv1d
     needed = (term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])
     if source.shape != needed:
         raise IncompatibleBase(
             f"{source.path}: `{source.name}` is {list(source.shape)}, the adapter's lora_B·lora_A is {list(needed)}",
-            hint="give the model that the adapter was trained on: --base MODEL",
+            hint=_OTHER_BASE,
         )
     if not source.dtype.is_float:
         raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
-    out = TensorSpec(name=name, dtype=merge.dtype or _home_dtype(merge, source), shape=source.shape)
+    out = TensorSpec(name=name, dtype=merge.dtype or _home_dtype(merge, source, name), shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    op: Op = LoraDelta(source=source, terms=(term,), transposed=transposed)
+    op: Op = LoraDelta(source=source, terms=(term,), transposed=transposed, embedding=embedding)
     if magnitude is not None:
         op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
     reason = f"{'LoRA' if magnitude is None else 'DoRA'} rank {term.a.shape[0]}, scaling {term.scaling:g}"
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
 
 
-def _home_dtype(merge: Merge, source: StoredTensor) -> DType:
+def _home_dtype(merge: Merge, source: StoredTensor, name: str) -> DType:
     """Return the output's type: the base's tensors keep theirs; a head that the adapter brings takes the model's."""
-    in_base = source.name in merge.base.tensors
-    return source.dtype if in_base else model_dtype(merge.base) or source.dtype
+    home = merge.base.tensors.get(name)
+    return home.dtype if home else model_dtype(merge.base) or source.dtype
 
 
 def _require_same_shape(found: StoredTensor, base: StoredTensor) -> None:
     if found.shape != base.shape:
         raise IncompatibleBase(
             f"{found.path}: `{found.name}` is {list(found.shape)}, the base's `{base.name}` is {list(base.shape)}",
-            hint="give the model that the adapter was trained on: --base MODEL",
+            hint=_OTHER_BASE,
         )
 
 
 def added_steps(merge: Merge) -> Iterator[Step]:
     """Yield steps for the tensors that the base does not have: the head's."""
     for name, tensor in merge.modules.saved.items():
-        if name in merge.base.tensors:
-            continue
+        if name in merge.base.tensors or name in merge.arch.causal_only:
+            continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
         if merge.head is None or not name.startswith(f"{merge.head.module}."):
             raise _not_in_base(merge, tensor, name)
         dtype = merge.dtype or model_dtype(merge.base) or tensor.dtype
@@ -136,7 +158,7 @@ def added_steps(merge: Merge) -> Iterator[Step]:
     head = merge.head
     if head is not None and f"{head.module}.weight" in merge.modules.frozen_base:
         name = f"{head.module}.weight"
-        if head.module in merge.modules.lora:
+        if head.module in merge.modules.lora and name not in merge.base.tensors:
             yield _lora_step(merge, merge.modules.frozen_base[name], name, head.module)
 
 
@@ -145,7 +167,7 @@ def _not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleB
     nearest = f"; the nearest there is `{close[0]}`" if close else ""
     return IncompatibleBase(
         f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have{nearest}",
-        hint="give the model that the adapter was trained on: --base MODEL",
+        hint=_OTHER_BASE,
     )
 
 
@@ -210,6 +232,8 @@ def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
             yield op.source
             for term in op.terms:
                 yield from (term.a, term.b)
+        case ReplaceRows():
+            yield op.rows
         case DoraDelta():
             yield from (op.source, op.term.a, op.term.b, op.magnitude)
         case BiasDelta():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.display import printable, size
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, ReplaceRows, Step
 
 _SHOWN = 12
 
@@ -84,6 +84,8 @@ def _op_json(op: Op) -> Mapping[str, Any]:
         case DoraDelta():
             terms = [_term_json(op.term)]
             return {**common, "transposed": op.transposed, "terms": terms, "magnitude": op.magnitude.name}
+        case ReplaceRows():
+            return {**common, "rows": op.rows.name, "indices": list(op.indices)}
         case BiasDelta():
             return {**common, "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms]}
 

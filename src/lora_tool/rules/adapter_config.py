@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
@@ -12,7 +11,7 @@ from lora_tool.plan.features import refusals
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.registry import Fault, Need, rule
-from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
+from lora_tool.rules.subject import AdapterSubject, Subject
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _MATRIX = 2
@@ -110,7 +109,7 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
         if key.part is Part.PLAIN:
             message = _plain_unexplained(subject, key, path)
         elif key.part is Part.TOKENS_DELTA:
-            message = None if subject.config.has_token_indices else "`trainable_token_indices` is not set"
+            message = None if subject.config.token_indices else "`trainable_token_indices` is not set"
         elif key.part is Part.BASE_LAYER:
             message = None if path in adapted or explained.is_end(path) else "its module has no LoRA"
         else:
@@ -194,7 +193,7 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
 
     ## Example
-    `"use_dora": true`.
+    `"layer_replication": [[0, 16], [8, 32]]`.
 
     ## What to do
     Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.

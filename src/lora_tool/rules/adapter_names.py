@@ -12,6 +12,7 @@ from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, drift
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
+_KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
 
 @rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY)
@@ -78,7 +79,8 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             severity = Severity.INFO if expected or head_of(path) else None
             message = f"the frozen weight of the base, {size(tensor.nbytes)} that the base has too"
-            yield Fault(subject=name, message=message, severity=severity)
+            hint = _KEPT_ON_PURPOSE if severity else None
+            yield Fault(subject=name, message=message, severity=severity, hint=hint)
 
 
 def _plain(subject: AdapterSubject) -> frozenset[tuple[str, str | None]]:

@@ -13,6 +13,7 @@ from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
 
 
 @rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -77,17 +78,22 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     Look for the frozen `score.weight` in the training checkpoint (`global_stepN/`); next time, keep the head out of
     `target_modules` and let `task_type="SEQ_CLS"` save it.
     """
-    kept = {subject.paths[name] for name, key in subject.keys.items() if key.part is Part.BASE_LAYER}
-    saved = {name.rpartition(".")[0] for name in saved_heads(subject)}
-    for module, lora_b in lora_heads(subject).items():
-        if module in kept or module in saved or (subject.base and f"{module}.weight" in subject.base.tensors):
-            continue
+    for module, lora_b in _lost_heads(subject).items():
         if subject.base is None:
             message = f"LoRA on `{module}`, whose frozen weight is not in the file; it must be in the base"
             yield Fault(subject=lora_b.name, message=message, severity=Severity.WARNING)
         else:
             message = f"LoRA on `{module}`, whose frozen weight is neither in the file nor in {subject.base.root}"
             yield Fault(subject=lora_b.name, message=message)
+
+
+def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
+    """Return the lora_B of each head under LoRA whose own weight is neither in the adapter nor in the base."""
+    kept = {subject.paths[name] for name, key in subject.keys.items() if key.part is Part.BASE_LAYER}
+    kept |= {name.rpartition(".")[0] for name in saved_heads(subject)}
+    if subject.base is not None:
+        kept |= {name.removesuffix(".weight") for name in subject.base.tensors}
+    return {module: lora_b for module, lora_b in lora_heads(subject).items() if module not in kept}
 
 
 @rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE)
@@ -160,13 +166,16 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     for head, tensor in heads.items():
         message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without it"
         severity = None if task else _without_task(subject, head)
-        yield Fault(subject=tensor.name, message=message, severity=severity)
+        hint = _IMAGE_OR_TEXT if severity is Severity.INFO else None
+        yield Fault(subject=tensor.name, message=message, severity=severity, hint=hint)
 
 
 def _heads_present(subject: AdapterSubject) -> dict[str, StoredTensor]:
-    """Return one tensor of each head, whether saved whole or under LoRA."""
+    """Return one tensor of each head, saved whole or under LoRA; a head that LT302 calls lost is not there."""
+    lost = _lost_heads(subject)
+    under_lora = {module: tensor for module, tensor in lora_heads(subject).items() if module not in lost}
     heads: dict[str, StoredTensor] = {}
-    for path, tensor in (*saved_heads(subject).items(), *lora_heads(subject).items()):
+    for path, tensor in (*saved_heads(subject).items(), *under_lora.items()):
         head = head_of(path)
         if head in CLASSIFIERS | VALUE_HEADS:
             heads.setdefault(head, tensor)

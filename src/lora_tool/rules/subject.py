@@ -152,6 +152,11 @@ class AdapterSubject(Subject):
     task: str | None = None
 
     @property
+    def why_no_match(self) -> str | None:
+        """Why names cannot tell which of the base's tensors the adapter means; None where they can."""
+        return self.match if isinstance(self.match, str) else None
+
+    @property
     def keys(self) -> Mapping[str, AdapterKey]:
         """Tensor name → its parsed form."""
         return self.checkpoint.keys

@@ -44,11 +44,14 @@ def validate(
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
 
     `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `task`
-    "reward" expects a reward model, `num_labels` rows of its head. `deep` True reads all weights, False none, None
+    "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
+    the head must have. `deep` True reads all weights, False none, None
     those of adapters up to `DEEP_BYTES`. Rules that could not run are in `skipped`. The checkpoints of a run folder
     are judged one by one. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
     """
     rules = chosen(select, ignore)
+    if task == "reward" and num_labels is None:
+        num_labels = 1
     reports = []
     for subject in _subjects(checkpoint, base=base, num_labels=num_labels, task=task):
         if isinstance(subject, Report):
@@ -129,23 +132,21 @@ def _judge(subject: Subject, rules: Iterable[Rule], *, deep: bool | None, why_no
 def _why_not(rule: Rule, subject: Subject, *, deep: bool | None, why_no_base: str) -> str | None:
     """Return why the rule would say nothing true about the subject; None if it can run."""
     checkpoint = subject.checkpoint
-    readable = checkpoint.weights if isinstance(checkpoint, AdapterDir | ModelDir) else None
-    if Need.WEIGHTS in rule.needs and readable and any(problem.fatal for problem in readable.problems):
-        return "the weights cannot be read; that is reported above"
-    if Need.CONFIG in rule.needs and isinstance(checkpoint, AdapterDir | ModelDir):
-        reason = _why_no_config(checkpoint)
-        if reason:
-            return reason
-    if Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
-        if subject.base is None:
-            return why_no_base
-        return subject.match if isinstance(subject.match, str) else None
-    if rule.deep and deep is None and readable:
-        if isinstance(checkpoint, ModelDir):
-            return "a model's weights are read only with --deep"
-        if readable.nbytes > DEEP_BYTES:
-            return f"weights of {size(readable.nbytes)} are read only with --deep"
+    if isinstance(checkpoint, AdapterDir | ModelDir):
+        if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
+            return "the weights cannot be read; that is reported above"
+        reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
+        if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
+            reason = why_no_base if subject.base is None else subject.why_no_match
+        return _why_not_deep(checkpoint) if reason is None and rule.deep and deep is None else reason
     return None
+
+
+def _why_not_deep(checkpoint: AdapterDir | ModelDir) -> str | None:
+    if isinstance(checkpoint, ModelDir):
+        return "a model's weights are read only with --deep"
+    nbytes = checkpoint.weights.nbytes
+    return f"weights of {size(nbytes)} are read only with --deep" if nbytes > DEEP_BYTES else None
 
 
 def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
