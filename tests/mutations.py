@@ -276,7 +276,7 @@ def _zero_size_with_tag(folder: Path) -> None:
 @_breaks("LT207", CAUSAL)
 def _untargeted(folder: Path) -> None:
     with tensors(folder) as table:
-        table |= lora("model.layers.0.mlp.up_proj", rows=32, columns=16)
+        table.update(lora("model.layers.0.mlp.up_proj", rows=32, columns=16))
 
 
 @_breaks("LT207 saved", CAUSAL)
@@ -482,7 +482,7 @@ def _no_head_in_run(folder: Path) -> None:
 def _lora_on_head(folder: Path) -> None:
     with tensors(folder) as table:
         del table[SCORE]
-        table |= lora("score", rows=1, columns=16)
+        table.update(lora("score", rows=1, columns=16))
     with fields(folder) as config:
         config["modules_to_save"] = None
         config["target_modules"].append("score")
@@ -505,7 +505,7 @@ def _other_number_of_labels(folder: Path) -> None:
     assert folder.is_dir()  # nothing is wrong with the folder but what is asked of it
 
 
-@_breaks("LT303 reward", REWARD, reward=True)
+@_breaks("LT303 reward", REWARD, task="reward")
 def _five_rows(folder: Path) -> None:
     with tensors(folder) as table:
         table[SCORE] = raw(5, 16, dtype="BF16")
@@ -528,7 +528,7 @@ def _no_task(folder: Path) -> None:
         config["task_type"] = None
 
 
-@_breaks("LT304 asked for", CAUSAL, reward=True)
+@_breaks("LT304 asked for", CAUSAL, task="reward")
 def _not_a_reward_model(folder: Path) -> None:
     assert folder.is_dir()
 
@@ -574,7 +574,7 @@ def _three_labels(folder: Path) -> None:
 @_breaks("LT501", CAUSAL, with_base=True)
 def _absent_module(folder: Path) -> None:
     with tensors(folder) as table:
-        table |= lora("model.layers.0.cross_attn.q_proj", rows=16, columns=16)
+        table.update(lora("model.layers.0.cross_attn.q_proj", rows=16, columns=16))
 
 
 @_breaks("LT502", CAUSAL, with_base=True)
@@ -592,7 +592,7 @@ def _other_height(folder: Path) -> None:
 @_breaks("LT503", CAUSAL, with_base=True)
 def _layer_beyond(folder: Path) -> None:
     with tensors(folder) as table:
-        table |= lora("model.layers.7.self_attn.q_proj", rows=16, columns=16)
+        table.update(lora("model.layers.7.self_attn.q_proj", rows=16, columns=16))
 
 
 @_breaks("LT504", CAUSAL, with_base=True)

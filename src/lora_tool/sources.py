@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,18 @@ def _cached_source(path: Path, reference: str) -> Source:
     return Source(path=path, reference=reference)
 
 
+def _cache_folder() -> Path:
+    """Return where huggingface_hub keeps models, without importing it (its `constants.py`, HF_HUB_CACHE)."""
+    home = os.environ.get("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    cache = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub"))
+    return Path(os.path.expandvars(cache)).expanduser()
+
+
 def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool) -> Source:
+    if not download and not (_cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir():
+        raise IncompleteCheckpoint(
+            f"{reference}: no such folder, and it is not in the Hub cache", hint=f"hf download {hub_id}"
+        )
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 

@@ -81,7 +81,7 @@ def test_other_precisions_stay_within_an_ulp(
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision))
     assert layout(ours) == layout(theirs)
     for name, tensor in theirs.items():
-        if "embed" in name and "embed_tokens" in lora["target_modules"]:
+        if {"embed_tokens", "wpe"} & set(lora["target_modules"]) & set(name.split(".")):
             # PEFT rounds the delta of an embedding before it adds it, so its own error is that of the larger summand
             largest = float(tensor.abs().max())
             assert torch.allclose(ours[name].float(), tensor.float(), rtol=2**-7, atol=2**-8 * largest), name

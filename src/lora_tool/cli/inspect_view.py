@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lora_tool.cli.options import wants_colour
 from lora_tool.display import printable, size
 from lora_tool.inspection_model import (
     AdapterInspection,
@@ -36,17 +36,17 @@ _MATRIX = 2
 def show(inspection: Inspection, out: TextIO) -> None:
     """Write the inspection to `out`."""
     watched = out.isatty()
-    plain = not watched or bool(os.environ.get("NO_COLOR"))
     buffer = io.StringIO()
     console = Console(
         file=buffer,
         width=Console(file=out).width if watched else _WIDE,
         force_terminal=watched,
-        color_system=None if plain else "auto",
+        color_system="auto" if wants_colour() else None,
         highlight=False,
     )
     title = Text(inspection.kind, style="bold green").append("  ").append(printable(inspection.path), style="bold")
     console.print(title)
+    console.print()
     console.print(_facts(_lines(inspection)))
     for table in _tables(inspection):
         console.print()
@@ -189,10 +189,12 @@ def _sizes(target: Target) -> str:
 def _norm_table(targets: Sequence[Target]) -> Table:
     columns = (f"{norm}\n{what}>" for norm in ("‖A‖", "‖B‖", "‖ΔW‖") for what in ("min", "med", "max"))
     table = _table("\ntarget", *columns)
+    names = [target.name for target in targets]
     for target in targets:
         if target.norms is not None:
+            name = target.name if names.count(target.name) == 1 else f"{target.name} {ranges(target.layers)}"
             numbers = (*_three(target.norms.a), *_three(target.norms.b), *_three(target.norms.delta))
-            table.add_row(Text(printable(target.name)), *numbers)
+            table.add_row(Text(printable(name)), *numbers)
     return table
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,3 +41,8 @@ class ListType(click.ParamType[tuple[str, ...]]):
         if not entries:
             self.fail("names nothing", param, ctx)
         return entries
+
+
+def wants_colour() -> bool:
+    """Return whether stdout is a terminal whose user has not set NO_COLOR (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import lora_tool.rules.validation  # noqa: F401 - importing it registers every rule
-from lora_tool.cli.options import json_option
+from lora_tool.cli.options import json_option, wants_colour
 from lora_tool.report.model import Severity
 from lora_tool.rules.registry import RULES, Need, Rule, UnknownRule, expand
 
@@ -24,10 +24,10 @@ def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click pa
     if as_json:
         click.echo(json.dumps({"schema_version": 1, "rules": [_json(rule) for rule in rules]}, indent=2))
     elif code is not None and len(rules) == 1:
-        click.echo(_page(rules[0]))
+        click.echo(_page(rules[0]), color=wants_colour())
     else:
         for rule in rules:
-            click.echo(_row(rule))
+            click.echo(_row(rule), color=wants_colour())
         click.echo("\n`lora-tool rules CODE` explains one. `base`: needs the base model; `deep`: reads the weights.")
 
 

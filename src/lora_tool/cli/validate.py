@@ -10,7 +10,7 @@ import click
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
-from lora_tool.cli.options import ListType, base_option, json_option, quiet_option
+from lora_tool.cli.options import ListType, base_option, json_option, quiet_option, wants_colour
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.model import Report, Severity, joined
@@ -141,7 +141,7 @@ def _print(report: Report, *, as_json: bool) -> None:
         return
     from lora_tool.report.text import report_text  # noqa: PLC0415
 
-    click.echo(report_text(report, color=True))  # click takes colours off where the output is no terminal
+    click.echo(report_text(report, color=wants_colour()))
 
 
 def _exit_code(report: Report, errors: list[LoraToolError], *, fail_on: Severity, strict: bool) -> int:

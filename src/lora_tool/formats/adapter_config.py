@@ -90,6 +90,13 @@ class AdapterConfig:
     unknown: tuple[str, ...] = ()
     """Names of fields that no LoraConfig we know has. PEFT warns and ignores them."""
     problems: tuple[Problem, ...] = ()
+    target_names: frozenset[str] = field(init=False, repr=False, compare=False)
+    excluded_names: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # hundreds of names are asked for hundreds of modules
+        object.__setattr__(self, "target_names", _names(self.target_modules))
+        object.__setattr__(self, "excluded_names", _names(self.exclude_modules))
 
     def rank(self, module: str) -> int:
         """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""
@@ -114,9 +121,9 @@ class AdapterConfig:
             return False
         if isinstance(self.target_modules, str):
             return compiled(self.target_modules).fullmatch(module) is not None
-        if module in _as_set(self.target_modules):
+        if module in self.target_names:
             return True
-        return is_under(module, _as_set(self.target_modules)) is not None and self._in_layers(module)
+        return is_under(module, self.target_names) is not None and self._in_layers(module)
 
     def saves(self, module: str) -> bool:
         """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
@@ -136,7 +143,7 @@ class AdapterConfig:
         if isinstance(self.exclude_modules, str):
             excluded = bool(self.exclude_modules) and compiled(self.exclude_modules).fullmatch(module) is not None
         else:
-            excluded = is_under(module, _as_set(self.exclude_modules or ())) is not None
+            excluded = is_under(module, self.excluded_names) is not None
         return excluded or any(f".{name}." in f".{module}." for name in self.modules_to_save)
 
     def _in_layers(self, module: str) -> bool:
@@ -150,9 +157,8 @@ class AdapterConfig:
         return match is not None and int(match["idx"]) in self.layers_to_transform
 
 
-@lru_cache(maxsize=64)
-def _as_set(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(names)
+def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
+    return frozenset(value) if isinstance(value, tuple) else frozenset()
 
 
 _LITERAL = re.compile(r"[\w.\-]+\Z")

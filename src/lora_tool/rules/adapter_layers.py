@@ -65,12 +65,12 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """
     for layer in subject.layers:
         a, b = layer.a, layer.b
-        if a is None or b is None or not (a.spec.numel and b.spec.numel) or swapped(layer, _rank_for(subject, layer)):
+        if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
             continue
         if len(a.shape) != len(b.shape) or len(a.shape) < _MATRIX:
             shapes = f"lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}: expected two matrices"
             yield Fault(subject=a.name, message=shapes)
-        elif layer.rank is None:
+        elif swapped_rank(subject.config, layer) is None:
             ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), lora_B {b.shape[1]} (shape {list(b.shape)})"
             yield Fault(subject=a.name, message=ranks)
 
@@ -95,7 +95,7 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     for layer in subject.layers:
         expected = ranks_of(subject.config, layer)
         found = layer.rank
-        if found is None or found in expected or swapped(layer, min(expected)):
+        if found is None or found in expected or swapped_rank(subject.config, layer) is not None:
             continue
         if _is_stacked(subject.config, layer) and any(found % rank == 0 for rank in expected):
             continue
@@ -127,24 +127,21 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     Convert the adapter again; PEFT wants `lora_A` as (r, in) and `lora_B` as (out, r).
     """
     for layer in subject.layers:
-        rank = _rank_for(subject, layer)
-        if swapped(layer, rank) and layer.a and layer.b:
+        rank = swapped_rank(subject.config, layer)
+        if rank is not None and layer.a and layer.b:
             shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
             message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
             yield Fault(subject=layer.a.name, message=message)
 
 
-def swapped(layer: Layer, rank: int) -> bool:
-    """Return whether the factors have the rank where each should have a size of the module."""
+def swapped_rank(config: AdapterConfig, layer: Layer) -> int | None:
+    """Return the layer's rank where each factor has it in the other's place, None where they are not swapped."""
     pair = layer.pair
-    if pair is None or len(pair[0].shape) != _MATRIX:
-        return False
+    if pair is None or len(pair[0].shape) != _MATRIX or pair[0].shape[1] != pair[1].shape[0]:
+        return None
     a, b = pair
-    return a.shape[1] == b.shape[0] == rank and not a.shape[0] == b.shape[1] == rank
-
-
-def _rank_for(subject: AdapterSubject, layer: Layer) -> int:
-    return min(ranks_of(subject.config, layer))
+    rank = min(ranks_of(config, layer))
+    return rank if a.shape[1] == rank and not a.shape[0] == b.shape[1] == rank else None
 
 
 @rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import FIXTURES, REPOSITORY
+
+
+def on_a_terminal(*args: str, **environment: str) -> str:
+    """Return what `lora-tool` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    done = subprocess.Popen(
+        [sys.executable, "-m", "lora_tool", *args],
+        stdout=theirs,
+        env={**inherited, "PYTHONPATH": path, "TERM": "xterm-256color", **environment},
+    )
+    os.close(theirs)
+    written = b""
+    try:
+        while chunk := os.read(ours, 1 << 16):
+            written += chunk
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    finally:
+        os.close(ours)
+        done.wait()
+    return written.decode()
+
+
+@pytest.mark.parametrize("command", ["validate", "inspect", "rules"])
+def test_a_terminal_gets_colours_unless_its_user_says_no(command: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text((FIXTURES / "causal-llama/adapter/adapter_config.json").read_text())
+    args = [command] if command == "rules" else [command, str(tmp_path)]
+    assert "\x1b[" in on_a_terminal(*args)
+    plain = on_a_terminal(*args, NO_COLOR="1")
+    assert plain
+    assert "\x1b" not in plain

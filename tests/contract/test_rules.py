@@ -1,0 +1,103 @@
+"""What holds for every rule: a page in one form, an injury that it must see, a permanent code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_tool.errors import Defect
+from lora_tool.report import Severity
+from lora_tool.rules import validation
+from lora_tool.rules.registry import RULES, SECTIONS, UnknownRule, chosen, expand, rule
+from lora_tool.rules.subject import Subject
+from tests.judging import judge
+from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, break_, copy_of
+
+PERMANENT = """
+LT101 LT102 LT103 LT104 LT105 LT106 LT107 LT108 LT109 LT110 LT111 LT112 LT113 LT114 LT115
+LT201 LT202 LT203 LT204 LT205 LT206 LT207 LT208 LT209 LT210 LT211 LT212 LT213 LT214 LT215 LT216 LT217 LT218
+LT301 LT302 LT303 LT304 LT306 LT307 LT308
+LT501 LT502 LT503 LT504 LT505 LT506
+""".split()
+"""Codes that were given out. One may be added here, none may ever leave or mean something else."""
+
+
+def test_codes_are_permanent() -> None:
+    assert validation.RULES is RULES
+    assert sorted(RULES) == PERMANENT
+
+
+def test_every_rule_has_an_injury() -> None:
+    assert {mutation.code for mutation in MUTATIONS.values()} == set(RULES)
+
+
+def test_every_file_defect_has_an_injury(tmp_path: Path) -> None:
+    met = set()
+    for at, (name, mutation) in enumerate(MUTATIONS.items()):
+        if mutation.code.startswith("LT1") or mutation.code == "LT214":
+            folder = copy_of(mutation.of, tmp_path / str(at))
+            break_(folder, name)
+            met |= {problem.defect for problem in validation.open_checkpoint(folder).problems}
+    assert met == set(Defect)
+
+
+@pytest.mark.parametrize("code", PERMANENT)
+def test_page_has_its_sections(code: str) -> None:
+    rule_ = RULES[code]
+    assert tuple(rule_.sections()) == SECTIONS
+    assert all(rule_.sections().values())
+    assert rule_.title
+    assert len(rule_.title) <= 72
+    assert rule_.hint
+    assert not rule_.hint.endswith(":")
+
+
+def test_pages_are_different() -> None:
+    assert len({found.title for found in RULES.values()}) == len(RULES)
+    assert len({found.doc for found in RULES.values()}) == len(RULES)
+
+
+def test_select_and_ignore_take_beginnings() -> None:
+    assert expand(["lt20"]) == {f"LT20{at}" for at in range(1, 10)}
+    assert [found.code for found in chosen(["LT5"], ["LT502", "LT505"])] == ["LT501", "LT503", "LT504", "LT506"]
+    assert len(chosen()) == len(RULES)
+
+
+@pytest.mark.parametrize("code", ["LT9", "E501", "", "LT2011"])
+def test_unknown_codes_are_refused(code: str) -> None:
+    with pytest.raises(UnknownRule, match="No rule"):
+        expand([code])
+
+
+def test_unknown_code_names_the_closest() -> None:
+    with pytest.raises(UnknownRule, match="Did you mean LT2"):
+        expand(["LT2O6"])
+
+
+@pytest.mark.parametrize("code", ["LT201", "LT1", "XX101"])
+def test_a_code_is_given_once_and_well_formed(code: str) -> None:
+    with pytest.raises(ValueError, match="not a free rule code"):
+        rule(code, Severity.ERROR, on=Subject)
+
+
+def test_headers_are_judged_without_heavy_imports() -> None:
+    script = (
+        "import sys; from lora_tool.checkpoint import open_checkpoint; from lora_tool.rules.validation import validate; "
+        f"validate(open_checkpoint({str(FIXTURES / CAUSAL)!r}), deep=False); "
+        "print([name for name in ('numpy', 'ml_dtypes', 'torch', 'transformers', 'peft') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_what_could_not_run_is_said(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    break_(folder, "LT101")
+    skipped = {skip.code: skip.reason for skip in judge(folder).skipped}
+    needing_weights = {code for code, found in RULES.items() if "weights" in found.needs and code != "LT307"}
+    assert set(skipped) >= needing_weights
+    assert "cannot be read" in skipped["LT201"]
+    assert "no base model" in {skip.code: skip.reason for skip in judge(FIXTURES / CAUSAL).skipped}["LT501"]

@@ -1,0 +1,56 @@
+"""Each rule sees the injury that it is for, and nothing else sees it; the good folders are silent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_tool.report import Report, Severity
+from tests.judging import codes, judge, lines
+from tests.mutations import CAUSAL, FIXTURES, MODEL, MUTATIONS, REWARD, RUN, SHARDED, Mutation, break_, copy_of
+
+
+def _judged(folder: Path, mutation: Mutation) -> Report:
+    base = folder.parent / "base" if mutation.with_base else None
+    return judge(folder, base=base, **mutation.options)
+
+
+@pytest.mark.parametrize("fixture", [CAUSAL, REWARD, RUN, "reward-run/checkpoint-4", SHARDED, MODEL])
+def test_good_fixture_is_silent(fixture: str) -> None:
+    assert lines(judge(FIXTURES / fixture)) == []
+
+
+@pytest.mark.parametrize(
+    ("fixture", "base", "task"),
+    [(CAUSAL, SHARDED, "causal-lm"), (REWARD, MODEL, "reward"), (RUN, MODEL, "reward"), (REWARD, MODEL, "seq-cls")],
+)
+def test_good_fixture_is_silent_with_its_base(fixture: str, base: str, task: str) -> None:
+    report = judge(FIXTURES / fixture, base=FIXTURES / base, task=task)
+    assert lines(report) == []
+    assert report.skipped == ()
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_injury_gives_its_code_alone(name: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    folder = copy_of(mutation.of, tmp_path)
+    break_(folder, name)
+    report = _judged(folder, mutation)
+    if mutation.quiet:
+        assert mutation.code in codes(report, Severity.INFO)
+        assert lines(report) == []
+    else:
+        assert codes(report) == {mutation.code}, lines(report)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_finding_says_where_and_what_to_do(name: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    folder = copy_of(mutation.of, tmp_path)
+    break_(folder, name)
+    found = [finding for finding in _judged(folder, mutation).findings if finding.code == mutation.code]
+    for finding in found:
+        assert finding.message
+        assert finding.hint
+        assert Path(finding.path).is_relative_to(tmp_path)
