@@ -6,6 +6,7 @@ codes have more than one: the forms in which a disease is met.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,9 +100,9 @@ def _overlap(folder: Path) -> None:
 @_breaks("LT105", CAUSAL)
 def _duplicate_tensor(folder: Path) -> None:
     header, data = edit.read_parts(folder / WEIGHTS)
-    text = edit.json.dumps(header)
+    text = json.dumps(header)
     name = f"{Q_PROJ}.lora_A.weight"
-    entry = edit.json.dumps({name: header[name]})[1:-1]
+    entry = json.dumps({name: header[name]})[1:-1]
     edit.write_parts(folder / WEIGHTS, text[:-1] + ", " + entry + "}", data)
 
 

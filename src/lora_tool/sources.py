@@ -62,7 +62,13 @@ def _local(reference: str, near: Path | None) -> Path | None:
             f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",
             hint="name the one you mean: --base PATH",
         )
-    return found[0] if found else None
+    return _tidy(found[0]) if found else None
+
+
+def _tidy(path: Path) -> Path:
+    """Return the path without `..` where that is the same folder; through a link it may not be."""
+    tidy = Path(os.path.normpath(path))
+    return tidy if tidy.is_dir() and tidy.samefile(path) else path
 
 
 def _cached_source(path: Path, reference: str) -> Source:

@@ -53,6 +53,17 @@ def large_adapter(root: Path, layers: int = 80) -> Path:
     return root
 
 
+def in_a_process(*args: str, start: tuple[str, ...] = ("-m", "lora_tool")) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *start, *args],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "args"),
     [
@@ -121,6 +132,20 @@ def test_a_base_that_is_not_here_is_told_and_does_not_fail(call: Caller, adapter
     assert call("validate", adapter, "--strict").code == 1
 
 
+def test_a_base_in_the_hub_cache_is_found(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = adapter.parent / "hub" / "models--somebody--some-model"
+    shutil.copytree(adapter.parent / "base", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(adapter.parent / "hub"))
+    # huggingface_hub reads its variables when it is imported, so this needs a process of its own
+    edit_config(adapter, base_model_name_or_path="somebody/some-model")
+    done = in_a_process("validate", str(adapter), "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["skipped"] == []
+
+
 def test_a_base_that_is_given_must_be_there(call: Caller, tmp_path: Path) -> None:
     called = call("validate", REWARD, "--base", tmp_path / "nowhere")
     assert called.code == 3
@@ -174,7 +199,8 @@ HEAVY = ("torch", "transformers", "peft", "numpy", "rich", "huggingface_hub")
 
 
 @pytest.mark.parametrize("which", ["fixture", "large"])
-def test_nothing_heavy_is_imported(which: str, tmp_path: Path) -> None:
+def test_nothing_heavy_is_imported(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
     adapter = FIXTURES / "reward-qwen2" / "adapter" if which == "fixture" else large_adapter(tmp_path / "large")
     script = (
         "import sys\n"
@@ -182,13 +208,6 @@ def test_nothing_heavy_is_imported(which: str, tmp_path: Path) -> None:
         "try:\n    main(sys.argv[1:])\n"
         "finally:\n    print([name for name in sys.modules if name in " + repr(HEAVY) + "], file=sys.stderr)\n"
     )
-    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", script, "validate", str(adapter)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_CACHE": str(tmp_path / "none")},
-    )
+    done = in_a_process("validate", str(adapter), start=("-c", script))
     assert done.returncode == 0, done.stdout
     assert done.stderr.strip() == "[]"

@@ -94,18 +94,27 @@ def assert_nearest_bfloat16(value: float, got: Any) -> None:
         assert here < there or (here == there and not int(got.view(np.uint16)) & 1)
 
 
-@given(st.lists(st.floats(), min_size=1, max_size=50))
-@np.errstate(all="ignore")
-def test_rounding_to_odd_keeps_exact_values_and_marks_the_others(numbers: list[float]) -> None:
-    values = np.array(numbers)
-    for value, got in zip(numbers, round_to_odd(values), strict=True):
-        if np.isnan(value):
-            assert np.isnan(got)
-        elif np.isfinite(got) and float(got) != value:
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@given(st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=50))
+def test_rounding_to_odd_keeps_exact_values_and_gives_an_odd_neighbour_of_the_others(numbers: list[float]) -> None:
+    for value, got in zip(numbers, round_to_odd(np.array(numbers)), strict=True):
+        if float(np.float32(value)) == value:
+            assert float(got) == value
+        else:
             assert int(got.view(np.uint32)) & 1
-            assert abs(float(got)) == abs(np.nextafter(np.float32(got), np.float32(0))) or abs(
-                Fraction(float(got)) - Fraction(value)
-            ) < Fraction(float(np.spacing(np.abs(got))))
+            inner = float(np.nextafter(got, np.float32(0)))
+            gap = abs(Fraction(float(got)) - Fraction(inner))
+            assert abs(Fraction(float(got)) - Fraction(value)) < gap
+
+
+@np.errstate(all="ignore")
+def test_rounding_to_odd_keeps_what_is_not_finite() -> None:
+    kept = round_to_odd(np.array([np.inf, -np.inf, np.nan, 1e300]))
+    assert kept[:2].tolist() == [np.inf, -np.inf]
+    assert np.isnan(kept[2])
+    assert np.isinf(kept[3])
 
 
 factors = st.tuples(

@@ -13,7 +13,7 @@ import click
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.display import printable, size
-from lora_tool.errors import NotACheckpoint
+from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.sources import Source, resolve
@@ -115,7 +115,8 @@ def command(
     )
     out = output or _default_output(adapter_source)
     _check_output(out, overwrite=overwrite, inputs=(adapter_source.path, base_source.path))
-    for warning in plan.warnings:
+    warnings = plan.warnings + _another_base(adapter_dir, base_source)
+    for warning in warnings:
         click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True)
     if dry_run:
         _print_plan(plan, out, as_json=as_json)
@@ -158,6 +159,20 @@ def _base_source(adapter: AdapterDir, base: str | None) -> Source:
     except NotACheckpoint as error:
         error.hint = error.hint or f"lora-tool merge {adapter.root} --base MODEL"
         raise
+
+
+def _another_base(adapter: AdapterDir, base: Source) -> tuple[str, ...]:
+    """Return a warning where the base is not the one that the adapter names: equal shapes would merge into nonsense."""
+    named = adapter.config.base_model if adapter.config else None
+    if not named or named == base.reference:
+        return ()
+    try:
+        found = resolve(named, near=adapter.root)
+    except CheckpointError:
+        return ()
+    if found.path.samefile(base.path) or (found.hub_id is not None and found.hub_id == base.hub_id):
+        return ()
+    return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)
 
 
 def _plan(adapter: AdapterDir, adapter_source: Source, base_source: Source, **choices: object) -> Plan:

@@ -27,20 +27,12 @@ def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
     return click.option("-q", "--quiet", is_flag=True, help=help_text)
 
 
-class ListType(click.ParamType[tuple[str, ...]]):
-    """Entries separated by commas. With `multiple=True` the option may also be given several times."""
-
-    name = "codes"
-
-    def convert(
-        self, value: str | tuple[str, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        entries = tuple(entry.strip() for entry in value.split(",") if entry.strip())
-        if not entries:
-            self.fail("names nothing", param, ctx)
-        return entries
+def comma_list(value: str) -> tuple[str, ...]:
+    """Return the entries between commas: the type of an option. Raises ValueError where there is none."""
+    entries = tuple(entry.strip() for entry in value.split(",") if entry.strip())
+    if not entries:
+        raise ValueError(value)
+    return entries
 
 
 def wants_colour() -> bool:

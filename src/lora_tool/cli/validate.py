@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
-from lora_tool.cli.options import ListType, base_option, json_option, quiet_option, wants_colour
+from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.model import Report, Severity, joined
@@ -27,8 +26,14 @@ from lora_tool.sources import Source, resolve
 @click.option(
     "--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters up to 512 MiB]"
 )
-@click.option("--select", type=ListType(), multiple=True, help="Only these rules: LT206, or LT2 for all that begin so.")
-@click.option("--ignore", type=ListType(), multiple=True, help="Not these rules.")
+@click.option(
+    "--select",
+    type=comma_list,
+    metavar="CODES",
+    multiple=True,
+    help="Only these rules: LT206, or LT2 for all that begin so.",
+)
+@click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help="Not these rules.")
 @click.option(
     "--fail-on",
     type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
@@ -53,11 +58,11 @@ def command(
     form: str,
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
-) -> None:
+) -> int:
     """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter's Hub id.
 
-    PATH is this folder by default. Files are read, never changed, and no code in them is run. A Hub id is downloaded
-    to huggingface_hub's cache; base models are never downloaded.
+    PATH is this folder by default. Files are read, never changed, and no code in them is run. A Hub id given as PATH
+    is downloaded to huggingface_hub's cache (adapters are small); the base model never is.
     """
     if reward and num_labels not in (None, 1):
         raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
@@ -92,7 +97,7 @@ def command(
     report = joined(reports)
     if reports and not (quiet and not report.findings):
         _print(report, as_json=as_json or form == "json")
-    sys.exit(_exit_code(report, errors, fail_on=Severity(fail_on), strict=strict))
+    return _exit_code(report, errors, fail_on=Severity(fail_on), strict=strict)
 
 
 def _flat(lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ from lora_tool.rules.subject import AdapterSubject, Subject
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _MATRIX = 2
+_REFUSES = "`lora-tool merge` refuses it"
+_COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
+_FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one; remove the field if it is misspelt"
 
 
 @rule("LT205", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
@@ -175,11 +178,14 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
     """
     for problem in subject.problems:
         if problem.defect is Defect.BAD_FIELD:
-            yield Fault(message=problem.message, subject=problem.subject, path=problem.path)
+            hint = _COPY_CONFIG if problem.subject is None else None
+            yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
     if isinstance(subject, AdapterSubject) and subject.config.peft_type == "LORA":
         for name in subject.config.unknown:
             message = "is no field of LoraConfig that we know; PEFT ignores what it does not know"
-            yield Fault(subject=name, message=message, path=subject.config_path, severity=Severity.INFO)
+            yield Fault(
+                subject=name, message=message, path=subject.config_path, severity=Severity.INFO, hint=_FROM_NEWER_PEFT
+            )
 
 
 @rule("LT215", Severity.INFO, on=AdapterSubject, needs=_WHOLE)
@@ -199,12 +205,12 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
     for reason in refusals(subject.config):
-        yield Fault(message=reason, path=subject.config_path)
+        yield Fault(message=f"{_REFUSES}: {reason}", path=subject.config_path)
     layers = subject.layers
     if any(layer.embedding for layer in layers):
         yield Fault(message="LoRA on embeddings")
     if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in layers):
-        yield Fault(message="LoRA on convolutions")
+        yield Fault(message=f"{_REFUSES}: LoRA on convolutions")
     config = subject.config
     if any(explained.is_end(path) and not explained.is_saved_whole(config, path) for _, path, _ in subject.plain()):
         yield Fault(message="embeddings that were saved whole without `modules_to_save`: a resized vocabulary")
@@ -231,7 +237,7 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
     lora = subject.layers or any(key.part is Part.TOKENS_DELTA for key in subject.keys.values())
     wanted = bool(config.target_modules or config.target_parameters)
     if not lora and (wanted or not subject.tensors):
-        held = f"only {len(subject.tensors)} other tensors" if subject.tensors else "no tensor at all"
+        held = f"only {', '.join(list(subject.tensors)[:2])}" if subject.tensors else "and no other tensor"
         yield Fault(message=f"has no LoRA tensor, {held}: loading it gives the base model")
 
 

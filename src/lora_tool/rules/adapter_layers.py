@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.checkpoint import ADAPTER_PICKLE
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 from lora_tool.report import Severity
@@ -168,6 +169,8 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     empty = [tensor for tensor in subject.tensors.values() if tensor.spec.numel == 0]
     where = _training_state(subject) if empty else None
     hint = f"the values are in {where}: do not delete it, the adapter can be made from it" if where else None
+    if hint is None and ADAPTER_PICKLE in subject.checkpoint.folder.files:
+        hint = f"{ADAPTER_PICKLE} beside it may hold the values: load it where you trust it, and save it again"
     for tensor in empty:
         message = (
             f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"

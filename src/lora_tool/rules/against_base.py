@@ -114,7 +114,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
     ## What it does
-    Compares lora_B·lora_A with the base's weight, and whole tensors with those that they replace.
+    Compares lora_B·lora_A with the base's weight.
 
     ## Why it matters
     The adapter was trained on another model: loading fails with a size mismatch.
@@ -135,12 +135,6 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         if len(needed) == len(weight.shape) == _MATRIX and needed != weight.shape and not rows_only:
             message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
-    for tensor, module, leaf in _whole_tensors(subject):
-        base = match.tensor(module, leaf)
-        same = base is None or tensor.shape == base.shape or explained.head_of(module) is not None
-        if base is not None and not same and not (_is_vocabulary(module) and tensor.shape[1:] == base.shape[1:]):
-            message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
-            yield Fault(subject=tensor.name, message=message)
 
 
 def _delta_shape(match: BaseMatch, layer: Layer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:
@@ -194,7 +188,9 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
 
     ## Why it matters
     Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
-    first, and the tokenizer has to be the adapter's.
+    first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
+    the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
+    not fit each other.
 
     ## Example
     `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
@@ -203,11 +199,30 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the adapter.
     """
     match = _matched(subject)
+    severity = Severity.INFO if _is_extended(subject) else None
     for tensor, module, rows in _vocabularies(subject):
         base = match.tensor(module)
         if base is not None and len(base.shape) == _MATRIX and base.shape[0] != rows:
             message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
-            yield Fault(subject=tensor.name, message=message)
+            yield Fault(subject=tensor.name, message=message, severity=severity)
+
+
+def _is_extended(subject: AdapterSubject) -> bool:
+    """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
+    match = _matched(subject)
+    whole = {
+        match.name(module): tensor.shape[0]
+        for tensor, module, leaf in _whole_tensors(subject)
+        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == _MATRIX
+    }
+    held = {
+        name.removesuffix(".weight"): tensor.shape[0]
+        for name, tensor in match.base.tensors.items()
+        if name.endswith(".weight") and _is_vocabulary(name.removesuffix(".weight")) and len(tensor.shape) == _MATRIX
+    }
+    ends = held if subject.config.task_type == "CAUSAL_LM" else held.keys() & whole.keys()
+    rows = {whole.get(end) for end in ends}
+    return len(rows) == 1 and all((whole.get(end) or 0) > held[end] for end in ends)
 
 
 def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
@@ -256,10 +271,12 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base has no place for.
 
     ## What it does
-    Looks for each whole tensor of the adapter among the base's. Heads may be new, tied output layers absent.
+    Looks for each whole tensor of the adapter among the base's, and compares the shapes. Heads may be new, tied output
+    layers absent; LT504 looks at vocabularies.
 
     ## Why it matters
-    PEFT drops it without a word: what was trained there is lost.
+    PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of another shape
+    makes loading fail.
 
     ## Example
     `model.norm_extra.weight` is in the adapter, the base has no such tensor.
@@ -269,7 +286,16 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match = _matched(subject)
     for tensor, module, leaf in _whole_tensors(subject):
-        absent = match.tensor(module, leaf) is None and not _may_be_absent(match, module)
-        if absent and explained.is_saved_whole(subject.config, module):
-            message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
+        base = match.tensor(module, leaf)
+        if base is None:
+            if explained.is_saved_whole(subject.config, module) and not _may_be_absent(match, module):
+                message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
+                yield Fault(subject=tensor.name, message=message)
+        elif tensor.spec.numel and explained.head_of(module) is None and not _fits(tensor, base, module):
+            message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
+
+
+def _fits(tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
+    """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
+    return tensor.shape == base.shape or (_is_vocabulary(module) and tensor.shape[1:] == base.shape[1:])

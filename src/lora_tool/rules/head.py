@@ -47,7 +47,7 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(message=message, severity=Severity.WARNING)
     else:
         yield Fault(
-            message="no trained head (`score.weight` or `classifier.weight`) is in the file: the rewards are lost"
+            message="no trained head (`score.weight` or `classifier.weight`) is in the file: what it learned to score is lost"
         )
 
 
@@ -101,8 +101,8 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     """The head has another number of rows than there are labels.
 
     ## What it does
-    Compares the rows of the head with `--num-labels` (`--rm` means one), with the labels of a base that is a
-    classifier, and, in a model folder, with its own `id2label`.
+    Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's also with the labels of a
+    base that is a classifier. LT308 compares a model's head with its own config.
 
     ## Why it matters
     Loading fails with a size mismatch; and a reward model with two rows gives two numbers, of which tools take the
@@ -116,19 +116,20 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     """
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject), CLASSIFIERS) or next(iter(lora_heads(subject).values()), None)
-        told, asked, by = labels_of(subject.base) if subject.base else None, subject.num_labels, subject.base
+        base = subject.base
+        told = labels_of(base) if base else None
     elif isinstance(subject, ModelSubject):
         weight = head_weight(subject.tensors, CLASSIFIERS)
-        told, asked, by = labels_of(subject.checkpoint), subject.num_labels, subject.checkpoint
+        base, told = None, None
     else:
         return
     if weight is None or not weight.shape:
         return
-    rows = f"has {weight.shape[0]} rows"
+    rows, asked = f"has {weight.shape[0]} rows", subject.num_labels
     if asked is not None and asked != weight.shape[0]:
         yield Fault(subject=weight.name, message=f"{rows}, asked for: {labels(asked)}", path=str(weight.path))
-    elif told is not None and told != weight.shape[0] and by is not None:
-        message = f"{rows}, but {by.root / 'config.json'} means {labels(told)}"
+    elif told is not None and told != weight.shape[0] and base is not None:
+        message = f"{rows}, but {base.root / 'config.json'} means {labels(told)}"
         yield Fault(subject=weight.name, message=message, path=str(weight.path))
 
 

@@ -1,4 +1,4 @@
-"""LT306 and LT307: what a classifier's folder must say beside its weights."""
+"""LT306 to LT308: what a classifier's folder must say beside its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lora_tool.formats.files import inside, read_json
 from lora_tool.plan.architectures import architecture_of
 from lora_tool.report import Severity
 from lora_tool.rules.explained import CLASSIFIERS, head_of
-from lora_tool.rules.head_tensors import is_classifier
+from lora_tool.rules.head_tensors import head_weight, is_classifier, labels, labels_of
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 
@@ -50,7 +50,8 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
         if score and tokenizer.CONFIG in folder.files and not _names_pad_token(folder.root, folder.files):
             message = "no tokenizer file here names a pad token; the base's may"
             path = str(folder.root / tokenizer.CONFIG)
-            yield Fault(subject="pad_token", message=message, path=path, severity=Severity.INFO)
+            hint = "set `pad_token` in tokenizer_config.json, so that the merged model gets its id"
+            yield Fault(subject="pad_token", message=message, path=path, severity=Severity.INFO, hint=hint)
 
 
 def _names_pad_token(root: Path, names: tuple[str, ...]) -> bool:
@@ -99,3 +100,30 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
     elif class_name.endswith(("ForCausalLM", "LMHeadModel")) and found:
         message = f"is {class_name}, but `{found[0]}` is among the weights: it would be dropped"
         yield Fault(subject="architectures", message=message, path=path)
+
+
+@rule("LT308", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
+    """The config names another number of labels than the head has rows.
+
+    ## What it does
+    Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head.
+
+    ## Why it matters
+    Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there. Where the config
+    names no labels, transformers assumes two: a reward model has one.
+
+    ## Example
+    `score.weight` is [1, 4096], and `config.json` has no `id2label`.
+
+    ## What to do
+    Set `id2label` and `label2id` in `config.json` to as many labels as the head has rows, `{"0": "LABEL_0"}` for a
+    reward model.
+    """
+    model = subject.checkpoint
+    weight, told = head_weight(subject.tensors, CLASSIFIERS), labels_of(model)
+    if weight is None or told is None or model.config is None or told == weight.shape[0]:
+        return
+    rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
+    means = f"means {labels(told)}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+    yield Fault(subject="id2label", message=f"{means}, {rows}", path=str(model.config.path))

@@ -1,0 +1,75 @@
+"""The README is run: every transcript must print what it shows, and every table must be the program's own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_tool.cli.main import COMMANDS
+from lora_tool.plan.architectures import ARCHITECTURES
+from lora_tool.rules.registry import RULES
+from lora_tool.rules.validation import validate
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(ROOT / "fixtures", tmp_path / "fixtures")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def transcript() -> list[tuple[str, str]]:
+    parts = re.split(r"^\$ (.+)\n", "".join(blocks("console")), flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.usefixtures("clone")
+def test_transcript_prints_what_it_shows() -> None:
+    shown = transcript()
+    assert shown
+    for line, expected in shown:
+        program, *arguments = shlex.split(line)
+        assert program == "lora-tool"
+        done = subprocess.run(
+            [sys.executable, "-m", "lora_tool", *arguments], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == expected
+
+
+def test_library_example_runs(clone: Path) -> None:
+    (example,) = blocks("python")
+    subprocess.run([sys.executable, "-c", example], check=True)
+    assert (clone / "reward-model" / "lora_tool.json").is_file()
+
+
+def test_both_ci_commands_are_there_and_pinned() -> None:
+    for name in ("job", "test"):
+        assert re.search(rf"<!-- ci: {name} -->\n```\n.*-c tests/constraints.txt.*\n```", README)
+    assert re.search(r"^torch==2\.13\.0$", (ROOT / "tests" / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def test_every_command_and_rule_is_documented() -> None:
+    for command in COMMANDS:
+        assert f"`lora-tool {command}" in README
+    listed = re.findall(r"^\| (LT\d{3}) \| (\w+) \| (.+) \|$", README, re.MULTILINE)
+    assert validate.__module__ == "lora_tool.rules.validation"  # importing it registers every rule
+    assert listed == [(rule.code, rule.severity.value, rule.title) for _, rule in sorted(RULES.items())]
+
+
+def test_architectures_are_counted() -> None:
+    causal = sum(row.causal_lm is not None for row in ARCHITECTURES.values())
+    classifiers = sum(row.sequence_classification is not None for row in ARCHITECTURES.values())
+    assert f"{causal} causal and {classifiers} classification architectures" in README

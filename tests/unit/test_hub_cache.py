@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_tool.hub_cache import cache_folder, may_hold
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HF_HUB_CACHE": "/c", "HF_HOME": "/h"}, "/c"),
+        ({"HUGGINGFACE_HUB_CACHE": "/old"}, "/old"),
+        ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/x"}, "/h/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+    ],
+)
+def test_the_variables_of_huggingface_hub(environment: dict[str, str], expected: str) -> None:
+    assert cache_folder(environment) == Path(expected)
+
+
+def test_the_default_is_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache_folder({}) == Path("/home/somebody/.cache/huggingface/hub")
+
+
+@pytest.mark.parametrize("reference", ["o/m", "hf://o/m", "hf://o/m@main"])
+def test_may_hold(reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert not may_hold(reference)
+    (tmp_path / "models--o--m").mkdir()
+    assert may_hold(reference)
+    assert not may_hold("o/m\0")

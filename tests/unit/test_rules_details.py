@@ -1,0 +1,176 @@
+"""What the rules say, and where they must keep quiet though something looks odd."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_tool.checkpoint import open_checkpoint
+from lora_tool.errors import CheckpointError
+from lora_tool.report import Finding, Report, Severity
+from tests import checkpoint_edits as edit
+from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
+from tests.judging import codes, judge, lines
+from tests.mutations import CAUSAL, MODEL, Q_PROJ, REWARD, RUN, SCORE, break_, copy_of
+
+
+def _only(report: Report, code: str) -> Finding:
+    (found,) = (finding for finding in report.findings if finding.code == code)
+    return found
+
+
+def test_zero_size_points_at_the_training_state(tmp_path: Path) -> None:
+    folder = copy_of(RUN, tmp_path)
+    break_(folder, "LT206 in a run")
+    found = next(finding for finding in judge(folder).findings if finding.code == "LT206")
+    assert str(folder / "global_step2") in (found.hint or "")
+
+
+def test_zero_size_points_at_the_pickle_beside_it(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    break_(folder, "LT206 one factor")
+    (folder / "adapter_model.bin").write_bytes(b"PK\3\4not read")
+    assert "adapter_model.bin" in (_only(judge(folder), "LT206").hint or "")
+
+
+def test_numbers_are_named(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    break_(folder, "LT202")
+    found = _only(judge(folder), "LT202")
+    assert found.subject == f"{Q_PROJ}.lora_A.weight"
+    assert "[4, 16]" in found.message
+    assert "[16, 2]" in found.message
+
+
+def test_string_number_is_named_with_both_types(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    break_(folder, "LT214")
+    found = _only(judge(folder), "LT214")
+    assert (found.subject, found.message) == ("r", 'expected int, found "4"')
+
+
+def test_layer_number_is_named(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    break_(folder, "LT503")
+    messages = {f.message for f in judge(folder, base=folder.parent / "base").findings if f.code == "LT503"}
+    assert messages == {"is of layer 7, the last one of the base is 1"}
+
+
+def test_adapters_of_peft_list_two_heads_and_have_one(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    assert json.loads((folder / CONFIG).read_text())["modules_to_save"] == ["classifier", "score"]
+    assert lines(judge(folder)) == []
+
+
+def test_a_lost_head_is_only_a_warning_where_the_base_has_one(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    break_(folder, "LT301")
+    edit.as_classifier(folder.parent / "base")
+    assert _only(judge(folder, base=folder.parent / "base"), "LT301").severity is Severity.WARNING
+
+
+def test_lora_on_a_head_that_the_adapter_carries_is_fine(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    break_(folder, "LT302")
+    with tensors(folder) as table:
+        table[f"{PREFIX}score.base_layer.weight"] = raw(1, 16)
+    assert "LT302" not in codes(judge(folder))
+
+
+@pytest.mark.parametrize("labels", [1, 2, 3])
+def test_good_classifier_is_silent(labels: int, tmp_path: Path) -> None:
+    folder = copy_of(MODEL, tmp_path)
+    edit.as_classifier(folder, labels=None if labels == 2 else labels, rows=labels)
+    assert lines(judge(folder)) == []
+
+
+_INCOMPARABLE: dict[str, dict[str, Any]] = {
+    "unknown architecture": {"model_type": "llava_new"},
+    "quantised": {"quantization_config": {"quant_method": "gptq"}},
+    "custom code": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+    "broken": {},
+}
+
+
+@pytest.mark.parametrize("change", _INCOMPARABLE)
+def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    base = folder.parent / "base"
+    with tensors(folder) as table:  # would be LT501 against a base that can be compared
+        table.update(lora("model.layers.0.cross_attn.q_proj", rows=16, columns=16))
+    with fields(base, "config.json") as config:
+        config.update(_INCOMPARABLE[change])
+    if change == "broken":
+        (base / "model-00002-of-00002.safetensors").unlink()
+    report = judge(folder, base=base)
+    assert not {code for code in codes(report) if code.startswith("LT5")}
+    assert {skip.code for skip in report.skipped} == {f"LT50{at}" for at in range(1, 7)}
+
+
+def test_a_base_without_the_first_component_is_matched(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    base = folder.parent / "base"
+    for shard in base.glob("model-*.safetensors"):
+        edit.write(shard, {name.removeprefix("model."): tensor for name, tensor in edit.read(shard).items()})
+    with fields(base, edit.INDEX) as index:
+        index["weight_map"] = {name.removeprefix("model."): file for name, file in index["weight_map"].items()}
+    assert lines(judge(folder, base=base)) == []
+
+
+def test_tied_output_layers_may_be_absent_from_the_base(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    with tensors(folder) as table:
+        del table[SCORE]
+        table.update(lora("lm_head", rows=304, columns=16))
+        table[f"{PREFIX}lm_head.base_layer.weight"] = raw(304, 16)
+    with fields(folder) as config:
+        config |= {"task_type": "CAUSAL_LM", "modules_to_save": None}
+        config["target_modules"].append("lm_head")
+    assert lines(judge(folder, base=folder.parent / "base")) == []
+
+
+def test_added_tokens_are_noted_and_half_added_ones_are_wrong(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    base = folder.parent / "base"
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.weight"] = raw(310, 16)
+    assert codes(judge(folder, base=base)) == {"LT504"}
+    with tensors(folder) as table:
+        table[f"{PREFIX}lm_head.weight"] = raw(310, 16)
+    report = judge(folder, base=base)
+    assert lines(report) == []
+    assert "LT504" in codes(report, Severity.INFO)
+
+
+def test_hundreds_of_checkpoints_of_a_run_are_judged_each(tmp_path: Path) -> None:
+    folder = copy_of(RUN, tmp_path)
+    break_(folder, "LT301")
+    report = judge(folder.parent)
+    assert {Path(found.path).parent.name for found in report.at_least(Severity.ERROR)} == {"checkpoint-2"}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_rule_stumbles_over_a_mangled_adapter(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    folder = copy_of(rng.choice([CAUSAL, REWARD]), tmp_path)
+    odd = [None, [], {}, "", "(", 0, -1, 1e400, True, [None], {"a": None}, "x" * 200]
+    with fields(folder) as config:
+        for name in rng.sample(sorted(config), 4):
+            config[name] = rng.choice(odd)
+    table = edit.read(folder / WEIGHTS)
+    shapes = [(), (0,), (4,), (1, 1), (2, 3, 4), (0, 5), (16, 16)]
+    names = ["", ".", "lora_A", f"{PREFIX}.lora_A.weight", f"{PREFIX}lora_B", f"{PREFIX}score", "é.lora_A..weight"]
+    for name in rng.sample(sorted(table), 4):
+        table[name] = raw(*rng.choice(shapes), dtype=rng.choice(["F32", "BF16", "I8"]))
+    for name in rng.sample(names, 3):
+        table[name] = raw(*rng.choice(shapes))
+    edit.write(folder / WEIGHTS, table)
+    try:
+        open_checkpoint(folder)
+    except CheckpointError:
+        return
+    assert judge(folder, base=folder.parent / "base", task=rng.choice([None, "reward", "causal-lm"])).findings
