@@ -18,7 +18,7 @@ from lora_tool import keys
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint, Problem
 from lora_tool.formats import adapter_config, manifest, model_config, tokenizer, trainer_state
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
-from lora_tool.formats.files import inside
+from lora_tool.formats.files import inside, open_regular
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.formats.model_config import ModelConfig, read_model_config
 from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
@@ -238,7 +238,7 @@ def _read_folder(root: Path) -> Folder:
         with os.scandir(root) as entries:
             for entry in entries:
                 # what is neither file nor folder is listed as a file, so that reading it gives a problem, not silence
-                (folders if entry.is_dir() else files).append(entry.name)
+                (folders if Path(entry).is_dir() else files).append(entry.name)
     except OSError as error:
         raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
     trainer: TrainerState | None = None
@@ -358,8 +358,9 @@ def _open_zero(folder: Folder) -> ZeroDir | None:
     latest = None
     if "latest" in folder.files:
         try:
-            latest = (folder.root / "latest").read_text(errors="replace")[:200].strip()
-        except OSError:
+            with open_regular(folder.root / "latest") as fd:
+                latest = os.pread(fd, 200, 0).decode(errors="replace").strip()
+        except CorruptFile:
             latest = None
     return ZeroDir(folder=folder, latest=latest, rank_files=rank_files, problems=folder.problems)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.hub_cache import may_hold
 
 _HUB_ID = re.compile(r"(?P<id>[\w.\-]+/[\w.\-]+)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _URI = "hf://"
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*")
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
+
+
+@enum.unique
+class Wanted(str, enum.Enum):
+    """What a Hub id is expected to be: an adapter's id must not fetch gigabytes if it turns out to be a model's."""
+
+    MODEL = "*.safetensors"
+    ADAPTER = "adapter_model*.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +41,14 @@ def resolve(
     near: Path | None = None,
     revision: str | None = None,
     download: bool = False,
+    wanted: Wanted = Wanted.MODEL,
 ) -> Source:
     """Return the local folder that `reference` means.
 
     An existing path is local; ``hf://`` is the Hub; a bare ``owner/name`` is local if such a folder exists, else the
     Hub. A relative path is looked for in the working directory and in `near` (PEFT writes the path as it was typed
     when training); if both exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache;
-    it is downloaded only with `download`. Raises `NotACheckpoint` with what was looked for, `IncompleteCheckpoint`
+    it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was looked for, `IncompleteCheckpoint`
     where the Hub could not give it.
     """
     if not reference.startswith(_URI):
@@ -50,7 +61,7 @@ def resolve(
             f" (looked in {Path.cwd()}{f' and {near}' if near else ''})" if not Path(reference).is_absolute() else ""
         )
         raise NotACheckpoint(f"{reference}: no such folder{places}")
-    return _from_hub(match["id"], match["revision"] or revision, reference, download=download)
+    return _from_hub(match["id"], match["revision"] or revision, reference, download=download, wanted=wanted)
 
 
 def _local(reference: str, near: Path | None) -> Path | None:
@@ -81,15 +92,8 @@ def _cached_source(path: Path, reference: str) -> Source:
     return Source(path=path, reference=reference)
 
 
-def _cache_folder() -> Path:
-    """Return where huggingface_hub keeps models, without importing it (its `constants.py`, HF_HUB_CACHE)."""
-    home = os.environ.get("HF_HOME", f"{os.environ.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
-    cache = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub"))
-    return Path(os.path.expandvars(cache)).expanduser()
-
-
-def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool) -> Source:
-    if not download and not (_cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir():
+def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:
+    if not download and not may_hold(hub_id):
         raise IncompleteCheckpoint(
             f"{reference}: no such folder, and it is not in the Hub cache", hint=f"hf download {hub_id}"
         )
@@ -101,7 +105,7 @@ def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bo
             snapshot_download(
                 hub_id,
                 revision=revision,
-                allow_patterns=list(_WANTED),
+                allow_patterns=[wanted.value, *_BESIDE_WEIGHTS],
                 ignore_patterns=list(_UNWANTED),
                 local_files_only=not download,
             )

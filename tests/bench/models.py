@@ -41,7 +41,9 @@ def make_base(folder: Path, *, layers: int, shards: int = 3) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     specs = list(_base_specs(layers))
     total = sum(spec.nbytes for spec in specs)
-    weight_map, groups, held = {}, [[] for _ in range(shards)], 0
+    weight_map: dict[str, str] = {}
+    groups: list[list[TensorSpec]] = [[] for _ in range(shards)]
+    held = 0
     for spec in specs:
         groups[min(held * shards // total, shards - 1)].append(spec)
         held += spec.nbytes

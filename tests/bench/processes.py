@@ -59,10 +59,15 @@ def interleaved(commands: Mapping[str, Sequence[str]], *, out: Path, rounds: int
 
 
 def table(runs: Mapping[str, Sequence[Run]], *, against: str) -> str:
-    """Return medians as text, with the median of the wall ratios taken round by round."""
-    lines = [f"{'':<28}{'wall s':>8}{'cpu s':>8}{'rss MB':>8}{f'× {against}':>12}"]
+    """Return medians as text, with the median of the ratios to `against` taken round by round."""
+    lines = [f"{'':<32}{'wall s':>8}{'cpu s':>8}{'rss MB':>8}   against {against}: wall, cpu"]
     for name, taken in runs.items():
-        ratio = statistics.median(a.wall / b.wall for a, b in zip(taken, runs[against], strict=True))
         wall, cpu, rss = (statistics.median(getattr(one, field) for one in taken) for field in ("wall", "cpu", "rss"))
-        lines.append(f"{name:<28}{wall:>8.2f}{cpu:>8.2f}{rss:>8.0f}{ratio:>12.2f}")
+        ratios = f"{ratio(taken, runs[against], 'wall'):>8.2f} ×{ratio(taken, runs[against], 'cpu'):>8.2f} ×"
+        lines.append(f"{name:<32}{wall:>8.2f}{cpu:>8.2f}{rss:>8.0f}   {ratios}")
     return "\n".join(lines)
+
+
+def ratio(some: Sequence[Run], others: Sequence[Run], field: str) -> float:
+    """Return the median of the ratios of one figure, round by round."""
+    return float(statistics.median(getattr(a, field) / getattr(b, field) for a, b in zip(some, others, strict=True)))

@@ -6,15 +6,21 @@ The copy is synced because our output is. Ratios are taken round by round, so a 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.plan.merge import plan_merge
 from tests.bench.models import make_adapter, make_base
-from tests.bench.processes import interleaved, run, table
+from tests.bench.processes import interleaved, ratio, run, table
 
 LAYERS = 14
 ROUNDS = 5
+FIELDS = ("wall", "cpu", "rss")
 
 PEFT_MERGE = """
 import sys, torch
@@ -44,6 +50,7 @@ def test_against_cp_and_peft(folders: Path) -> None:
     def ours(adapter: str, *options: str) -> list[str]:
         return [sys.executable, "-m", "lora_tool", "merge", str(folders / adapter), "-o", str(out), "-q", *options]
 
+    peft = [sys.executable, "-c", PEFT_MERGE, str(folders / "base"), str(folders / "all-r64"), str(out)]
     commands = {
         "cp -r; sync": ["sh", "-c", f"cp -r {folders}/base {out} && sync {out}/* {out}"],
         "merge all-linear r64": ours("all-r64"),
@@ -51,9 +58,34 @@ def test_against_cp_and_peft(folders: Path) -> None:
         "merge all-linear r256": ours("all-r256"),
         "merge r64 --precision peft": ours("all-r64", "--precision", "peft"),
         "merge r64 --precision float64": ours("all-r64", "--precision", "float64"),
+        "PEFT load, merge, save": peft,
     }
     runs = interleaved(commands, out=out, rounds=ROUNDS)
-    peft = run([sys.executable, "-c", PEFT_MERGE, str(folders / "base"), str(folders / "all-r64"), str(out)])
     print("\n" + table(runs, against="cp -r; sync"))
-    ratio = peft.cpu / min(one.cpu for one in runs["merge all-linear r64"])
-    print(f"PEFT: wall {peft.wall:.1f} s, cpu {peft.cpu:.1f} s, {peft.rss:.0f} MB; {ratio:.1f}× our CPU at r64")
+    less = {field: ratio(runs["PEFT load, merge, save"], runs["merge all-linear r64"], field) for field in FIELDS}
+    print("PEFT against merge all-linear r64: " + ", ".join(f"{field} {times:.1f} ×" for field, times in less.items()))
+
+
+def test_precision_peft_has_pefts_bits_at_this_size(folders: Path) -> None:
+    theirs, ours = folders / "peft", folders / "ours"
+    run([sys.executable, "-c", PEFT_MERGE, str(folders / "base"), str(folders / "all-r256"), str(theirs)])
+    adapter = str(folders / "all-r256")
+    run([sys.executable, "-m", "lora_tool", "merge", adapter, "-o", str(ours), "-q", "--precision", "peft"])
+    expected = {name: tensor for path in theirs.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    found = {name: tensor for path in ours.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert expected.keys() == found.keys()
+    unlike = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    print(f"\n{len(unlike)} of {len(expected)} tensors differ from PEFT's at rank 256")
+    assert not unlike
+
+
+def test_opening_and_planning(folders: Path) -> None:
+    start = time.perf_counter()
+    base, adapter = open_checkpoint(folders / "base"), open_checkpoint(folders / "all-r64")
+    opened = time.perf_counter()
+    assert isinstance(base, ModelDir)
+    assert isinstance(adapter, AdapterDir)
+    plan = plan_merge(base, adapter)
+    planned = time.perf_counter()
+    print(f"\nopening {plan.data_bytes / 1e9:.1f} GB and its adapter: {1e3 * (opened - start):.1f} ms")
+    print(f"planning its merge: {1e3 * (planned - opened):.1f} ms")

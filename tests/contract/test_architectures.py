@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from lora_tool.plan.architectures import ARCHITECTURES, Architecture, architecture_of
+from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")
 KNOWN = {task: frozenset(buildable(task)) for task in TASKS}

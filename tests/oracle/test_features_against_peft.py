@@ -19,6 +19,12 @@ from tests.oracle.peft_merge import (
     saved_tensors,
 )
 
+# PEFT warns of every adapter on tied embeddings: what becomes of those is the test
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning"),
+]
+
 FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"use_dora": True}),
     "dora-rslora": ("qwen2", {"use_dora": True, "use_rslora": True, "lora_alpha": 7}),

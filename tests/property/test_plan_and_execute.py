@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.property.interpret import interpret, load
-from tests.property.strategies import STORED, Inputs, inputs, specs
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution import compute, engine, kernels, units
@@ -23,6 +21,8 @@ from lora_tool.plan.layout import lay_out
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import BiasDelta, Cast, Copy, Fate, LoraDelta, Plan, Shard, Step
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+from tests.property.interpret import interpret, load
+from tests.property.strategies import STORED, Inputs, inputs, specs
 
 SIZES = st.none() | st.integers(1, 5000)
 

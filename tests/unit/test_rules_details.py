@@ -111,6 +111,13 @@ def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) 
     assert {skip.code for skip in report.skipped} == {f"LT50{at}" for at in range(1, 7)}
 
 
+def test_a_new_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    with tensors(folder) as table:
+        table[f"{PREFIX}pre_classifier.weight"] = raw(16, 16)
+    assert lines(judge(folder, base=folder.parent / "base")) == []
+
+
 def test_a_base_without_the_first_component_is_matched(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     base = folder.parent / "base"

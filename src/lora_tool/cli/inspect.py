@@ -16,7 +16,7 @@ from lora_tool.cli.options import json_option
 from lora_tool.display import printable
 from lora_tool.inspection import inspect_checkpoint
 from lora_tool.inspection_model import Inspection
-from lora_tool.sources import resolve
+from lora_tool.sources import Wanted, resolve
 
 
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
@@ -28,7 +28,7 @@ def command(path: str, norms: bool | None, as_json: bool) -> None:  # noqa: FBT0
 
     For an adapter: its targets with rank, scaling, sizes and norms, its head, its base. ΔW is scaling·B·A.
     """
-    checkpoint = open_checkpoint(resolve(path, download=True).path)
+    checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
     inspection = inspect_checkpoint(checkpoint, norms=norms)
     if as_json:
         click.echo(json.dumps(inspection_json(inspection), indent=2))

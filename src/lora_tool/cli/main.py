@@ -107,11 +107,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def show_error(error: LoraToolError) -> None:
     """Write the error and its hint to stderr."""
-    message = "\n".join(map(printable, str(error).splitlines()))
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+    # one line each: a line break inside is from somebody's file name, and could start a CI system's command
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(str(error))}", err=True, color=colour)
     if error.hint:
-        hint = "\n".join(map(printable, error.hint.splitlines()))
-        click.echo(f"{click.style('hint:', fg='cyan')} {hint}", err=True)
+        click.echo(f"{click.style('hint:', fg='cyan')} {printable(error.hint)}", err=True, color=colour)
 
 
 def _interrupted() -> int:

@@ -16,7 +16,7 @@ from lora_tool.display import printable, size
 from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
-from lora_tool.sources import Source, resolve
+from lora_tool.sources import Source, Wanted, resolve
 from lora_tool.tensors import DType
 
 _DTYPES = {
@@ -30,23 +30,15 @@ _DTYPES = {
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
 
 
-class SizeType(click.ParamType[int]):
-    """A number of bytes: ``5GB``, ``500MiB``, ``1000000``."""
-
-    name = "size"
-
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = _SIZE.match(value.strip())
-        if match is None:
-            self.fail(f"{value!r} is no size such as 5GB or 500MiB", param, ctx)
-        unit = (match["unit"] or "B").upper()
-        step = 1024 if "I" in unit else 1000
-        nbytes = int(float(match["number"]) * step ** "BKMGT".index(unit[0]))
-        if nbytes < 1:
-            self.fail("must be at least one byte", param, ctx)
-        return nbytes
+def number_of_bytes(value: str) -> int:
+    """Return a size such as ``5GB``, ``500MiB`` or ``1000000`` in bytes: the type of an option."""
+    match = _SIZE.match(value.strip())
+    unit = (match["unit"] or "B").upper() if match else ""
+    step = 1024 if "I" in unit else 1000
+    nbytes = int(float(match["number"]) * step ** "BKMGT".index(unit[0])) if match else 0
+    if nbytes < 1:
+        raise click.BadParameter(f"{value!r} is no size such as 5GB or 500MiB")
+    return nbytes
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
@@ -70,7 +62,12 @@ class SizeType(click.ParamType[int]):
     show_default=True,
     help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
 )
-@click.option("--max-shard-size", type=SizeType(), help="Largest weights file.  [default: files as in the base]")
+@click.option(
+    "--max-shard-size",
+    type=number_of_bytes,
+    metavar="SIZE",
+    help="Largest weights file.  [default: files as in the base]",
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
 @click.option("--overwrite", is_flag=True, help="Replace an output folder that lora-tool wrote, after success.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
@@ -100,7 +97,7 @@ def command(
     if reward:
         _require_reward(task, num_labels)
         task = Task.REWARD.value
-    adapter_source = resolve(adapter, download=True)
+    adapter_source = resolve(adapter, download=True, wanted=Wanted.ADAPTER)
     adapter_dir = _open_adapter(adapter_source)
     base_source = _base_source(adapter_dir, base)
     plan = _plan(

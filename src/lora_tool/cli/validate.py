@@ -15,7 +15,7 @@ from lora_tool.hub_cache import may_hold
 from lora_tool.report.model import Report, Severity, joined
 from lora_tool.rules.registry import UnknownRule, chosen
 from lora_tool.rules.validation import NO_BASE, validate
-from lora_tool.sources import Source, resolve
+from lora_tool.sources import Source, Wanted, resolve
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
@@ -24,7 +24,7 @@ from lora_tool.sources import Source, resolve
 @click.option("--rm", "reward", is_flag=True, help="A reward model is expected: a head with one label.")
 @click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
 @click.option(
-    "--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters up to 512 MiB]"
+    "--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters up to 256 MiB]"
 )
 @click.option(
     "--select",
@@ -76,7 +76,7 @@ def command(
     errors: list[LoraToolError] = []
     for path in paths or (".",):
         try:
-            checkpoint = open_checkpoint(resolve(path, download=True).path)
+            checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
             found, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(checkpoint)
             report = validate(
                 checkpoint,

@@ -95,14 +95,18 @@ def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progres
     def run(unit: Unit, out: int) -> None:
         if stop.is_set():
             return
-        if isinstance(unit, CopyUnit):
-            _copy(unit, sources, out)
-        else:
-            if not hasattr(local, "computer"):
-                local.computer = _computer(plan.precision, sources, stop)
-            local.computer.run(unit, out)
-        _start_writing_back(out, unit)
-        progress(unit.nbytes)
+        try:
+            if isinstance(unit, CopyUnit):
+                _copy(unit, sources, out)
+            else:
+                if not hasattr(local, "computer"):
+                    local.computer = _computer(plan.precision, sources, stop)
+                local.computer.run(unit, out)
+            _start_writing_back(out, unit)
+            progress(unit.nbytes)
+        except BaseException:
+            stop.set()
+            raise
 
     with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(1) as flusher:
         try:
@@ -117,9 +121,10 @@ def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progres
             _all_done(flushes)
             return {path: digest.result() for path, digest in hashing.items()}
         except BaseException:
+            # units see `stop` and return; cancelling them would leave a flush waiting for ever, as `wait` overlooks
+            # futures that `shutdown` cancels
             stop.set()
-            workers.shutdown(wait=True, cancel_futures=True)
-            flusher.shutdown(wait=True, cancel_futures=True)
+            flusher.shutdown(wait=False, cancel_futures=True)
             raise
 
 

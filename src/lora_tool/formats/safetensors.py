@@ -132,7 +132,7 @@ def _entry(name: str, entry: object) -> tuple[TensorSpec, int, int]:
     """Return the spec and data range of one header entry. Raises ValueError with a sentence about it."""
     if not isinstance(entry, dict):
         raise ValueError("header entry is not an object")  # noqa: TRY004 - callers collect ValueErrors
-    dtype = _KNOWN_DTYPES.get(entry.get("dtype", ""))
+    dtype = _KNOWN_DTYPES.get(str(entry.get("dtype")))
     if dtype is None:
         raise ValueError(f"dtype {entry.get('dtype')!r} is not one of safetensors'")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")

@@ -6,6 +6,7 @@ The index (`model.safetensors.index.json`) is transformers' format: `weight_map`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,9 @@ def read_single(path: Path) -> Weights:
 def read_sharded(index: Path) -> Weights:
     """Return the weights that the index file names. Defects of the index and of each shard are in `problems`."""
     gathering = _Gathering(index.parent)
+    if not inside(index.parent, index):
+        gathering.note(Defect.NOT_A_FILE, index, "is a link out of its folder", None)
+        return gathering.weights(index)
     try:
         weight_map, total_size = _read_index(index)
     except CorruptFile as error:
@@ -89,7 +93,7 @@ def read_sharded(index: Path) -> Weights:
     for name in dict.fromkeys(weight_map.values()):
         if not is_bare(name):
             gathering.note(Defect.SHARD_NAME, index, "is not a bare file name: refused", name)
-        elif not (index.parent / name).exists():
+        elif not os.path.exists(index.parent / name):  # noqa: PTH110 - Path.exists raises for names that are too long
             held = sum(shard == name for shard in weight_map.values())
             gathering.note(Defect.SHARD_MISSING, index, f"is missing: {held} tensors are not there", name)
         else:

@@ -97,7 +97,7 @@ def summary(report: Report) -> str:
         for severity, name in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "note"))
         if report.count(severity)
     ]
-    skipped = [f"{len(report.skipped)} rules skipped"] if report.skipped else []
+    skipped = [f"{len(report.skipped)} rule{'s' if len(report.skipped) > 1 else ''} skipped"] if report.skipped else []
     return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
 
 

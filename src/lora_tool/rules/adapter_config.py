@@ -206,14 +206,10 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     """
     for reason in refusals(subject.config):
         yield Fault(message=f"{_REFUSES}: {reason}", path=subject.config_path)
-    layers = subject.layers
-    if any(layer.embedding for layer in layers):
-        yield Fault(message="LoRA on embeddings")
-    if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in layers):
+    if any(layer.embedding and layer.magnitude is not None for layer in subject.layers):
+        yield Fault(message=f"{_REFUSES}: DoRA on embeddings")
+    if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in subject.layers):
         yield Fault(message=f"{_REFUSES}: LoRA on convolutions")
-    config = subject.config
-    if any(explained.is_end(path) and not explained.is_saved_whole(config, path) for _, path, _ in subject.plain()):
-        yield Fault(message="embeddings that were saved whole without `modules_to_save`: a resized vocabulary")
 
 
 @rule("LT216", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)

@@ -288,12 +288,20 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     for tensor, module, leaf in _whole_tensors(subject):
         base = match.tensor(module, leaf)
         if base is None:
-            if explained.is_saved_whole(subject.config, module) and not _may_be_absent(match, module):
+            lost = explained.is_saved_whole(subject.config, module) and not _may_be_absent(match, module)
+            if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
         elif tensor.spec.numel and explained.head_of(module) is None and not _fits(tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
+
+
+def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
+    """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` does."""
+    tops = {name.partition(".")[0] for name in match.base.tensors}
+    classifies = subject.config.task_type in explained.CLASSIFICATION_TASKS
+    return classifies and match.name(module).partition(".")[0] not in tops
 
 
 def _fits(tensor: StoredTensor, base: StoredTensor, module: str) -> bool:

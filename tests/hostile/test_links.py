@@ -1,0 +1,70 @@
+"""Links out of a folder are not followed; the links of the Hub cache are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.hostile.folders import assert_refused, copy_pair, lora_tool
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("base", "config.json"),
+        ("base", "model.safetensors.index.json"),
+        ("base", "model-00001-of-00002.safetensors"),
+        ("base", "tokenizer.json"),
+        ("base", "generation_config.json"),
+        ("adapter", "adapter_config.json"),
+        ("adapter", "adapter_model.safetensors"),
+        ("adapter", "tokenizer_config.json"),
+    ],
+)
+def test_a_link_out_of_the_folder_is_refused_by_name(
+    folder: str, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pair = copy_pair(tmp_path)
+    file = tmp_path / folder / name
+    secret = tmp_path_factory.mktemp("elsewhere") / "secret"
+    shutil.move(file, secret)
+    file.symlink_to(secret)
+    if (folder, name) == ("base", "tokenizer.json"):
+        (pair.adapter / name).unlink()  # else the adapter's own is taken
+    assert_refused(pair, str(file), "link")
+
+
+def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    (pair.base / "config.json").rename(pair.base / "real.json")
+    (pair.base / "config.json").symlink_to("real.json")
+    assert lora_tool(*pair.arguments).returncode == 0
+
+
+def test_a_dangling_link_and_a_loop_are_refused(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    weights = pair.adapter / "adapter_model.safetensors"
+    weights.unlink()
+    for target in ("nowhere", weights.name):
+        weights.unlink(missing_ok=True)
+        weights.symlink_to(target)
+        assert_refused(pair, str(weights))
+
+
+def test_a_snapshot_of_the_hub_cache_links_into_its_blobs(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    repo = tmp_path / "models--owner--name"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    (repo / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(pair.base.iterdir())):
+        blob = repo / "blobs" / f"{number:064x}"
+        shutil.move(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    done = lora_tool("merge", str(pair.adapter), "--base", str(snapshot), "-o", str(pair.out))
+    assert done.returncode == 0, done.stderr
+    manifest = (pair.out / "lora_tool.json").read_text()
+    assert '"hub_id": "owner/name"' in manifest
+    assert f'"revision": "{"a" * 40}"' in manifest

@@ -1,0 +1,66 @@
+"""Names with control characters, terminal sequences and workflow commands come out as harmless text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.hostile.folders import assert_refused, copy_pair, lora_tool
+
+from lora_tool.formats.safetensors import build_header, read_file
+
+NASTY = "\x1b]0;owned\x07\r\n::error file=x::boom\u202egnp.exe\x9b31m\0\u2028"
+
+
+def rename_first_tensor(path: Path, name: str) -> None:
+    file = read_file(path)
+    data = path.read_bytes()[file.data_start :]
+    tensors = sorted(file.tensors.values(), key=lambda tensor: tensor.spans[0].offset)
+    old = tensors[0].name
+    raw = json.loads(build_header((tensor.spec for tensor in tensors), {"format": "pt"})[8:])
+    renamed = {name if key == old else key: entry for key, entry in raw.items()}
+    text = json.dumps(renamed).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("name", [NASTY, f"base_model.model.{NASTY}.lora_A.weight", f"{NASTY}.weight"])
+def test_a_tensor_name_cannot_act(name: str, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    rename_first_tensor(pair.adapter / "adapter_model.safetensors", name)
+    message = assert_refused(pair, "adapter_model.safetensors")
+    assert "\n::error" not in message
+
+
+@pytest.mark.parametrize("field", ["task_type", "peft_type", "base_model_name_or_path", "init_lora_weights", "bias"])
+def test_a_config_value_cannot_act(field: str, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    path = pair.adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: NASTY}))
+    if field == "base_model_name_or_path":
+        done = lora_tool("merge", str(pair.adapter), "-o", str(pair.out))
+        assert done.returncode == 3
+        assert all(character.isprintable() or character == "\n" for character in done.stderr)
+        assert "\n::error" not in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert "\n::error" not in assert_refused(pair)
+
+
+def test_a_file_name_cannot_act(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    (pair.base / "LICENSE\x1b[31m\n::error::x").write_text("free")
+    for options in ((), ("--dry-run",)):
+        done = lora_tool(*pair.arguments, *options)
+        assert done.returncode in (0, 6)
+        assert all(character.isprintable() or character == "\n" for character in done.stdout + done.stderr)
+        assert "\n::error" not in done.stdout + done.stderr
+
+
+def test_json_output_stays_json(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    (pair.base / "LICENSE\x1b[31m\n::error::x").write_text("free")
+    done = lora_tool(*pair.arguments, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert any(file["filename"].startswith("LICENSE") for file in json.loads(done.stdout)["side_files"])
+    assert "\x1b" not in done.stdout
