@@ -310,3 +310,17 @@ KNOWN: dict[Global, Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): Known(_call),
 }
 """The names of torch's own that say how a tensor is built; everything else in a pickle becomes a `Stub`."""
+
+
+_SCALARS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
+
+
+def read_scalar(tensor: LazyTensor) -> float | None:
+    """Return the value of a tensor of one element, None where it is none or of a type that counts nothing."""
+    layout = _SCALARS.get(tensor.dtype)
+    if tensor.numel != 1 or layout is None:
+        return None
+    (span,) = tensor.stored("scalar").spans
+    with open_regular(span.path) as fd:
+        (value,) = struct.unpack(layout, os.pread(fd, span.nbytes, span.offset))
+    return float(value)
