@@ -232,7 +232,8 @@ def _read_folder(root: Path) -> Folder:
         raise NotACheckpoint(f"{root}: no such folder")
     if not root.is_dir():
         raise NotACheckpoint(f"{root} is a file, not a folder", hint=f"lora-tool validate {root.parent}")
-    files, folders = [], []
+    files: list[str] = []
+    folders: list[str] = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
@@ -240,7 +241,8 @@ def _read_folder(root: Path) -> Folder:
                 (folders if entry.is_dir() else files).append(entry.name)
     except OSError as error:
         raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
-    trainer, problems = None, ()
+    trainer: TrainerState | None = None
+    problems: tuple[Problem, ...] = ()
     if trainer_state.FILE_NAME in files:
         trainer, problems = try_trainer_state(root / trainer_state.FILE_NAME)
     return Folder(
@@ -280,7 +282,8 @@ def _open_adapter(folder: Folder) -> AdapterDir:
 
 def _open_model(folder: Folder) -> ModelDir:
     config, problems = _read_config(folder, model_config.FILE_NAME, read_model_config)
-    written, manifest_problems = None, ()
+    written: Manifest | None = None
+    manifest_problems: tuple[Problem, ...] = ()
     if manifest.FILE_NAME in folder.files:
         written, manifest_problems = _read_config(folder, manifest.FILE_NAME, read_manifest)
     weights = _model_weights(folder)
@@ -309,9 +312,7 @@ def _model_weights(folder: Folder) -> Weights:
     elif shards:
         message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
         path = str(folder.root / MODEL_INDEX)
-        return Weights(
-            files=(), tensors={}, problems=(Problem(defect=Defect.NO_WEIGHTS, path=path, message=message),)
-        )
+        return Weights(files=(), tensors={}, problems=(Problem(defect=Defect.NO_WEIGHTS, path=path, message=message),))
     else:
         return _no_weights(folder, MODEL_WEIGHTS, [name for name in folder.files if _MODEL_PICKLE.match(name)])
     read = {file.path.name for file in weights.files}
@@ -374,14 +375,16 @@ def _open_dcp(folder: Folder) -> DcpDir | None:
 
 def _listed(path: Path) -> tuple[str, ...]:
     try:
-        return tuple(os.listdir(path))
+        return tuple(entry.name for entry in os.scandir(path))
     except OSError:
         return ()
 
 
 def _nothing_known(folder: Folder) -> CheckpointError:
     inner = [
-        name for name in folder.folders if {adapter_config.FILE_NAME, model_config.FILE_NAME} & set(_listed(folder.root / name))
+        name
+        for name in folder.folders
+        if {adapter_config.FILE_NAME, model_config.FILE_NAME} & set(_listed(folder.root / name))
     ]
     if inner:
         listed = ", ".join(inner[:5]) + (", …" if len(inner) > 5 else "")  # noqa: PLR2004 - enough to recognise

@@ -22,7 +22,7 @@ def _harmless(character: str) -> bool:
 def size(nbytes: int) -> str:
     """Return a number of bytes in binary units with three significant digits: ``1.38 GiB``."""
     value, unit = float(nbytes), _UNITS[0]
-    for unit in _UNITS:  # noqa: B007 - the last unit reached is the result
+    for unit in _UNITS:
         if value < _KIB or unit == _UNITS[-1]:
             break
         value /= _KIB

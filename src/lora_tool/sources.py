@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,9 @@ def resolve(
             return _cached_source(local, reference)
     match = _HUB_ID.match(reference.removeprefix(_URI))
     if match is None:
-        places = f" (looked in {Path.cwd()}{f' and {near}' if near else ''})" if not os.path.isabs(reference) else ""
+        places = (
+            f" (looked in {Path.cwd()}{f' and {near}' if near else ''})" if not Path(reference).is_absolute() else ""
+        )
         raise NotACheckpoint(f"{reference}: no such folder{places}")
     return _from_hub(match["id"], match["revision"] or revision, reference, download=download)
 
@@ -55,7 +56,7 @@ def _local(reference: str, near: Path | None) -> Path | None:
     path = Path(reference).expanduser()
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if candidate.is_dir()]
-    if len(found) > 1 and not os.path.samefile(*found):
+    if len(found) > 1 and not found[0].samefile(found[1]):
         raise NotACheckpoint(
             f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",
             hint="name the one you mean: --base PATH",
@@ -64,7 +65,7 @@ def _local(reference: str, near: Path | None) -> Path | None:
 
 
 def _cached_source(path: Path, reference: str) -> Source:
-    """A path into the Hub cache (`models--owner--name/snapshots/<commit>`) tells its own id and commit."""
+    """Return a local source; a path into the Hub cache (`models--owner--name/snapshots/<commit>`) tells id and commit."""
     real = path.resolve()
     repo = real.parent.parent.name
     if real.parent.name == "snapshots" and repo.startswith("models--"):

@@ -169,7 +169,7 @@ class FileStamp:
     @classmethod
     def of(cls, path: Path) -> FileStamp:
         """Stamp of `path` as it is now. Raises OSError."""
-        return cls.from_stat(path, os.stat(path))
+        return cls.from_stat(path, path.stat())
 
     @classmethod
     def from_stat(cls, path: Path, stat: os.stat_result) -> FileStamp:

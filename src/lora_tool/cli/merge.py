@@ -30,7 +30,7 @@ _DTYPES = {
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
 
 
-class SizeType(click.ParamType):
+class SizeType(click.ParamType[int]):
     """A number of bytes: ``5GB``, ``500MiB``, ``1000000``."""
 
     name = "size"
@@ -134,7 +134,9 @@ def _require_reward(task: str, num_labels: int | None) -> None:
 def _open_adapter(source: Source) -> AdapterDir:
     opened = open_checkpoint(source.path)
     if not isinstance(opened, AdapterDir):
-        raise NotACheckpoint(f"{source.path} is not an adapter but: {opened.kind}", hint=_not_an_adapter(opened.kind.value))
+        raise NotACheckpoint(
+            f"{source.path} is not an adapter but: {opened.kind}", hint=_not_an_adapter(opened.kind.value)
+        )
     return opened
 
 

@@ -1,0 +1,1 @@
+"""The only writer and the only arithmetic: a plan becomes a folder."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, LoraDelta, LoraTerm, Op, Precision, Step
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -35,7 +36,7 @@ class Computer:
         self._wide = np.dtype(np.float64 if precision is Precision.FLOAT64 else np.float32)
         self._stopped = stopped
         self._buffers: dict[str, Array] = {}
-        self._factor: tuple[StoredTensor, Array] | None = None
+        self._kept: tuple[StoredTensor, tuple[Array, ...]] | None = None
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
@@ -48,13 +49,23 @@ class Computer:
 
     def _block(self, step: Step, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
-        delta = self._delta(step.op, first, last)
-        source = self._stored(step.op.source, first, last)
+        op = step.op
+        delta = self._delta(op, first, last)
+        source = self._stored(op.source, first, last)
+        if isinstance(op, ReplaceRows):
+            source = self._with_rows(op, source, first, last)
+        if isinstance(op, DoraDelta) and delta is not None:
+            self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
         result = self._buffer("result", source.shape, kernels.STORAGE[step.out.dtype])
-        may_overflow = step.out.dtype is DType.F16 or step.out.dtype is not step.op.source.dtype
+        may_overflow = step.out.dtype is DType.F16 or step.out.dtype is not op.source.dtype
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
-            total = self._sum(source[part], None if delta is None else delta[part])
+            if delta is None:
+                total = self._wide_copy(source[part])
+            elif isinstance(op, DoraDelta):
+                total = delta[part]
+            else:
+                total = np.add(self._wide_copy(source[part]), delta[part], out=delta[part])
             if delta is not None and not kernels.is_finite(total):
                 refuse_nonfinite(step)
             kernels.round_to(total, step.out.dtype, result[part])
@@ -62,58 +73,78 @@ class Computer:
                 refuse_overflow(step)
         return result
 
-    def _sum(self, stored: Array, delta: Array | None) -> Array:
-        """Return W, or W + delta in the place of delta, in the working precision."""
+    def _with_rows(self, op: ReplaceRows, source: Array, first: int, last: int) -> Array:
+        """Return rows `first` to `last` of W, flat, in the working precision, with the replaced ones in their places."""
+        mixed = source.astype(self._wide).reshape(last - first, -1)
+        inside = [(at, row - first) for at, row in enumerate(op.indices) if first <= row < last]
+        if inside:
+            rows = self._wide_rows(op.rows, 0, op.rows.shape[0])
+            for at, row in inside:
+                mixed[row] = rows[at]
+        return mixed.reshape(-1)
+
+    def _wide_copy(self, stored: Array) -> Array:
+        """Return the elements in the working precision, in this worker's buffer."""
         wide = self._buffer("wide", stored.shape, self._wide)
         np.copyto(wide, stored, casting="unsafe")
-        return wide if delta is None else np.add(wide, delta, out=delta)
+        return wide
+
+    def _scale_to_magnitude(self, op: DoraDelta, source: Array, delta: Array, first: int, last: int) -> None:
+        """Replace `delta` by m/‖W + Δ‖ · (W + Δ); the norms are of rows, of columns where W is stored [in, out]."""
+        np.add(delta, self._wide_copy(source).reshape(delta.shape), out=delta)
+        axis = 0 if op.transposed else 1
+        norms = np.sqrt(np.einsum("ij,ij->j" if op.transposed else "ij,ij->i", delta, delta))
+        outputs = (0, op.magnitude.shape[0]) if op.transposed else (first, last)
+        factor = self._wide_rows(op.magnitude, *outputs) / norms
+        np.multiply(delta, np.expand_dims(factor, axis), out=delta)
 
     def _delta(self, op: Op, first: int, last: int) -> Array | None:
         """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for a mere cast."""
-        if isinstance(op, LoraDelta):
-            delta = self._buffer("delta", (last - first, *op.source.shape[1:]), self._wide)
-            self._product(op, op.terms[0], first, last, delta)
-            for term in op.terms[1:]:
-                more = self._buffer("more", delta.shape, self._wide)
-                self._product(op, term, first, last, more)
-                delta += more
-            return delta.reshape(-1)
-        if isinstance(op, BiasDelta):
-            return np.sum([self._bias(term.bias, term.scaling, first, last) for term in op.terms], axis=0)
-        if isinstance(op, Cast):
+        if isinstance(op, Cast | ReplaceRows):
             return None
-        raise AssertionError(f"{type(op).__name__} is not computed")
+        if isinstance(op, BiasDelta):
+            return np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))
+        if not isinstance(op, LoraDelta | DoraDelta):
+            raise AssertionError(f"{type(op).__name__} is not computed")  # noqa: TRY004 - a bug, not a bad argument
+        terms = op.terms if isinstance(op, LoraDelta) else (op.term,)
+        delta = self._buffer("delta", (last - first, *op.source.shape[1:]), self._wide)
+        self._product(op, terms[0], first, last, delta)
+        for term in terms[1:]:
+            more = self._buffer("more", delta.shape, self._wide)
+            self._product(op, term, first, last, more)
+            delta += more
+        return delta.reshape(-1)
 
     def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
         return self._wide_rows(bias, first, last) * self._wide.type(scaling)
 
-    def _product(self, op: LoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
+    def _product(self, op: LoraDelta | DoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
-        left, right = self._factors(op, term, first, last)
+        # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
+        left, right = (term.a, term.b) if op.transposed else (term.b, term.a)
+        rows = self._whole(left)[:, first:last].T if op.transposed else self._wide_rows(left, first, last)
         scaling = self._wide.type(term.scaling)
         # a power of two commutes with every rounding, so it is cheaper on the factor than on the product
         if math.frexp(term.scaling)[0] == 0.5:  # noqa: PLR2004 - frexp's mantissa of a power of two
-            left = left * scaling
+            rows = rows * scaling
             scaling = self._wide.type(1)
         if self._wide == np.float64:
-            np.copyto(out, kernels.exact_product(left, right))
+            high, low = self._right(op, right)
+            np.copyto(out, kernels.exact_product(kernels.slices(rows, axis=1), (high, low)))
         else:
-            np.matmul(left, right, out=out)
+            np.matmul(np.ascontiguousarray(rows), self._right(op, right)[0], out=out)
         if scaling != 1:
             np.multiply(out, scaling, out=out)
 
-    def _factors(self, op: LoraDelta, term: LoraTerm, first: int, last: int) -> tuple[Array, Array]:
-        """Return the two factors whose product is rows `first` to `last` of B·A as W is stored."""
-        if op.transposed:  # W is [in, out]: its rows are columns of A, and the product is Aᵀ·Bᵀ
-            columns = self._kept(term.a)[:, first:last]
-            return np.ascontiguousarray(columns.T), self._wide_rows(term.b, 0, term.b.shape[0]).T
-        return self._wide_rows(term.b, first, last), self._kept(term.a)
+    def _right(self, op: LoraDelta | DoraDelta, tensor: StoredTensor) -> tuple[Array, ...]:
+        """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
+        if self._kept is None or self._kept[0] is not tensor:
+            whole = self._whole(tensor).T if op.transposed else self._whole(tensor)
+            self._kept = (tensor, kernels.slices(whole, axis=0) if self._wide == np.float64 else (whole,))
+        return self._kept[1]
 
-    def _kept(self, tensor: StoredTensor) -> Array:
-        """Return all of lora_A, kept from one block to the next."""
-        if self._factor is None or self._factor[0] is not tensor:
-            self._factor = (tensor, self._wide_rows(tensor, 0, tensor.shape[0]))
-        return self._factor[1]
+    def _whole(self, tensor: StoredTensor) -> Array:
+        return self._wide_rows(tensor, 0, tensor.shape[0])
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._sources.rows(tensor, first, last).astype(self._wide, copy=False)
@@ -137,15 +168,17 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
     """Yield the unit's rows in blocks of about `BLOCK_WEIGHTS` weights and about the same height."""
     shape = unit.step.out.shape
     rows = unit.last - unit.first
+    if isinstance(unit.step.op, DoraDelta) and unit.step.op.transposed:
+        return iter([(unit.first, unit.last)])  # the norms are of columns: every row is needed first
     width = max(1, math.prod(shape[1:]))
     count = max(1, math.ceil(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
     edges = [unit.first + rows * number // count for number in range(count + 1)]
-    return zip(edges[:-1], edges[1:], strict=True)
+    return itertools.pairwise(edges)
 
 
 def bytes_of(array: Array) -> memoryview:
     """Return the bytes of a contiguous array, to read into or write from."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def write_exactly(out: int, data: memoryview, offset: int) -> None:
@@ -159,8 +192,9 @@ def refuse_nonfinite(step: Step) -> NoReturn:
     """Raise `ExecutionError`: the step's output would hold NaN or infinity."""
     op = step.op
     names = [op.source.name]
-    if isinstance(op, LoraDelta):
-        names += [name for term in op.terms for name in (term.a.name, term.b.name)]
+    if isinstance(op, LoraDelta | DoraDelta):
+        terms = op.terms if isinstance(op, LoraDelta) else (op.term,)
+        names += [name for term in terms for name in (term.a.name, term.b.name)]
     raise ExecutionError(
         f"`{step.out.name}` would hold NaN or infinity; it is made of {', '.join(names)}",
         hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-
 from typing import TYPE_CHECKING
 
 from threadpoolctl import threadpool_limits
@@ -20,7 +19,7 @@ from lora_tool.execution.folder import check_output, check_space, new_folder, wr
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import CopyUnit, Unit, units_of
 from lora_tool.formats import manifest as manifest_format
-from lora_tool.plan.manifest import manifest_bytes
+from lora_tool.plan.manifest import manifest_bytes, sha256_of
 from lora_tool.plan.model import Plan, Precision, Shard, SideFile
 
 if TYPE_CHECKING:
@@ -48,13 +47,17 @@ def execute(
     check_output(target, overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     side_bytes = sum(_side_size(file) for file in plan.side_files)
     check_space(target, plan.data_bytes + sum(len(shard.header) for shard in plan.shards) + side_bytes)
-    with _errors_of_the_system(target), Sources(plan.inputs) as sources, new_folder(target, overwrite=overwrite) as folder:
+    with (
+        _errors_of_the_system(target),
+        Sources(plan.inputs) as sources,
+        new_folder(target, overwrite=overwrite) as folder,
+    ):
         with _one_thread_each(plan.precision):
-            _write_shards(plan, folder, sources, jobs or available_cores(), progress or (lambda _: None))
+            hashes = _write_shards(plan, folder, sources, jobs or available_cores(), progress or (lambda _: None))
         for file in plan.side_files:
             content = file.content if file.content is not None else _bytes_of(file)
             write_file(folder / file.filename, content)
-        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan))
+        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes))
         sources.check_unchanged()
     return target
 
@@ -78,11 +81,14 @@ def _errors_of_the_system(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpace(f"{target}: the disk is full; nothing was kept", hint="give another disk: -o OUT") from error
+            raise OutOfSpace(
+                f"{target}: the disk is full; nothing was kept", hint="give another disk: -o OUT"
+            ) from error
         raise ExecutionError(f"{error.filename or target}: {error.strerror}") from error
 
 
-def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progress: Progress) -> None:
+def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progress: Progress) -> dict[Path, str]:
+    """Write all weight files, and return the hashes of `plan.hashed`, taken beside."""
     stop = threading.Event()
     local = threading.local()
 
@@ -100,6 +106,7 @@ def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progres
 
     with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(1) as flusher:
         try:
+            hashing = {path: workers.submit(sha256_of, path) for path in plan.hashed}
             flushes = []
             for shard in plan.shards:
                 out = _new_file(folder / shard.filename, shard)
@@ -108,6 +115,7 @@ def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progres
                 written = [workers.submit(run, unit, out) for unit in units]
                 flushes.append(flusher.submit(_flush, written, out))
             _all_done(flushes)
+            return {path: digest.result() for path, digest in hashing.items()}
         except BaseException:
             stop.set()
             workers.shutdown(wait=True, cancel_futures=True)

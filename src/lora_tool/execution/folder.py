@@ -60,11 +60,12 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
     partial = out.parent / f".{out.name}.lora-tool-partial"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(f"{partial}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = _lock(Path(f"{partial}.lock"), out)
     except OSError as error:
-        raise ExecutionError(f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT") from error
+        raise ExecutionError(
+            f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
+        ) from error
     try:
-        _lock(lock, out)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
@@ -76,16 +77,25 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             raise
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(f"{partial}.lock")
+                Path(f"{partial}.lock").unlink()
     finally:
         os.close(lock)
 
 
-def _lock(lock: int, out: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise OutputExists(f"another run is writing {out}", hint="wait for it, or give another folder: -o OUT") from error
+def _lock(path: Path, out: Path) -> int:
+    """Return a descriptor that holds the lock file `path`. Raises `OutputExists` where another run holds it."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # the run before us may have removed the file between our opening and locking it: then nobody sees our lock
+            if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
+                return lock
+        except BlockingIOError as error:
+            os.close(lock)
+            hint = "wait for it, or give another folder: -o OUT"
+            raise OutputExists(f"another run is writing {out}", hint=hint) from error
+        os.close(lock)
 
 
 def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:

@@ -57,37 +57,38 @@ def round_to_odd(values: F64) -> F32:
     return nearest
 
 
-def exact_product(b: F64, a: F64) -> F64:
+Slices = tuple[F64, F64]
+"""A factor as the sum of two, of so few bits each that products of slices can be summed without rounding."""
+
+
+def exact_product(b: Slices, a: Slices) -> F64:
     """Return b @ a in float64, independent of the order in which a BLAS sums.
 
-    Both factors are split into slices of so few bits that every partial sum of a product of slices is exact in 53
-    bits; the four products are then added in a fixed order. (Ozaki, Ogita, Oishi, Rump, "Error-free transformations
-    of matrix multiplication", Numerical Algorithms 59, 2012.) The part of a factor beyond two slices, less than
-    2^-40 of the largest entry of its row of b or column of a, is left out.
+    Every partial sum of a product of slices is exact in 53 bits; the four products are added in a fixed order.
+    (Ozaki, Ogita, Oishi, Rump, "Error-free transformations of matrix multiplication", Numerical Algorithms 59, 2012.)
     """
-    rank = b.shape[1]
-    bits = (53 - max(rank - 1, 0).bit_length()) // 2
-    b_high, b_low = _split(b, bits, axis=1)
-    a_high, a_low = _split(a, bits, axis=0)
-    total = b_low @ a_low
-    total += b_low @ a_high
-    total += b_high @ a_low
-    total += b_high @ a_high
+    total = b[1] @ a[1]
+    total += b[1] @ a[0]
+    total += b[0] @ a[1]
+    total += b[0] @ a[0]
     return np.asarray(total)
 
 
-def _split(factor: F64, bits: int, axis: int) -> tuple[F64, F64]:
-    """Return two slices of `factor`, each of at most `bits` bits below the largest entry along `axis`."""
-    largest = np.abs(factor).max(axis=axis, keepdims=True)
+def slices(factor: F64, *, axis: int) -> Slices:
+    """Return `factor` as two slices for a product that sums along `axis`.
+
+    What lies beyond them, less than 2^-40 of the largest entry along `axis`, is left out.
+    """
+    bits = (53 - max(factor.shape[axis] - 1, 0).bit_length()) // 2
+    largest = np.abs(factor).max(axis=axis, keepdims=True, initial=0)
     exponent = np.frexp(largest)[1]
     high = _keep(factor, exponent - bits)
-    low = _keep(factor - high, exponent - 2 * bits)
-    return high, low
+    return high, _keep(factor - high, exponent - 2 * bits)
 
 
 def _keep(values: F64, exponent: NDArray[Any]) -> F64:
     """Return `values` rounded to multiples of 2^exponent, exactly representable."""
-    return np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent)
+    return np.asarray(np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent))
 
 
 def is_finite(values: AnyArray) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 from lora_tool.errors import SourceChanged
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.tensors import FileStamp, StoredTensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Sources:
@@ -22,7 +25,7 @@ class Sources:
         self._stamps = {stamp.path: stamp for stamp in stamps}
         self._descriptors: dict[Path, int] = {}
 
-    def __enter__(self) -> Sources:
+    def __enter__(self) -> Self:
         try:
             for path, stamp in self._stamps.items():
                 self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -80,7 +83,7 @@ class Sources:
         """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
         out = np.empty((last - first, *tensor.shape[1:]), STORAGE[tensor.dtype])
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        self.read_into(tensor, first * row_bytes, memoryview(out.reshape(-1).view(np.uint8)))
+        self.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
         return out
 
 

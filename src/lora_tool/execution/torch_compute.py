@@ -14,7 +14,7 @@ from lora_tool.errors import MissingDependency
 from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, LoraDelta
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, ReplaceRows
 from lora_tool.tensors import DType, StoredTensor
 
 try:
@@ -72,9 +72,25 @@ class TorchComputer:
             weight = self._load(op.source).to(dtype)
             for lora in op.terms:
                 delta = self._factor(lora.b) @ self._factor(lora.a)
-                weight += (delta.T if op.transposed else delta) * lora.scaling
+                delta = (delta.T if op.transposed else delta) * lora.scaling
+                weight += delta.to(dtype) if op.embedding else delta
             return weight
+        if isinstance(op, ReplaceRows):
+            weight = self._load(op.source).to(dtype)
+            return weight.index_copy(0, torch.tensor(op.indices), self._load(op.rows).to(dtype))
+        if isinstance(op, DoraDelta):
+            return self._dora(op, self._load(op.source).to(dtype))
         raise AssertionError(f"{type(op).__name__} is not computed")
+
+    def _dora(self, op: DoraDelta, weight: torch.Tensor) -> torch.Tensor:
+        """Return what PEFT's `DoraLinearVariant.merge_unsafe` computes, in its order of operations."""
+        delta = self._factor(op.term.b) @ self._factor(op.term.a)
+        delta = (delta.T if op.transposed else delta) * op.term.scaling
+        unmerged = weight.T + delta.T if op.transposed else weight + delta
+        norms = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
+        factor = (self._factor(op.magnitude) / norms).view(-1, 1)
+        merged = (factor.T if op.transposed else factor) * (weight + delta)
+        return merged.to(weight.dtype)
 
     def _factor(self, tensor: StoredTensor) -> torch.Tensor:
         """PEFT upcasts 16-bit factors to float32 when it loads them, and leaves wider ones."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.plan.model import Copy, Shard, Step
+from lora_tool.plan.model import Copy, DoraDelta, Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
@@ -99,13 +99,16 @@ def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:
 
 
 def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:
-    return left.source == right.source and left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at
+    return (
+        left.source == right.source and left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at
+    )
 
 
 def _computes(step: Step, at: int, *, whole: bool) -> Iterator[ComputeUnit]:
     if step.out.numel == 0:
         return
     rows = step.out.shape[0] if step.out.shape else 1
-    per_unit = rows if whole else max(1, UNIT_WEIGHTS // (step.out.numel // rows))
+    columns_are_needed = isinstance(step.op, DoraDelta) and step.op.transposed
+    per_unit = rows if whole or columns_are_needed else max(1, UNIT_WEIGHTS // (step.out.numel // rows))
     for first in range(0, rows, per_unit):
         yield ComputeUnit(step=step, first=first, last=min(first + per_unit, rows), at=at)

@@ -83,7 +83,8 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...] = ()
     rank_pattern: Mapping[str, float] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    has_token_indices: bool = False
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Embedding module (the end of its path; "" for the model's input embedding) → rows trained by themselves."""
     refused: tuple[str, ...] = ()
     """Names of the fields that are set to what we refuse."""
     unknown: tuple[str, ...] = ()
@@ -118,15 +119,25 @@ class AdapterConfig:
         return is_under(module, _as_set(self.target_modules)) is not None and self._in_layers(module)
 
     def saves(self, module: str) -> bool:
-        """Return whether the module is, or lies in, one of `modules_to_save`."""
-        return any(f".{name}." in f".{module}." for name in self.modules_to_save)
+        """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
+
+        The ends of the text are compared, so "norm" means `input_layernorm` too (peft 0.21, `other.py::_set_trainable`).
+        """
+        return any(f"{name}." in f"{module}." for name in self.modules_to_save)
+
+    def tokens(self, module: str) -> tuple[int, ...]:
+        """Return the rows of the embedding `module` that were trained by themselves."""
+        for name, rows in self.token_indices.items():
+            if not name or module == name or module.endswith(f".{name}"):
+                return rows
+        return ()
 
     def _excluded(self, module: str) -> bool:
         if isinstance(self.exclude_modules, str):
             excluded = bool(self.exclude_modules) and compiled(self.exclude_modules).fullmatch(module) is not None
         else:
             excluded = is_under(module, _as_set(self.exclude_modules or ())) is not None
-        return excluded or self.saves(module)
+        return excluded or any(f".{name}." in f".{module}." for name in self.modules_to_save)
 
     def _in_layers(self, module: str) -> bool:
         if not self.layers_to_transform:
@@ -154,7 +165,7 @@ def _pattern_regex(key: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=4096)
 def _last_literal(key: str) -> str | None:
-    """The last path component of a key that is no real pattern, to reject most modules without a regex."""
+    """Return the last path component of a key that is no real pattern: it rejects most modules without a regex."""
     return key.rpartition(".")[2] if _LITERAL.match(key) else None
 
 
@@ -251,7 +262,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         layers_pattern=_one_or_many(fields, "layers_pattern"),
         rank_pattern={} if "rank_pattern" in broken else ranks,
         alpha_pattern={} if "alpha_pattern" in broken else alphas,
-        has_token_indices=bool(raw.get("trainable_token_indices")),
+        token_indices=_token_indices(fields),
         refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
         unknown=tuple(name for name in raw if name not in FIELD_USES),
         problems=tuple(fields.problems),
@@ -285,8 +296,21 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
     return tuple(layers)
 
 
+def _token_indices(fields: Fields) -> dict[str, tuple[int, ...]]:
+    value = fields.table.get("trainable_token_indices")
+    if not value:
+        return {}
+    table = {"": value} if isinstance(value, list) else value
+    if not isinstance(table, dict) or not all(_is_rows(rows) for rows in table.values()):
+        fields.expected("trainable_token_indices", "list of ints, or object of such lists", value)
+        return {}
+    return {module: tuple(rows) for module, rows in table.items()}
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, list) and all(type(row) is int and row >= 0 for row in value)
+
+
 def _one_or_many(fields: Fields, name: str) -> tuple[str, ...]:
     value = fields.names_or_pattern(name)
     return (value,) if isinstance(value, str) else value or ()
-
-

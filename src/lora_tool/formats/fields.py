@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lora_tool.errors import Defect, Problem
+
+_LARGEST = 2**63 - 1
+"""No config has a larger number; beyond it, the arithmetic of a scaling overflows."""
 
 
 class Fields:
@@ -22,9 +25,7 @@ class Fields:
     def note(self, name: str, message: str) -> None:
         """Record that the field `name` is wrong."""
         subject = f"{self.context}{name}"
-        self.problems.append(
-            Problem(defect=Defect.BAD_FIELD, path=str(self.path), subject=subject, message=message)
-        )
+        self.problems.append(Problem(defect=Defect.BAD_FIELD, path=str(self.path), subject=subject, message=message))
 
     def expected(self, name: str, what: str, found: object) -> None:
         """Record that the field `name` should have been a `what`."""
@@ -35,8 +36,8 @@ class Fields:
         if type(value) is not int:
             self.expected(name, "int", value)
             return default
-        if least is not None and value < least:
-            self.expected(name, f"int of at least {least}", value)
+        if not (-_LARGEST <= value <= _LARGEST) or (least is not None and value < least):
+            self.expected(name, "int" if least is None else f"int of at least {least}", value)
             return default
         return value
 
@@ -49,7 +50,7 @@ class Fields:
 
     def number(self, name: str, default: float) -> float:
         value = self.table.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             self.expected(name, "number", value)
             return default
         return value
@@ -70,7 +71,7 @@ class Fields:
         return value
 
     def names(self, name: str) -> tuple[str, ...] | None:
-        """A list of strings, or None."""
+        """Return a list of strings, or None."""
         value = self.table.get(name)
         if value is None:
             return None
@@ -80,12 +81,12 @@ class Fields:
         return tuple(value)
 
     def names_or_pattern(self, name: str) -> tuple[str, ...] | str | None:
-        """A list of strings, one string (PEFT reads it as a regular expression), or None."""
+        """Return a list of strings, one string (which PEFT reads as a regular expression), or None."""
         value = self.table.get(name)
         return value if isinstance(value, str) else self.names(name)
 
     def numbers_by_pattern(self, name: str, *, least: float | None = None) -> dict[str, float]:
-        """An object of patterns to numbers, as `rank_pattern` and `alpha_pattern` are; {} if absent."""
+        """Return an object of patterns to numbers, as `rank_pattern` and `alpha_pattern` are; {} if absent."""
         value = self.table.get(name)
         if value is None:
             return {}
@@ -94,11 +95,22 @@ class Fields:
             return {}
         numbers = {}
         for key, number in value.items():
-            if isinstance(number, bool) or not isinstance(number, int | float) or (least is not None and number < least):
-                self.expected(f"{name}[{json.dumps(key)}]", "number" + (f" of at least {least}" if least else ""), number)
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int | float)
+                or (least is not None and number < least)
+            ):
+                self.expected(
+                    f"{name}[{json.dumps(key)}]", "number" + (f" of at least {least}" if least else ""), number
+                )
             else:
                 numbers[key] = number
         return numbers
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether `value` is a number to calculate with: JSON in Python also has NaN, Infinity and endless ints."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def shown(value: object) -> str:

@@ -68,10 +68,16 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
         raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=reason)) from error
     if repeated:
         message = f"key appears more than once ({len(repeated)} repeated)" if len(repeated) > 1 else "key appears twice"
-        raise CorruptFile(
-            Problem(defect=Defect.DUPLICATE_KEY, path=str(path), subject=repeated[0], message=message)
-        )
+        raise CorruptFile(Problem(defect=Defect.DUPLICATE_KEY, path=str(path), subject=repeated[0], message=message))
     return parsed
+
+
+def require_own_file(root: Path, path: Path) -> None:
+    """Return if `path` is a regular file inside the folder `root`, links followed. Raises `CorruptFile`."""
+    if not inside(root, path):
+        raise _not_a_file(path, "is a link out of its folder")
+    with open_regular(path):
+        return
 
 
 def inside(root: Path, path: Path) -> bool:

@@ -44,7 +44,7 @@ def read_model_config(path: Path) -> ModelConfig:
     nested = raw.get("text_config")
     text = Fields(nested, path, "text_config.") if isinstance(nested, dict) else fields
     # read before `problems` is collected: every getter may add one
-    values: dict[str, Any] = dict(
+    values: dict[str, Any] = dict(  # noqa: C408 - reads as the constructor's arguments
         path=path,
         raw=raw,
         model_type=fields.text("model_type"),

@@ -131,7 +131,7 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
 def _entry(name: str, entry: object) -> tuple[TensorSpec, int, int]:
     """Return the spec and data range of one header entry. Raises ValueError with a sentence about it."""
     if not isinstance(entry, dict):
-        raise ValueError("header entry is not an object")
+        raise ValueError("header entry is not an object")  # noqa: TRY004 - callers collect ValueErrors
     dtype = _KNOWN_DTYPES.get(entry.get("dtype", ""))
     if dtype is None:
         raise ValueError(f"dtype {entry.get('dtype')!r} is not one of safetensors'")

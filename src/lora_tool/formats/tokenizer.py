@@ -79,7 +79,7 @@ def read_pad_token(folder: Path, names: Iterable[str]) -> tuple[PadToken | None,
 
 
 def _content(value: object) -> str | None:
-    """A special token is written as a string, or as an AddedToken object with its `content`."""
+    """Return a special token's text: it is written as a string, or as an AddedToken object with its `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 

@@ -65,14 +65,10 @@ class _Gathering:
         return file
 
     def note(self, defect: Defect, path: Path, message: str, subject: str | None, *, fatal: bool = True) -> None:
-        self.problems.append(
-            Problem(defect=defect, path=str(path), message=message, subject=subject, fatal=fatal)
-        )
+        self.problems.append(Problem(defect=defect, path=str(path), message=message, subject=subject, fatal=fatal))
 
     def weights(self, index: Path | None = None) -> Weights:
-        return Weights(
-            files=tuple(self.files), tensors=self.tensors, index=index, problems=tuple(self.problems)
-        )
+        return Weights(files=tuple(self.files), tensors=self.tensors, index=index, problems=tuple(self.problems))
 
 
 def read_single(path: Path) -> Weights:

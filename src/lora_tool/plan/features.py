@@ -33,14 +33,8 @@ def refusals(config: AdapterConfig) -> Iterator[str]:
             f"`init_lora_weights` {config.init_lora_weights}: PEFT changes the base weights when it builds the layers, "
             "so the delta does not belong to the base on disk"
         )
-    if config.use_dora:
-        yield "`use_dora`: weight-decomposed LoRA"
-    if config.bias != "none":
-        yield f"`bias` {config.bias}: trained biases"
     if config.target_parameters:
         yield "`target_parameters`: LoRA on bare parameters, as of fused experts"
-    if config.has_token_indices:
-        yield "`trainable_token_indices`: trained token rows"
 
 
 def require_mergeable(config: AdapterConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,8 @@ def describe_input(
         "revision": revision,
         "fingerprint": print_,
         "files": [
-            {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)} for file in weights.files
+            {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)}
+            for file in weights.files
         ],
     }
 
@@ -87,12 +88,13 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def manifest_bytes(plan: Plan) -> bytes:
-    """Return the content of `lora_tool.json`: the same plan gives the same bytes."""
+def manifest_bytes(plan: Plan, hashes: Mapping[Path, str]) -> bytes:
+    """Return the content of `lora_tool.json`: the same plan gives the same bytes. `hashes` are those of `plan.hashed`."""
     packages = ["lora-tool", "numpy"] + (["torch"] if plan.precision.value == "peft" else [])
     table = {
         "schema_version": SCHEMA_VERSION,
         **plan.manifest,
+        "sha256": {path.name: digest for path, digest in hashes.items()},
         "precision": plan.precision.value,
         "versions": installed_versions(packages),
         "warnings": list(plan.warnings),

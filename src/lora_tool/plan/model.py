@@ -52,11 +52,41 @@ class LoraTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDelta:
-    """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D does."""
+    """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D and embeddings do.
+
+    `embedding` where PEFT rounds the delta to the type of W before it adds it; only `Precision.PEFT` does so too.
+    """
 
     source: StoredTensor
     terms: tuple[LoraTerm, ...]
     transposed: bool = False
+    embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoraDelta:
+    """m/‖W + Δ‖ · (W + Δ), the norm of each output's row; `magnitude` m has one value per output.
+
+    DoRA (https://arxiv.org/abs/2402.09353) as PEFT merges it: the norm is that of the unmerged base plus the delta.
+    """
+
+    source: StoredTensor
+    term: LoraTerm
+    magnitude: StoredTensor
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceRows:
+    """W with the rows `indices` replaced by those of `rows`, in that order: trained tokens of an embedding."""
+
+    source: StoredTensor
+    rows: StoredTensor
+    indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.indices) != self.rows.shape[0] or not all(0 <= row < self.source.shape[0] for row in self.indices):
+            raise ValueError(f"`{self.rows.name}` does not hold the rows {self.indices} of `{self.source.name}`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +105,7 @@ class BiasDelta:
     terms: tuple[BiasTerm, ...]
 
 
-Op = Copy | Cast | LoraDelta | BiasDelta
+Op = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
 """Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
 
 
@@ -149,7 +179,7 @@ class SideFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that will be written, and where each input tensor goes. `facts` are the summary's lines and the manifest's."""
+    """All that will be written, and where each input tensor goes. `notes` are the summary's lines."""
 
     shards: tuple[Shard, ...]
     side_files: tuple[SideFile, ...]
@@ -157,6 +187,8 @@ class Plan:
     inputs: tuple[FileStamp, ...]
     precision: Precision
     manifest: Mapping[str, Any]
+    hashed: tuple[Path, ...] = ()
+    """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -172,10 +204,8 @@ class Plan:
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors have each fate, of the output first, then of the inputs."""
-        counts: dict[str, int] = {}
-        for item in (*self.steps, *self.leftovers):
-            counts[item.fate.value] = counts.get(item.fate.value, 0) + 1
-        return counts
+        fates = [step.fate.value for step in self.steps] + [item.fate.value for item in self.leftovers]
+        return {fate: fates.count(fate) for fate in dict.fromkeys(fates)}
 
     def __str__(self) -> str:
         from lora_tool.plan.text import plan_text  # noqa: PLC0415 - the text is built from the plan, not the reverse

@@ -20,12 +20,23 @@ class AdapterModules:
 
     lora: Mapping[str, LoraTerm]
     lora_bias: Mapping[str, BiasTerm]
+    magnitudes: Mapping[str, StoredTensor]
+    """DoRA's magnitude vectors, by module path."""
     saved: Mapping[str, StoredTensor]
     """Tensors that replace the base's, or are added to it: `modules_to_save`, the head."""
     frozen_base: Mapping[str, StoredTensor]
     """`X.base_layer.weight`: the frozen tensor under the LoRA of X, where the adapter carries it."""
+    embeddings: frozenset[str]
+    """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
+    tokens: Mapping[str, StoredTensor]
+    """Rows trained by themselves, by module path."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Adapter tensor → why it takes no part: only frozen originals that PEFT, too, leaves aside."""
+
+
+_LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""What PEFT saves by itself after the vocabulary was resized (`EMBEDDING_LAYER_NAMES`), and loads over the base's."""
 
 
 def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModules:
@@ -38,17 +49,21 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
     pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]] = defaultdict(dict)
     saved: dict[str, StoredTensor] = {}
     frozen: dict[str, StoredTensor] = {}
+    tokens: dict[str, StoredTensor] = {}
     dropped: dict[str, str] = {}
     for name, key in adapter.keys.items():
         tensor = adapter.tensors[name]
         _require_floats(adapter, tensor)
-        if key.part in (Part.LORA_A, Part.LORA_B):
+        if key.part in _LAYER_PARTS:
             if pairs[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
                 raise _refuse(adapter, name, f"is there twice: another name for `{key.canonical}` is in the file too")
         elif key.part is Part.PLAIN:
             saved[_plain(adapter, config, key)] = tensor
         elif key.part is Part.BASE_LAYER:
-            frozen[f"{key.module}.{key.leaf}"] = tensor
+            trained = key.leaf == "bias" and config.bias in ("all", "lora_only")
+            (saved if trained else frozen)[f"{key.module}.{key.leaf}"] = tensor
+        elif key.part is Part.TOKENS_DELTA:
+            tokens[key.module] = tensor
         elif key.part is Part.ORIGINAL_MODULE:
             dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
         else:
@@ -60,7 +75,22 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
         for module, parts in pairs.items()
         if (Part.LORA_B, "bias") in parts
     }
-    return AdapterModules(lora=lora, lora_bias=biases, saved=saved, frozen_base=frozen, dropped=dropped)
+    magnitudes = {
+        module: tensor
+        for module, parts in pairs.items()
+        for (part, _), tensor in parts.items()
+        if part is Part.MAGNITUDE
+    }
+    return AdapterModules(
+        lora=lora,
+        lora_bias=biases,
+        magnitudes=magnitudes,
+        saved=saved,
+        frozen_base=frozen,
+        embeddings=frozenset(module for module, parts in pairs.items() if (Part.EMBEDDING_A, None) in parts),
+        tokens=tokens,
+        dropped=dropped,
+    )
 
 
 def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:
@@ -81,7 +111,11 @@ def _require_prefix(adapter: AdapterDir) -> None:
 
 
 def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey) -> str:
-    if not config.saves(key.module) and not config.saves(key.tensor):
+    trained_bias = key.leaf == "bias" and (
+        config.bias == "all" or (config.bias == "lora_only" and config.targets(key.module))
+    )
+    resized = key.leaf == "weight" and key.module.endswith(_EMBEDDINGS)
+    if not (trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)):
         raise _refuse(adapter, key.text, "belongs to no target and to none of `modules_to_save`; PEFT would drop it")
     return key.tensor
 
@@ -89,15 +123,22 @@ def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey) -> str:
 def _lora_term(
     adapter: AdapterDir, config: AdapterConfig, module: str, parts: Mapping[tuple[Part, str | None], StoredTensor]
 ) -> LoraTerm:
-    a, b = parts.get((Part.LORA_A, "weight")), parts.get((Part.LORA_B, "weight"))
+    a = parts.get((Part.LORA_A, "weight"), parts.get((Part.EMBEDDING_A, None)))
+    b = parts.get((Part.LORA_B, "weight"), parts.get((Part.EMBEDDING_B, None)))
     if a is None or b is None:
         have, lack = ("lora_A", "lora_B") if b is None else ("lora_B", "lora_A")
         present = next(iter(parts.values()))
         raise _refuse(adapter, present.name, f"has a {have}, but its {lack} is missing")
-    unknown = set(parts) - {(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")}
+    linear = {(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")}
+    embedding = {(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)}
+    held = {(part, leaf) for part, leaf in parts if part is not Part.MAGNITUDE}
+    unknown = min(held - linear, held - embedding, key=len)
+    if (Part.EMBEDDING_A, None) in held and config.use_dora:
+        raise _refuse(adapter, a.name, "belongs to DoRA on an embedding, which is not merged here")
     if unknown:
         raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
     _require_shapes(adapter, config, module, a, b)
+    _require_magnitude(adapter, config, b, [t for (part, _), t in parts.items() if part is Part.MAGNITUDE])
     bias = parts.get((Part.LORA_B, "bias"))
     if (bias is not None) != config.lora_bias:
         found = "has a bias" if bias is not None else "has no bias"
@@ -105,6 +146,15 @@ def _lora_term(
     if bias is not None and bias.shape != (b.shape[0],):
         raise _refuse(adapter, bias.name, f"has shape {list(bias.shape)}, expected [{b.shape[0]}]")
     return LoraTerm(a=a, b=b, scaling=config.scaling(module))
+
+
+def _require_magnitude(adapter: AdapterDir, config: AdapterConfig, b: StoredTensor, found: list[StoredTensor]) -> None:
+    if bool(found) != config.use_dora:
+        has = "is there" if found else "is missing"
+        flag = str(config.use_dora).lower()
+        raise _refuse(adapter, (found or [b])[0].name, f"lora_magnitude_vector {has}, but `use_dora` is {flag}")
+    if found and found[0].shape != (b.shape[0],):
+        raise _refuse(adapter, found[0].name, f"has shape {list(found[0].shape)}, expected [{b.shape[0]}]")
 
 
 def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, b: StoredTensor) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
 from lora_tool.formats import model_config
+from lora_tool.formats.files import require_own_file
 from lora_tool.formats.tokenizer import PadToken, read_pad_token
 from lora_tool.plan.model import SideFile
 from lora_tool.tensors import DType
@@ -74,16 +74,24 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
 
 
 def copied_files(adapter: AdapterDir, base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
-    """Yield the tokenizer's files, from the adapter first and the base second, licences and generation config."""
+    """Yield the tokenizer's files, from the adapter first and the base second, licences and generation config.
+
+    Raises `CorruptFile` for one that is no regular file inside its folder.
+    """
     taken = set()
     for folder, whose in ((adapter.folder, "adapter"), (base.folder, "base")):
         for name in folder.tokenizer_files:
             if name not in taken:
                 taken.add(name)
-                yield SideFile(filename=name, source=folder.root / name, reason=f"copied from the {whose}")
+                yield _copied(folder, name, whose)
     for name in base.folder.files:
         if name.upper().startswith(_LICENCES) or (generation and name == GENERATION_CONFIG):
-            yield SideFile(filename=name, source=base.root / name, reason="copied from the base")
+            yield _copied(base.folder, name, "base")
+
+
+def _copied(folder: Folder, name: str, whose: str) -> SideFile:
+    require_own_file(folder.root, folder.root / name)
+    return SideFile(filename=name, source=folder.root / name, reason=f"copied from the {whose}")
 
 
 def left_out(base: ModelDir, copied: set[str]) -> tuple[str, ...]:
@@ -105,8 +113,3 @@ def model_dtype(base: ModelDir) -> DType | None:
     if isinstance(named, str) and named.removeprefix("torch.") in by_name:
         return by_name[named.removeprefix("torch.")]
     return next((tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float), None)
-
-
-def source_paths(files: tuple[SideFile, ...]) -> tuple[Path, ...]:
-    """Return the files that are copied, for the plan's list of inputs."""
-    return tuple(file.source for file in files if file.source is not None)

@@ -35,6 +35,10 @@ class Head:
     num_labels: int
 
 
+_LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
+"""Where in a head its last layer is, whose rows are the labels: RoBERTa's and BART's is `out_proj`, XLM's `summary`."""
+
+
 def is_classifier(class_names: tuple[str, ...]) -> bool:
     """Return whether `architectures` of a config names a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in class_names)
@@ -94,11 +98,12 @@ def find_head(
             f"{base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
             hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
         )
-    name = f"{arch.head}.weight"
-    weight = modules.saved.get(name) or modules.frozen_base.get(name) or base.tensors.get(name)
+    names = [f"{arch.head}{last}.weight" for last in _LAST_LAYERS]
+    places = (modules.saved, modules.frozen_base, base.tensors)
+    weight = next((place[name] for place in places for name in names if name in place), None)
     if weight is None:
         raise UnsupportedAdapter(
-            f"{adapter.root}: no `{name}` in the adapter nor in the base: {_why_headless(arch.head, modules)}",
+            f"{adapter.root}: no `{names[0]}` in the adapter nor in the base: {_why_headless(arch.head, modules)}",
             hint="look for it in the training checkpoint (global_step…), or train again with "
             f'task_type="SEQ_CLS" or modules_to_save=["{arch.head}"]',
         )

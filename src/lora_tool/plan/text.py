@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.display import printable, size
-from lora_tool.plan.model import BiasDelta, Cast, Copy, LoraDelta, Op, Plan, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, ReplaceRows, Step
 
 _SHOWN = 12
 
@@ -16,7 +16,9 @@ def plan_text(plan: Plan) -> str:
     lines = [printable(note) for note in plan.notes]
     counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
     lines += [f"tensors: {counts}", f"output: {size(plan.data_bytes)} in {len(plan.shards)} weight files"]
-    lines += [f"  {shard.filename}  {len(shard.steps)} tensors, {size(shard.data_bytes)}" for shard in plan.shards[:_SHOWN]]
+    lines += [
+        f"  {shard.filename}  {len(shard.steps)} tensors, {size(shard.data_bytes)}" for shard in plan.shards[:_SHOWN]
+    ]
     if len(plan.shards) > _SHOWN:
         lines.append(f"  … and {len(plan.shards) - _SHOWN} more")
     lines += [f"  {printable(file.filename)}  {printable(file.reason)}" for file in plan.side_files]
@@ -73,24 +75,20 @@ def step_json(step: Step) -> dict[str, Any]:
 
 
 def _op_json(op: Op) -> Mapping[str, Any]:
+    common = {"op": type(op).__name__, "source": op.source.name, "file": op.source.path.name}
     match op:
         case Copy() | Cast():
-            return {"op": type(op).__name__, "source": op.source.name, "file": op.source.path.name}
+            return common
         case LoraDelta():
-            return {
-                "op": "LoraDelta",
-                "source": op.source.name,
-                "file": op.source.path.name,
-                "transposed": op.transposed,
-                "terms": [
-                    {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
-                    for term in op.terms
-                ],
-            }
+            return {**common, "transposed": op.transposed, "terms": [_term_json(term) for term in op.terms]}
+        case DoraDelta():
+            terms = [_term_json(op.term)]
+            return {**common, "transposed": op.transposed, "terms": terms, "magnitude": op.magnitude.name}
+        case ReplaceRows():
+            return {**common, "rows": op.rows.name, "indices": list(op.indices)}
         case BiasDelta():
-            return {
-                "op": "BiasDelta",
-                "source": op.source.name,
-                "file": op.source.path.name,
-                "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms],
-            }
+            return {**common, "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms]}
+
+
+def _term_json(term: LoraTerm) -> dict[str, Any]:
+    return {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}

@@ -1,0 +1,54 @@
+"""`lora-tool inspect`: what a folder is and holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lora_tool.checkpoint import open_checkpoint
+from lora_tool.cli.options import json_option
+from lora_tool.display import printable
+from lora_tool.inspection import inspect_checkpoint
+from lora_tool.inspection_model import Inspection
+from lora_tool.sources import resolve
+
+
+@click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
+@click.argument("path", default=".")
+@click.option("--norms/--no-norms", default=None, help="Norms of A, B and ΔW.  [default: for adapters up to 512 MiB]")
+@json_option
+def command(path: str, norms: bool | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+    """Show what PATH is: an adapter, model, checkpoint or run folder (by default this one), or an adapter's Hub id.
+
+    For an adapter: its targets with rank, scaling, sizes and norms, its head, its base. ΔW is scaling·B·A.
+    """
+    checkpoint = open_checkpoint(resolve(path, download=True).path)
+    inspection = inspect_checkpoint(checkpoint, norms=norms)
+    if as_json:
+        click.echo(json.dumps(inspection_json(inspection), indent=2))
+        return
+    from lora_tool.cli.inspect_view import show  # noqa: PLC0415 - rich, only for people
+
+    show(inspection, sys.stdout)
+
+
+def inspection_json(inspection: Inspection) -> dict[str, Any]:
+    """Return the inspection as JSON data. Names from files are escaped; NaN and infinities are null."""
+    table = _plain(dataclasses.asdict(inspection))
+    return {"schema_version": 1, **table}
+
+
+def _plain(value: object) -> Any:  # noqa: ANN401 - JSON data
+    if isinstance(value, dict):
+        return {printable(str(key)): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return printable(str(value)) if isinstance(value, str | Path) else value

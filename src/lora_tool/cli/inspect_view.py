@@ -1,0 +1,246 @@
+"""An inspection as tables on a terminal; without colours and cut lines where the output is a pipe or a file."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lora_tool.display import printable, size
+from lora_tool.inspection_model import (
+    AdapterInspection,
+    CheckpointRow,
+    Inspection,
+    ModelInspection,
+    ShardedInspection,
+    Spread,
+    Target,
+    TensorInfo,
+    Training,
+)
+
+_WIDE = 240
+"""Columns where nobody watches: enough that no name is cut."""
+_SHOWN = 8
+"""Rows of lists that may be long: shards, whole tensors, problems."""
+_ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "o_proj", "gate_proj", "up_proj", "down_proj")
+_MATRIX = 2
+
+
+def show(inspection: Inspection, out: TextIO) -> None:
+    """Write the inspection to `out`."""
+    watched = out.isatty()
+    plain = not watched or bool(os.environ.get("NO_COLOR"))
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        width=Console(file=out).width if watched else _WIDE,
+        force_terminal=watched,
+        color_system=None if plain else "auto",
+        highlight=False,
+    )
+    title = Text(inspection.kind, style="bold green").append("  ").append(printable(inspection.path), style="bold")
+    console.print(title)
+    console.print(_facts(_lines(inspection)))
+    for table in _tables(inspection):
+        console.print()
+        console.print(table)
+    if inspection.problems:
+        console.print()
+        _show_problems(console, inspection)
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")  # Δ and ‖ on a terminal that has no such letters
+    out.writelines(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+
+
+def _facts(lines: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines:
+        if value:
+            table.add_row(name, Text(printable(value)))
+    return table
+
+
+def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    if isinstance(inspection, AdapterInspection):
+        yield from _adapter_lines(inspection)
+    elif isinstance(inspection, ModelInspection):
+        yield from _model_lines(inspection)
+    yield "training", _training(inspection.training)
+    yield "tokenizer", ", ".join(inspection.tokenizer_files)
+    yield "on disk", size(inspection.disk_bytes)
+
+
+def _adapter_lines(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
+    revision = f" @ {adapter.revision}" if adapter.revision else ""
+    yield "base model", f"{adapter.base_model}{revision}" if adapter.base_model else "not named"
+    yield "task", adapter.task_type or "not named"
+    kind = "LoRA" if adapter.peft_type == "LORA" else adapter.peft_type or ""
+    yield "method", ", ".join((kind, *adapter.variants)) if kind else ""
+    yield "parameters", f"{adapter.parameters:,} ({_dtypes(adapter.dtypes.items())}), {size(adapter.nbytes)}"
+    yield "head", _tensor_list(adapter.head)
+    yield "saved", _tensor_list(adapter.saved)
+    yield "other", _tensor_list(adapter.others)
+
+
+def _model_lines(model: ModelInspection) -> Iterator[tuple[str, str]]:
+    yield "type", ", ".join(filter(None, (model.model_type, *model.architectures)))
+    yield "layers", "" if model.layers is None else str(model.layers)
+    yield "parameters", f"{model.parameters:,} in {model.tensors:,} tensors ({_dtypes(model.dtypes.items())})"
+    yield "weights", f"{size(model.nbytes)} in {_count(len(model.files), 'file')}"
+    yield "quantised", model.quantization or ""
+    yield "head", _tensor_list(model.head) or "none stored"
+    yield "labels", "" if model.num_labels is None else str(model.num_labels)
+    yield "embeddings", "" if model.tied is None else "tied" if model.tied else "not tied"
+    yield "merged from", ", ".join(model.merged_from)
+
+
+def _training(training: Training | None) -> str:
+    if training is None:
+        return ""
+    epoch = "" if training.epoch is None else f", epoch {training.epoch:.3g}"
+    return f"step {training.step:,}{epoch}" + ("" if training.loss is None else f", loss {number(training.loss)}")
+
+
+def _tensor_list(tensors: Sequence[TensorInfo]) -> str:
+    listed = [
+        f"{tensor.name.removeprefix('base_model.model.')} {list(tensor.shape)} {tensor.dtype}"
+        for tensor in tensors[:_SHOWN]
+    ]
+    more = [f"and {len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
+    return "\n".join(listed + more)
+
+
+def _dtypes(held: Iterable[tuple[str, int]]) -> str:
+    listed = list(held)
+    return listed[0][0] if len(listed) == 1 else ", ".join(f"{dtype} {elements:,}" for dtype, elements in listed)
+
+
+def _tables(inspection: Inspection) -> Iterator[Table]:
+    if isinstance(inspection, AdapterInspection) and inspection.targets:
+        targets = sorted(inspection.targets, key=_conventional)
+        yield _target_table(targets)
+        if any(target.norms for target in targets):
+            yield _norm_table(targets)
+    if isinstance(inspection, ModelInspection) and len(inspection.files) > 1:
+        table = _table("file", "size>")
+        for name, nbytes in inspection.files[:_SHOWN]:
+            table.add_row(Text(printable(name)), size(nbytes))
+        if len(inspection.files) > _SHOWN:
+            table.add_row(f"and {len(inspection.files) - _SHOWN} more", "")
+        yield table
+    if isinstance(inspection, ShardedInspection):
+        table = _table("tag", "files>", "size>", "")
+        for tag in inspection.tags:
+            note = "latest" if tag.latest else ""
+            table.add_row(Text(printable(tag.tag)), str(tag.files), size(tag.nbytes), note)
+        yield table
+    if inspection.checkpoints:
+        yield _checkpoint_table(inspection.checkpoints)
+
+
+def _conventional(target: Target) -> int:
+    last = target.name.partition(" ")[0].rpartition(".")[2]
+    return _ORDER.index(last) if last in _ORDER else len(_ORDER)
+
+
+def _table(*columns: str) -> Table:
+    """Return a borderless table; a column whose name ends in ``>`` is aligned to the right."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan", pad_edge=False)
+    for column in columns:
+        right = column.endswith(">")
+        table.add_column(column.removesuffix(">"), justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _target_table(targets: Sequence[Target]) -> Table:
+    table = _table("target", "×>", "layers", "rank>", "scaling>", "in → out", "dtype", "parameters>")
+    for target in targets:
+        table.add_row(
+            Text(printable(target.name)),
+            str(len(target.modules)),
+            ranges(target.layers),
+            Text("differs", style="red") if target.rank is None else str(target.rank),
+            "?" if target.scaling is None else f"{target.scaling:.4g}",
+            _sizes(target),
+            target.dtype,
+            f"{target.parameters:,}",
+        )
+    return table
+
+
+def _sizes(target: Target) -> str:
+    a, b = target.a_shape, target.b_shape
+    if a is None or b is None:
+        return f"{'A' if a is None else 'B'} is missing"
+    if len(a) == _MATRIX and len(b) == _MATRIX:
+        return f"{a[1]} → {b[0]}"
+    return f"A {list(a)} B {list(b)}"
+
+
+def _norm_table(targets: Sequence[Target]) -> Table:
+    columns = (f"{norm}\n{what}>" for norm in ("‖A‖", "‖B‖", "‖ΔW‖") for what in ("min", "med", "max"))
+    table = _table("\ntarget", *columns)
+    for target in targets:
+        if target.norms is not None:
+            numbers = (*_three(target.norms.a), *_three(target.norms.b), *_three(target.norms.delta))
+            table.add_row(Text(printable(target.name)), *numbers)
+    return table
+
+
+def _three(spread: Spread | None) -> tuple[str, str, str]:
+    return ("?", "?", "?") if spread is None else (number(spread.least), number(spread.median), number(spread.most))
+
+
+def number(value: float) -> str:
+    """Return three significant digits: ``0.490``, ``12.3``, ``1.20e-05``."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf"
+    return "0" if value == 0 else f"{value:#.3g}".removesuffix(".")
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers with neighbours joined: ``0-3, 5, 8-11``; what is too irregular to read is cut."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] + 1 == n:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    listed = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(listed[:4] + (["…"] if len(listed) > 4 else [])) or "-"  # noqa: PLR2004 - fits its column
+
+
+def _checkpoint_table(rows: Sequence[CheckpointRow]) -> Table:
+    table = _table("checkpoint", "step>", "epoch>", "loss>", "kind", "size>", "")
+    for row in rows:
+        training = row.training
+        table.add_row(
+            Text(printable(row.name)),
+            f"{training.step:,}" if training else "-",
+            f"{training.epoch:.3g}" if training and training.epoch is not None else "-",
+            number(training.loss) if training and training.loss is not None else "-",
+            Text(row.kind, style="red" if row.kind == "unreadable" else ""),
+            size(row.nbytes),
+            Text(printable(row.note or ""), style="yellow"),
+        )
+    return table
+
+
+def _show_problems(console: Console, inspection: Inspection) -> None:
+    console.print(Text(_count(len(inspection.problems), "problem"), style="bold red"))
+    for problem in inspection.problems[:_SHOWN]:
+        console.print(Text(f"  {printable(problem)}"))
+    console.print(Text(f"lora-tool validate {printable(inspection.path)} says more"))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

@@ -1,0 +1,311 @@
+"""What a folder holds, counted and grouped: the data behind `lora-tool inspect`.
+
+Everything but the norms is read from names, JSON and tensor headers (`inspection_norms` reads weights).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from lora_tool.checkpoint import AdapterDir, Checkpoint, DcpDir, Folder, ModelDir, ZeroDir, open_checkpoint
+from lora_tool.errors import CheckpointError
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.trainer_state import TrainerState
+from lora_tool.inspection_model import (
+    AdapterInspection,
+    CheckpointRow,
+    Inspection,
+    LoraModule,
+    ModelInspection,
+    Norms,
+    RankFiles,
+    RunInspection,
+    ShardedInspection,
+    Spread,
+    Target,
+    TensorInfo,
+    Training,
+)
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.tensors import StoredTensor, TensorTable
+
+NORM_BYTES = 512 << 20
+"""Adapters up to this size have their norms computed without being asked."""
+
+HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs", "v_head", "lm_head", "embed_out"})
+"""Module names of output heads, in adapters and in models."""
+
+_FACTORS = {Part.LORA_A: "a", Part.LORA_B: "b", Part.EMBEDDING_A: "a", Part.EMBEDDING_B: "b"}
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+
+
+Measured = Mapping[LoraModule, tuple[float, float, float | None]]
+"""Module → ‖A‖, ‖B‖, ‖ΔW‖."""
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None) -> Inspection:
+    """Return what the checkpoint holds. `norms` True computes an adapter's norms, None only those of small adapters.
+
+    Raises `OSError` where weights cannot be read.
+    """
+    if isinstance(checkpoint, AdapterDir):
+        return _adapter(checkpoint, norms=checkpoint.weights.nbytes <= NORM_BYTES if norms is None else norms)
+    if isinstance(checkpoint, ModelDir):
+        return _model(checkpoint)
+    if isinstance(checkpoint, ZeroDir | DcpDir):
+        return _sharded(checkpoint)
+    return RunInspection(**_common(checkpoint))
+
+
+class _Common(TypedDict):
+    path: str
+    kind: str
+    disk_bytes: int
+    tokenizer_files: tuple[str, ...]
+    training: Training | None
+    checkpoints: tuple[CheckpointRow, ...]
+    problems: tuple[str, ...]
+
+
+def _common(checkpoint: Checkpoint) -> _Common:
+    folder = checkpoint.folder
+    return {
+        "path": str(folder.root),
+        "kind": str(checkpoint.kind),
+        "disk_bytes": disk_bytes(folder.root),
+        "tokenizer_files": folder.tokenizer_files,
+        "training": _training(folder.trainer),
+        "checkpoints": tuple(_checkpoint_row(folder, name) for name in folder.checkpoints),
+        "problems": tuple(map(str, checkpoint.problems)),
+    }
+
+
+def _training(state: TrainerState | None) -> Training | None:
+    return None if state is None else Training(step=state.global_step, epoch=state.epoch, loss=state.last_loss)
+
+
+def _checkpoint_row(folder: Folder, name: str) -> CheckpointRow:
+    path = folder.root / name
+    try:
+        inner = open_checkpoint(path)
+    except CheckpointError as error:
+        return CheckpointRow(name=name, kind="unreadable", nbytes=disk_bytes(path), note=str(error))
+    trainer = inner.folder.trainer
+    what = "adapter" if isinstance(inner, AdapterDir) else "model" if isinstance(inner, ModelDir) else str(inner.kind)
+    note = f"{len(inner.problems)} problems" if inner.problems else None
+    return CheckpointRow(name=name, kind=what, nbytes=disk_bytes(path), training=_training(trainer), note=note)
+
+
+def disk_bytes(root: Path) -> int:
+    """Return the size of all files in and under the folder. Links to files count (the Hub cache), to folders do not."""
+    total = 0
+    for where, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(where, name)).st_size  # noqa: PTH116, PTH118 - thousands of files
+            except OSError:
+                continue
+    return total
+
+
+def lora_modules(adapter: AdapterDir) -> tuple[LoraModule, ...]:
+    """Return the LoRA factors of an adapter, by module, in file order."""
+    factors: dict[tuple[str, str | None], dict[str, StoredTensor]] = defaultdict(dict)
+    for name, key in adapter.keys.items():
+        factor = _factor(key)
+        if factor is not None:
+            factors[key.module, key.adapter_name].setdefault(factor, adapter.tensors[name])
+    return tuple(
+        LoraModule(
+            path=module, adapter=name, a=found.get("a"), b=found.get("b"), scaling=_scaling(adapter.config, module)
+        )
+        for (module, name), found in factors.items()
+    )
+
+
+def _factor(key: AdapterKey) -> str | None:
+    """Return "a" or "b" for a factor, None for everything else, the biases of factors among it."""
+    return None if key.leaf == "bias" else _FACTORS.get(key.part)
+
+
+def _scaling(config: AdapterConfig | None, module: str) -> float | None:
+    try:
+        return None if config is None else config.scaling(module)
+    except ValueError:  # a pattern that cannot be used; it is among the problems
+        return None
+
+
+def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
+    config = adapter.config
+    modules = lora_modules(adapter)
+    whole: list[tuple[str, StoredTensor]] = []
+    others: list[StoredTensor] = []
+    for name, key in adapter.keys.items():
+        if key.part is Part.PLAIN:
+            whole.append((key.module, adapter.tensors[name]))
+        elif _factor(key) is None:
+            others.append(adapter.tensors[name])
+    measured: Measured = {}
+    if norms:
+        from lora_tool.inspection_norms import module_norms  # noqa: PLC0415 - numpy, only for norms
+
+        measured = module_norms(modules)
+    return AdapterInspection(
+        **_common(adapter),
+        base_model=config.base_model if config else None,
+        revision=config.revision if config else None,
+        task_type=config.task_type if config else None,
+        peft_type=config.peft_type if config else None,
+        variants=tuple(_variants(config)) if config else (),
+        targets=tuple(_targets(modules, measured)),
+        head=tuple(_info(tensor) for module, tensor in whole if _is_head(module)),
+        saved=tuple(_info(tensor) for module, tensor in whole if not _is_head(module)),
+        others=tuple(map(_info, others)),
+        parameters=sum(tensor.spec.numel for tensor in adapter.tensors.values()),
+        nbytes=adapter.weights.nbytes,
+        dtypes=_dtypes(adapter.tensors),
+    )
+
+
+def _variants(config: AdapterConfig) -> Iterator[str]:
+    names = {"rsLoRA": config.use_rslora, "DoRA": config.use_dora, "lora_bias": config.lora_bias}
+    yield from (name for name, there in names.items() if there)
+    if config.bias != "none":
+        yield f"bias={config.bias}"
+    if config.init_lora_weights != "true":
+        yield f"init {config.init_lora_weights}"
+    yield from config.refused
+
+
+def _is_head(module: str) -> bool:
+    return bool(HEADS & set(module.split(".")))
+
+
+def _info(tensor: StoredTensor) -> TensorInfo:
+    return TensorInfo(name=tensor.name, dtype=str(tensor.dtype), shape=tensor.shape, nbytes=tensor.nbytes)
+
+
+def _dtypes(tensors: TensorTable) -> Mapping[str, int]:
+    held: Counter[str] = Counter()
+    for tensor in tensors.values():
+        held[str(tensor.dtype)] += tensor.spec.numel
+    return dict(held.most_common())
+
+
+def _targets(modules: Iterable[LoraModule], measured: Measured) -> Iterator[Target]:
+    """Yield the modules grouped by path without its numbers, and by all that a group has in common."""
+    groups: dict[tuple[object, ...], list[LoraModule]] = defaultdict(list)
+    for module in modules:
+        factors = [tensor for tensor in (module.a, module.b) if tensor is not None]
+        dtype = "/".join(dict.fromkeys(str(tensor.dtype) for tensor in factors))
+        shapes = module.a and module.a.shape, module.b and module.b.shape
+        path = _NUMBER.sub("*", module.path)
+        groups[path, module.adapter, module.rank, module.scaling, shapes, dtype].append(module)
+    labels = short_names({str(key[0]) for key in groups})
+    for key, members in groups.items():
+        first = members[0]
+        yield Target(
+            name=labels[str(key[0])] + (f" ({first.adapter})" if first.adapter else ""),
+            modules=tuple(member.path for member in members),
+            layers=tuple(sorted({int(found[1]) for member in members if (found := _NUMBER.search(member.path))})),
+            rank=first.rank,
+            scaling=first.scaling,
+            a_shape=first.a.shape if first.a else None,
+            b_shape=first.b.shape if first.b else None,
+            dtype=str(key[-1]),
+            parameters=sum(t.spec.numel for member in members for t in (member.a, member.b) if t is not None),
+            norms=_norms([measured[member] for member in members if member in measured]),
+        )
+
+
+def _norms(values: list[tuple[float, float, float | None]]) -> Norms | None:
+    if not values:
+        return None
+    deltas = [delta for _, _, delta in values if delta is not None]
+    return Norms(
+        a=spread([a for a, _, _ in values]),
+        b=spread([b for _, b, _ in values]),
+        delta=spread(deltas) if deltas else None,
+    )
+
+
+def spread(values: list[float]) -> Spread:
+    """Return least, median and most of at least one value; NaN counts as larger than everything."""
+    ordered = sorted(values, key=lambda value: (value != value, value))  # noqa: PLR0124 - NaN is not itself
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return Spread(least=ordered[0], median=median, most=ordered[-1])
+
+
+def short_names(paths: Iterable[str]) -> Mapping[str, str]:
+    """Return for each dotted path its shortest suffix that no other path ends with, keeping what a `*` numbers."""
+    listed = set(paths)
+    endings = Counter(suffix for path in listed for suffix in _suffixes(path))
+    return {path: next((suffix for suffix in _suffixes(path) if endings[suffix] == 1), path) for path in listed}
+
+
+def _suffixes(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    # `experts.*.gate_proj` says more than `gate_proj`: begin before the last number that is not the layer's
+    stars = [at for at, part in enumerate(parts) if part == "*"]
+    begin = min(stars[-1] - 1, len(parts) - 1) if len(stars) > 1 else len(parts) - 1
+    yield from (".".join(parts[at:]) for at in range(max(begin, 0), -1, -1))
+
+
+def _model(model: ModelDir) -> ModelInspection:
+    config = model.config
+    heads = tuple(_info(tensor) for name, tensor in model.tensors.items() if _is_head(name.rpartition(".")[0]))
+    return ModelInspection(
+        **_common(model),
+        model_type=config.model_type if config else None,
+        architectures=config.architectures if config else (),
+        layers=config.num_hidden_layers if config else None,
+        num_labels=config.num_labels if config else None,
+        tied=config.tie_word_embeddings if config else None,
+        quantization=config.quantization if config else None,
+        head=heads,
+        tensors=len(model.tensors),
+        parameters=sum(tensor.spec.numel for tensor in model.tensors.values()),
+        nbytes=model.weights.nbytes,
+        dtypes=_dtypes(model.tensors),
+        files=tuple(sorted((file.path.name, file.stamp.size) for file in model.weights.files)),
+        merged_from=tuple(_merged_from(model)),
+    )
+
+
+def _merged_from(model: ModelDir) -> Iterator[str]:
+    inputs = model.manifest.raw.get("inputs") if model.manifest else None
+    for role in ("base", "adapter"):
+        described = inputs.get(role) if isinstance(inputs, dict) else None
+        if isinstance(described, dict):
+            name, revision = described.get("hub_id") or described.get("path"), described.get("revision")
+            yield f"{role} {name}" + (f" @ {revision}" if revision else "")
+
+
+def _sharded(checkpoint: ZeroDir | DcpDir) -> ShardedInspection:
+    listed = checkpoint.rank_files if isinstance(checkpoint, ZeroDir) else checkpoint.parts
+    latest = checkpoint.latest if isinstance(checkpoint, ZeroDir) else None
+    return ShardedInspection(
+        **_common(checkpoint),
+        tags=tuple(
+            RankFiles(
+                tag=tag,
+                files=len(names),
+                nbytes=sum(_file_bytes(checkpoint.root / tag / name) for name in names),
+                latest=tag == latest,
+            )
+            for tag, names in listed.items()
+        ),
+    )
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

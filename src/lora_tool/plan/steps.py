@@ -1,0 +1,249 @@
+"""The steps of a merge: what happens to every tensor of the base and of the adapter."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.keys import Part
+from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, ReplaceRows, Step
+from lora_tool.plan.modules import AdapterModules
+from lora_tool.plan.side_files import model_dtype
+from lora_tool.plan.task import Head
+from lora_tool.tensors import DType, StoredTensor, TensorSpec
+
+_OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
+MATRIX = 2
+"""Dimensions of what LoRA on linear layers and embeddings changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """Everything that the steps are made from."""
+
+    base: ModelDir
+    adapter: AdapterDir
+    config: AdapterConfig
+    arch: Architecture
+    modules: AdapterModules
+    head: Head | None
+    dtype: DType | None
+
+
+def module_and_leaf(name: str) -> tuple[str, str]:
+    """Return a tensor name as module path and parameter: ``model.norm.weight`` is ``model.norm`` and ``weight``."""
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def base_steps(merge: Merge) -> Iterator[Step]:
+    """Yield a step for every tensor of the base that the output keeps, in the base's order."""
+    for tensor in merge.base.tensors.values():
+        if not _is_dropped(merge, tensor.name):
+            yield _step(merge, tensor)
+
+
+def _is_dropped(merge: Merge, name: str) -> bool:
+    return merge.head is not None and name in merge.arch.causal_only
+
+
+def _step(merge: Merge, tensor: StoredTensor) -> Step:
+    module, leaf = module_and_leaf(tensor.name)
+    modules = merge.modules
+    saved = modules.saved.get(tensor.name)
+    if saved is not None:
+        return _replacement(merge, tensor, saved)
+    if leaf == "weight" and module in modules.tokens:
+        return _tokens_step(merge, tensor, module)
+    if leaf == "weight" and module in modules.lora:
+        # an adapter on an embedding carries the embedding that it was trained on, and PEFT loads that over the base's
+        source = modules.frozen_base.get(tensor.name, tensor)
+        _require_same_shape(source, tensor)
+        return _lora_step(merge, source, tensor.name, module)
+    if leaf == "bias" and module in modules.lora_bias:
+        term = modules.lora_bias[module]
+        _require_same_shape(term.bias, tensor)
+        op: Op = BiasDelta(source=tensor, terms=(term,))
+        return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=f"lora_B bias, scaling {term.scaling:g}")
+    return _plain_step(merge, tensor, tensor.name, Fate.COPIED, "as in the base")
+
+
+def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
+    rows, indices = merge.modules.tokens[module], merge.config.tokens(module)
+    out = _spec(merge, tensor)
+    try:
+        op = ReplaceRows(source=tensor, rows=rows, indices=indices)
+    except ValueError as error:
+        raise IncompatibleBase(f"{rows.path}: {error}", hint=_OTHER_BASE) from error
+    if module in merge.modules.lora or rows.shape[1:] != tensor.shape[1:]:
+        found = "LoRA too" if module in merge.modules.lora else f"rows of {list(rows.shape[1:])}"
+        raise IncompatibleBase(
+            f"{rows.path}: `{rows.name}` cannot go into `{tensor.name}` {list(tensor.shape)}: {found}"
+        )
+    return Step(out=out, op=op, fate=Fate.MERGED, reason=f"{len(indices)} trained token rows")
+
+
+def _spec(merge: Merge, tensor: StoredTensor, name: str | None = None) -> TensorSpec:
+    dtype = merge.dtype if merge.dtype and tensor.dtype.is_float else tensor.dtype
+    return TensorSpec(name=name or tensor.name, dtype=dtype, shape=tensor.shape)
+
+
+def _plain_step(merge: Merge, tensor: StoredTensor, name: str, fate: Fate, reason: str) -> Step:
+    out = _spec(merge, tensor, name)
+    if out.dtype is tensor.dtype:
+        return Step(out=out, op=Copy(source=tensor), fate=fate, reason=reason)
+    cast_fate = Fate.CAST if fate is Fate.COPIED else fate
+    return Step(out=out, op=Cast(source=tensor), fate=cast_fate, reason=f"{reason}, {tensor.dtype} to {out.dtype}")
+
+
+def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
+    _require_same_shape(saved, base)
+    dtype = merge.dtype or base.dtype
+    out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
+    op: Op = Copy(source=saved) if saved.dtype is dtype else Cast(source=saved)
+    return Step(out=out, op=op, fate=Fate.REPLACED, reason=f"saved whole in the adapter, as {saved.dtype}")
+
+
+def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
+    term = merge.modules.lora[module]
+    embedding = module in merge.modules.embeddings
+    transposed = embedding or module.rpartition(".")[2] in merge.arch.conv1d
+    needed = (term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])
+    if source.shape != needed:
+        raise IncompatibleBase(
+            f"{source.path}: `{source.name}` is {list(source.shape)}, the adapter's lora_B·lora_A is {list(needed)}",
+            hint=_OTHER_BASE,
+        )
+    if not source.dtype.is_float:
+        raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
+    out = TensorSpec(name=name, dtype=merge.dtype or _home_dtype(merge, source, name), shape=source.shape)
+    magnitude = merge.modules.magnitudes.get(module)
+    op: Op = LoraDelta(source=source, terms=(term,), transposed=transposed, embedding=embedding)
+    if magnitude is not None:
+        op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
+    reason = f"{'LoRA' if magnitude is None else 'DoRA'} rank {term.a.shape[0]}, scaling {term.scaling:g}"
+    return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
+
+
+def _home_dtype(merge: Merge, source: StoredTensor, name: str) -> DType:
+    """Return the output's type: the base's tensors keep theirs; a head that the adapter brings takes the model's."""
+    home = merge.base.tensors.get(name)
+    return home.dtype if home else model_dtype(merge.base) or source.dtype
+
+
+def _require_same_shape(found: StoredTensor, base: StoredTensor) -> None:
+    if found.shape != base.shape:
+        raise IncompatibleBase(
+            f"{found.path}: `{found.name}` is {list(found.shape)}, the base's `{base.name}` is {list(base.shape)}",
+            hint=_OTHER_BASE,
+        )
+
+
+def added_steps(merge: Merge) -> Iterator[Step]:
+    """Yield steps for the tensors that the base does not have: the head's."""
+    for name, tensor in merge.modules.saved.items():
+        if name in merge.base.tensors or name in merge.arch.causal_only:
+            continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
+        if merge.head is None or not name.startswith(f"{merge.head.module}."):
+            raise _not_in_base(merge, tensor, name)
+        dtype = merge.dtype or model_dtype(merge.base) or tensor.dtype
+        op: Op = Copy(source=tensor) if tensor.dtype is dtype else Cast(source=tensor)
+        out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
+        yield Step(out=out, op=op, fate=Fate.ADDED, reason=f"the trained head, {tensor.dtype} in the adapter")
+    head = merge.head
+    if head is not None and f"{head.module}.weight" in merge.modules.frozen_base:
+        name = f"{head.module}.weight"
+        if head.module in merge.modules.lora and name not in merge.base.tensors:
+            yield _lora_step(merge, merge.modules.frozen_base[name], name, head.module)
+
+
+def _not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase:
+    close = difflib.get_close_matches(name, merge.base.tensors, n=1)
+    nearest = f"; the nearest there is `{close[0]}`" if close else ""
+    return IncompatibleBase(
+        f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have{nearest}",
+        hint=_OTHER_BASE,
+    )
+
+
+def dropped_from_base(merge: Merge) -> Iterator[Leftover]:
+    """Yield the tensors of the base that the output does not have, with the reason."""
+    for tensor in merge.base.tensors.values():
+        if _is_dropped(merge, tensor.name):
+            reason = f"a {merge.arch.sequence_classification} has no language model head"
+            yield Leftover(path=tensor.path, name=tensor.name, fate=Fate.DROPPED, reason=reason)
+
+
+def adapter_leftovers(merge: Merge) -> Iterator[Leftover]:
+    """Yield every tensor of the adapter with the output tensor that it is in, or why it is in none."""
+    for name, key in merge.adapter.keys.items():
+        path = merge.adapter.tensors[name].path
+        if name in merge.modules.dropped:
+            yield Leftover(path=path, name=name, fate=Fate.DROPPED, reason=merge.modules.dropped[name])
+        elif key.part is not Part.PLAIN:
+            target = f"{key.module}.{key.leaf if key.leaf == 'bias' else 'weight'}"
+            yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"in {target}")
+        else:
+            yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"is {key.tensor}")
+
+
+def require_all_consumed(merge: Merge, steps: tuple[Step, ...], leftovers: tuple[Leftover, ...]) -> None:
+    """Raise unless every adapter tensor is in a step or dropped by name, and every target of the config has tensors."""
+    used = {tensor.name for step in steps for tensor in _adapter_tensors(step.op)}
+    dropped = {item.name for item in leftovers if item.fate is Fate.DROPPED and item.name in merge.adapter.tensors}
+    for name, key in merge.adapter.keys.items():
+        if name not in used and name not in dropped:
+            leaf = "bias" if key.leaf == "bias" else "weight"
+            wanted = key.tensor if key.part is Part.PLAIN else f"{key.module}.{leaf}"
+            raise _unplaced(merge, merge.adapter.tensors[name], wanted)
+    forgotten = [module for module in _targeted(merge) if module not in merge.modules.lora]
+    if forgotten:
+        raise UnsupportedAdapter(
+            f"{merge.adapter.root}: `target_modules` names {len(forgotten)} modules of the base that have no LoRA "
+            f"tensors in the adapter, the first is `{forgotten[0]}`: the adapter is incomplete",
+            hint=f"lora-tool validate {merge.adapter.root} --base {merge.base.root}",
+        )
+
+
+def _unplaced(merge: Merge, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
+    if wanted in merge.base.tensors and _is_dropped(merge, wanted):
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
+            hint="merge it as a causal LM: --task causal-lm",
+        )
+    if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
+        return IncompatibleBase(
+            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
+            "changing it would change both ends",
+        )
+    return _not_in_base(merge, tensor, wanted)
+
+
+def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
+    match op:
+        case Copy() | Cast():
+            yield op.source
+        case LoraDelta():
+            yield op.source
+            for term in op.terms:
+                yield from (term.a, term.b)
+        case ReplaceRows():
+            yield op.rows
+        case DoraDelta():
+            yield from (op.source, op.term.a, op.term.b, op.magnitude)
+        case BiasDelta():
+            for bias in op.terms:
+                yield bias.bias
+
+
+def _targeted(merge: Merge) -> Iterator[str]:
+    for tensor in merge.base.tensors.values():
+        module, leaf = module_and_leaf(tensor.name)
+        matrix = leaf == "weight" and len(tensor.shape) == MATRIX
+        if matrix and not _is_dropped(merge, tensor.name) and merge.config.targets(module):
+            yield module

@@ -1,0 +1,91 @@
+"""Tied embeddings: one matrix on disk that is both the input embedding and the output layer.
+
+Where an adapter saved one end whole, PEFT's merged model has two matrices and says so in its config. Where it has LoRA
+on one end, PEFT changes the shared matrix, and with it the end that was not trained: that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.model import Cast, Copy, Fate, Op, Step
+from lora_tool.plan.steps import MATRIX, Merge
+from lora_tool.tensors import StoredTensor, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedEnds:
+    """Tensor names of the shared matrix: `embedding` is on disk, `output` is not."""
+
+    embedding: StoredTensor
+    output: str
+
+
+def tied_ends(merge: Merge) -> TiedEnds | None:
+    """Return the two ends of a causal LM whose output layer is not on disk; None where it is, or there is none.
+
+    Raises `UnsupportedAdapter` where the embedding cannot be told from its shape.
+    """
+    outputs = [name for name in merge.arch.causal_only if name.endswith(".weight")]
+    if merge.head is not None or not outputs or outputs[0] in merge.base.tensors:
+        return None
+    vocab_size = merge.base.config.vocab_size if merge.base.config else None
+    matrices = (tensor for tensor in merge.base.tensors.values() if len(tensor.shape) == MATRIX)
+    candidates = [tensor for tensor in matrices if tensor.shape[0] == vocab_size]
+    if len(candidates) != 1:
+        raise UnsupportedAdapter(
+            f"{merge.base.root}: `{outputs[0]}` is tied, and {len(candidates)} tensors have {vocab_size} rows: "
+            "which is the embedding cannot be told"
+        )
+    return TiedEnds(embedding=candidates[0], output=outputs[0])
+
+
+def require_no_lora_on_tied_ends(merge: Merge) -> None:
+    """Return unless LoRA was put on one end of tied embeddings. Raises `UnsupportedAdapter`."""
+    config = merge.base.config
+    says_tied = config is not None and bool(config.tie_word_embeddings) and merge.head is None
+    touched = [f"{module}.weight" for module in merge.modules.lora]
+    ends = [name for name in touched if name in merge.arch.causal_only or _has_vocabulary_rows(merge, name)]
+    if ends and (says_tied or tied_ends(merge) is not None):
+        tensor = merge.modules.lora[ends[0].removesuffix(".weight")].b
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` changes `{ends[0]}`, which this base ties to the other end of the model: "
+            "PEFT's merge would change both, though only one was trained",
+            hint="serve the adapter unmerged, or train it on a base saved with tie_word_embeddings=false",
+        )
+
+
+def _has_vocabulary_rows(merge: Merge, name: str) -> bool:
+    tensor = merge.base.tensors.get(name)
+    is_embedding = name.removesuffix(".weight") in merge.modules.embeddings
+    vocab_size = merge.base.config.vocab_size if merge.base.config else None
+    return is_embedding and tensor is not None and tensor.shape[0] == vocab_size
+
+
+def is_untied(merge: Merge) -> bool:
+    """Return whether the adapter saved an end of tied embeddings whole, so that the merged model has two matrices."""
+    if not any(_is_end(merge, name) for name in merge.modules.saved):
+        return False
+    return tied_ends(merge) is not None
+
+
+def _is_end(merge: Merge, name: str) -> bool:
+    tensor = merge.modules.saved[name]
+    vocab_size = merge.base.config.vocab_size if merge.base.config else None
+    return name in merge.arch.causal_only or (len(tensor.shape) == MATRIX and tensor.shape[0] == vocab_size)
+
+
+def untying_steps(merge: Merge) -> Iterator[Step]:
+    """Yield the output layer that a formerly tied base did not have: the saved one, else the base's old embedding."""
+    ends = tied_ends(merge) if is_untied(merge) else None
+    if ends is None:
+        return
+    saved = merge.modules.saved.get(ends.output)
+    source = saved or ends.embedding
+    dtype = merge.dtype or ends.embedding.dtype
+    op: Op = Copy(source=source) if source.dtype is dtype else Cast(source=source)
+    reason = "saved whole in the adapter" if saved else "the base's embedding, no longer tied to the trained one"
+    out = TensorSpec(name=ends.output, dtype=dtype, shape=source.shape)
+    yield Step(out=out, op=op, fate=Fate.ADDED, reason=reason)

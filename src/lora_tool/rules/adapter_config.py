@@ -1,0 +1,257 @@
+"""LT2xx, the config of an adapter against its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.errors import Defect
+from lora_tool.formats.adapter_config import pattern_for
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.features import refusals
+from lora_tool.report import Severity
+from lora_tool.rules import explained
+from lora_tool.rules.registry import Fault, Need, rule
+from lora_tool.rules.subject import AdapterSubject, Subject
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_MATRIX = 2
+
+
+@rule("LT205", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
+def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
+    """A target that matches nothing in the file.
+
+    ## What it does
+    Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` that no tensor belongs to.
+
+    ## Why it matters
+    Either the model had no such module, and what you meant to train was not trained; or the tensors were lost, and
+    PEFT fills them in: LoRA with zeros and a warning, whole modules with an error.
+
+    ## Example
+    `target_modules` lists "c_attn", a name of GPT-2, in the adapter of a Llama.
+
+    ## What to do
+    Compare the entry with the module names of the base (`lora-tool inspect BASE`), and remove it or train again.
+    """
+    config = subject.config
+    if not subject.layers:
+        return
+    if isinstance(config.target_modules, str):
+        if not any(explained.layer_is_targeted(config, layer) for layer in subject.layers):
+            message = "matches none of the modules that have LoRA tensors"
+            yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
+    else:
+        seen = {suffix for layer in subject.layers for suffix in _suffixes(layer.target)}
+        for entry in config.target_modules or ():
+            if entry not in seen and not _is_left_out(subject, entry):
+                message = "matches no module that has LoRA tensors"
+                yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
+    yield from _parameters_without_tensors(subject)
+    yield from _saved_without_tensors(subject)
+
+
+def _suffixes(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.partition(".")[2]
+
+
+def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
+    """Whether an entry may rightly have no LoRA: it is excluded or saved whole, or a pattern might exclude it."""
+    config = subject.config
+    if isinstance(config.exclude_modules, str) or explained.is_saved_whole(config, entry):
+        return True
+    return any(name in config.exclude_modules or () for name in _suffixes(entry)) if config.exclude_modules else False
+
+
+def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
+    for entry in subject.config.target_parameters or ():
+        parent = entry.rpartition(".")[0]
+        if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.layers):
+            message = "matches no module that has LoRA tensors"
+            yield Fault(subject=f"target_parameters: {entry}", message=message, path=subject.config_path)
+
+
+def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
+    config = subject.config
+    # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
+    entries = [entry for entry in config.modules_to_save if explained.head_of(entry) is None]
+    whole = [subject.paths[name] for name, key in subject.keys.items() if key.part in (Part.PLAIN, Part.SAVED_MODULE)]
+    for entry in entries:
+        if not any(ancestor.endswith(entry) for path in whole for ancestor in explained.ancestors(path)):
+            message = "no tensor of such a module is in the file"
+            yield Fault(subject=f"modules_to_save: {entry}", message=message, path=subject.config_path)
+
+
+@rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
+    """A tensor that the config does not explain.
+
+    ## What it does
+    Matches each tensor with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT would.
+
+    ## Why it matters
+    PEFT builds the layers that the config names and drops all other tensors without a word: part of the training is
+    silently not used. A plain tensor that the base has by the same name silently replaces the base's.
+
+    ## Example
+    The file has LoRA on `up_proj`, and `target_modules` is ["q_proj", "v_proj"].
+
+    ## What to do
+    Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the config
+    of the run that wrote the weights.
+    """
+    dropped = {layer.module for layer in subject.layers if not explained.layer_is_targeted(subject.config, layer)}
+    adapted = {layer.target for layer in subject.layers}
+    for name, key in subject.keys.items():
+        path = subject.paths[name]
+        if key.part is Part.PLAIN:
+            message = _plain_unexplained(subject, key, path)
+        elif key.part is Part.TOKENS_DELTA:
+            message = None if subject.config.token_indices else "`trainable_token_indices` is not set"
+        elif key.part is Part.BASE_LAYER:
+            message = None if path in adapted or explained.is_end(path) else "its module has no LoRA"
+        else:
+            message = "no entry of `target_modules` matches its module" if path in dropped else None
+        if message:
+            yield Fault(subject=name, message=f"{message}: PEFT would drop it without a word")
+
+
+def _plain_unexplained(subject: AdapterSubject, key: AdapterKey, path: str) -> str | None:
+    config = subject.config
+    if explained.is_saved_whole(config, path) or explained.is_end(path) or explained.head_of(path):
+        return None
+    if key.leaf == "bias" and config.bias != "none":
+        return None
+    return "it belongs to no target and to none of `modules_to_save`"
+
+
+@rule("LT210", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter is scaled to nothing.
+
+    ## What it does
+    Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
+
+    ## Why it matters
+    ΔW is scaling · B·A: with a scaling of 0 the module is exactly the base's, in training and afterwards.
+
+    ## Example
+    `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
+
+    ## What to do
+    Set `lora_alpha` (or the entry of `alpha_pattern`) to what was trained with.
+    """
+    config = subject.config
+    sources: dict[str, int] = {}
+    for layer in subject.layers:
+        if config.scaling(layer.target) == 0:
+            pattern = pattern_for(tuple(config.alpha_pattern), layer.target)
+            source = "lora_alpha" if pattern is None else f"alpha_pattern: {pattern}"
+            sources[source] = sources.get(source, 0) + 1
+    for source, count in sources.items():
+        message = f"gives {count} of {len(subject.layers)} layers a scaling of 0: they change nothing"
+        yield Fault(subject=source, message=message, path=subject.config_path)
+
+
+@rule("LT214", Severity.ERROR, on=Subject)
+def wrong_field(subject: Subject) -> Iterator[Fault]:
+    """A config field that is missing, of the wrong type, or unknown.
+
+    ## What it does
+    Reads `adapter_config.json`, `config.json` and `trainer_state.json` with the types that their fields have. Fields
+    that no PEFT we know has are noted.
+
+    ## Why it matters
+    PEFT takes a string for a number without a word and fails later, or computes something else. Unknown fields are
+    ignored on loading: if a newer PEFT wrote them, what they asked for does not happen.
+
+    ## Example
+    `r: expected int, found "8"`.
+
+    ## What to do
+    Correct the field in the file that is named.
+    """
+    for problem in subject.problems:
+        if problem.defect is Defect.BAD_FIELD:
+            yield Fault(message=problem.message, subject=problem.subject, path=problem.path)
+    if isinstance(subject, AdapterSubject) and subject.config.peft_type == "LORA":
+        for name in subject.config.unknown:
+            message = "is no field of LoraConfig that we know; PEFT ignores what it does not know"
+            yield Fault(subject=name, message=message, path=subject.config_path, severity=Severity.INFO)
+
+
+@rule("LT215", Severity.INFO, on=AdapterSubject, needs=_WHOLE)
+def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
+    """Something that `lora-tool merge` does not merge.
+
+    ## What it does
+    Names the features of the adapter that `lora-tool merge` refuses, because it cannot merge them exactly.
+
+    ## Why it matters
+    The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
+
+    ## Example
+    `"layer_replication": [[0, 16], [8, 32]]`.
+
+    ## What to do
+    Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
+    """
+    for reason in refusals(subject.config):
+        yield Fault(message=reason, path=subject.config_path)
+    layers = subject.layers
+    if any(layer.embedding for layer in layers):
+        yield Fault(message="LoRA on embeddings")
+    if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in layers):
+        yield Fault(message="LoRA on convolutions")
+    config = subject.config
+    if any(explained.is_end(path) and not explained.is_saved_whole(config, path) for _, path, _ in subject.plain()):
+        yield Fault(message="embeddings that were saved whole without `modules_to_save`: a resized vocabulary")
+
+
+@rule("LT216", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter without LoRA tensors.
+
+    ## What it does
+    Looks for at least one LoRA tensor in the weights file.
+
+    ## Why it matters
+    Loading it gives the base model, with a warning at most. transformers before 5.0 wrote such files under DeepSpeed
+    ZeRO-3: 16 to 40 bytes, or the head alone.
+
+    ## Example
+    `adapter_model.safetensors` has 40 bytes and no tensor.
+
+    ## What to do
+    Look for the training checkpoint (`global_stepN/`) of the run: the values are there; or save the adapter again.
+    """
+    config = subject.config
+    lora = subject.layers or any(key.part is Part.TOKENS_DELTA for key in subject.keys.values())
+    wanted = bool(config.target_modules or config.target_parameters)
+    if not lora and (wanted or not subject.tensors):
+        held = f"only {len(subject.tensors)} other tensors" if subject.tensors else "no tensor at all"
+        yield Fault(message=f"has no LoRA tensor, {held}: loading it gives the base model")
+
+
+@rule("LT217", Severity.ERROR, on=AdapterSubject)
+def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter of another kind.
+
+    ## What it does
+    Reads `peft_type`.
+
+    ## Why it matters
+    Prompt tuning, IA³, LoHa and their like have other tensors, which lora-tool cannot judge or merge.
+
+    ## Example
+    `"peft_type": "IA3"`.
+
+    ## What to do
+    Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
+    """
+    peft_type = subject.config.peft_type
+    if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
+        message = f"expected LORA, found {peft_type}"
+        yield Fault(subject="peft_type", message=message, path=subject.config_path)

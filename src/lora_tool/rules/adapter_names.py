@@ -1,0 +1,87 @@
+"""LT2xx, the names of an adapter's tensors: prefixes and duplicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.display import size
+from lora_tool.keys import PREFIX, Part
+from lora_tool.report import Severity
+from lora_tool.rules.explained import head_of, is_end
+from lora_tool.rules.registry import Fault, Need, rule
+from lora_tool.rules.subject import AdapterSubject, drift
+
+_HEADERS_ONLY = frozenset({Need.WEIGHTS})
+_KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
+
+
+@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY)
+def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
+    """A name that does not begin as PEFT's do.
+
+    ## What it does
+    Checks that each tensor is called `base_model.model.<module>…`, without the prefixes of torch.compile, FSDP and
+    DistributedDataParallel, and that the file holds one adapter only.
+
+    ## Why it matters
+    PEFT looks for its own names and passes over all others: the adapter loads, with a warning at most, and does
+    nothing.
+
+    ## Example
+    `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
+
+    ## What to do
+    Unwrap the model before saving (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
+    """
+    for name, key in subject.keys.items():
+        wrong = drift(key)
+        if wrong:
+            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{subject.paths[name]}…`")
+    plain = _plain(subject)
+    for name, key in subject.keys.items():
+        if key.part is Part.SAVED_MODULE and (subject.paths[name], key.leaf) not in plain:
+            yield Fault(
+                subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail"
+            )
+    adapter_names = sorted({key.adapter_name for key in subject.keys.values() if key.adapter_name})
+    if len(adapter_names) > 1:
+        listed = ", ".join(adapter_names)
+        yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")
+
+
+@rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY)
+def bloat(subject: AdapterSubject) -> Iterator[Fault]:
+    """Copies that nobody needs.
+
+    ## What it does
+    Looks for `modules_to_save.` and `original_module.` copies beside the tensor itself, and for frozen base weights
+    (`base_layer.weight`) that are no embedding.
+
+    ## Why it matters
+    The adapter is larger than it need be, by whole matrices: a resized vocabulary with `modules_to_save` is saved
+    three times over. For embeddings and output layers under LoRA, PEFT saves the base's matrix on purpose; that is
+    noted only.
+
+    ## Example
+    `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
+
+    ## What to do
+    Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
+    """
+    plain = _plain(subject)
+    copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
+    for name, key in subject.keys.items():
+        path, tensor = subject.paths[name], subject.tensors[name]
+        if key.part in copied and (path, key.leaf) in plain:
+            yield Fault(subject=name, message=f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads")
+        elif key.part is Part.BASE_LAYER and key.leaf != "bias":
+            expected = is_end(path) or any(layer.embedding and layer.target == path for layer in subject.layers)
+            # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
+            severity = Severity.INFO if expected or head_of(path) else None
+            message = f"the frozen weight of the base, {size(tensor.nbytes)} that the base has too"
+            hint = _KEPT_ON_PURPOSE if severity else None
+            yield Fault(subject=name, message=message, severity=severity, hint=hint)
+
+
+def _plain(subject: AdapterSubject) -> frozenset[tuple[str, str | None]]:
+    return frozenset((path, key.leaf) for _, path, key in subject.plain())

@@ -1,0 +1,61 @@
+"""Finding the head of a classification or reward model among tensors, and how many labels a config means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lora_tool.checkpoint import ModelDir
+from lora_tool.keys import Part
+from lora_tool.rules.explained import head_of
+from lora_tool.rules.subject import AdapterSubject
+from lora_tool.tensors import StoredTensor
+
+_CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
+_MATRIX = 2
+_TRANSFORMERS_LABELS = 2
+"""What transformers assumes where the config names no labels."""
+
+_LAST = ("weight", "out_proj.weight", "dense.weight")
+"""The tensor of a head that has one row per label, first match first: RoBERTa's and BART's heads are two layers."""
+
+
+def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
+    """Return the head tensors that the adapter carries whole, by the model's own names."""
+    found = {}
+    for name, key in subject.keys.items():
+        path = subject.paths[name]
+        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and head_of(path):
+            found[f"{path}.{key.leaf}"] = subject.tensors[name]
+    return found
+
+
+def head_weight(tensors: Mapping[str, StoredTensor], heads: Iterable[str]) -> StoredTensor | None:
+    """Return the matrix among `tensors` that has one row per label, None where there is none."""
+    for head in sorted(heads):
+        for leaf in _LAST:
+            tensor = tensors.get(f"{head}.{leaf}")
+            if tensor is not None and len(tensor.shape) == _MATRIX and tensor.spec.numel:
+                return tensor
+    return None
+
+
+def lora_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
+    """Return the lora_B of each head that has LoRA on it, by module path."""
+    return {layer.target: layer.b for layer in subject.layers if head_of(layer.target) and layer.b is not None}
+
+
+def is_classifier(model: ModelDir) -> bool:
+    """Return whether the model's config names a sequence or token classifier."""
+    return model.config is not None and any(name.endswith(_CLASSIFYING) for name in model.config.architectures)
+
+
+def labels_of(model: ModelDir) -> int | None:
+    """Return how many labels a classifier's config means; None for a model that is none."""
+    if model.config is None or not is_classifier(model):
+        return None
+    return _TRANSFORMERS_LABELS if model.config.num_labels is None else model.config.num_labels
+
+
+def labels(number: int) -> str:
+    """Return "1 label", "2 labels"."""
+    return "1 label" if number == 1 else f"{number} labels"

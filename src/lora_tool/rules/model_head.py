@@ -1,0 +1,101 @@
+"""LT306 and LT307: what a classifier's folder must say beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tool.errors import CorruptFile
+from lora_tool.formats import tokenizer
+from lora_tool.formats.files import inside, read_json
+from lora_tool.plan.architectures import architecture_of
+from lora_tool.report import Severity
+from lora_tool.rules.explained import CLASSIFIERS, head_of
+from lora_tool.rules.head_tensors import is_classifier
+from lora_tool.rules.registry import Fault, Need, rule
+from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_DECODER_HEAD = "score"
+"""The head of decoders, which read the score at the last token that is no padding."""
+
+
+@rule("LT306", Severity.WARNING, on=Subject, needs=_WHOLE)
+def no_pad_token(subject: Subject) -> Iterator[Fault]:
+    """A reward model without a pad token.
+
+    ## What it does
+    Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head, and for `pad_token` in the
+    tokenizer files beside a reward adapter (noted only: the base may have one).
+
+    ## Why it matters
+    The score is read at the last token that is no padding. Without the pad token's id, transformers raises "Cannot
+    handle batch sizes > 1", or reads the score of a padding token.
+
+    ## Example
+    A Llama reward model whose `config.json` has `"pad_token_id": null`.
+
+    ## What to do
+    Set `pad_token_id` in `config.json` to the tokenizer's pad token, the one that was trained with.
+    """
+    if isinstance(subject, ModelSubject):
+        config = subject.checkpoint.config
+        has_head = f"{_DECODER_HEAD}.weight" in subject.tensors
+        if config and has_head and is_classifier(subject.checkpoint) and config.pad_token_id is None:
+            message = "is not set: only one text at a time can be scored"
+            yield Fault(subject="pad_token_id", message=message, path=str(config.path))
+    elif isinstance(subject, AdapterSubject) and subject.is_reward():
+        folder = subject.checkpoint.folder
+        score = any(head_of(path) == _DECODER_HEAD for path in subject.paths.values())
+        if score and tokenizer.CONFIG in folder.files and not _names_pad_token(folder.root, folder.files):
+            message = "no tokenizer file here names a pad token; the base's may"
+            path = str(folder.root / tokenizer.CONFIG)
+            yield Fault(subject="pad_token", message=message, path=path, severity=Severity.INFO)
+
+
+def _names_pad_token(root: Path, names: tuple[str, ...]) -> bool:
+    """Whether a small tokenizer file names a pad token; its id would need the large ones."""
+    for name in (tokenizer.CONFIG, tokenizer.SPECIAL_MAP):
+        if name not in names or not inside(root, root / name):
+            continue
+        try:
+            loaded = read_json(root / name)
+        except CorruptFile:
+            continue
+        if isinstance(loaded, dict) and loaded.get("pad_token"):
+            return True
+    return False
+
+
+@rule("LT307", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
+    """The model's class and its head disagree.
+
+    ## What it does
+    Compares `architectures` in `config.json` with the head tensors of the weights.
+
+    ## Why it matters
+    A classifier's class without a head in the files gets a random one on each load, with a log line only. A head
+    under a causal LM's class is dropped: the rewards are gone, and an `lm_head` may be made up.
+
+    ## Example
+    `"architectures": ["LlamaForSequenceClassification"]`, and no `score.weight`.
+
+    ## What to do
+    Set `architectures` to the class that was trained; if the head is missing, merge again with the adapter that has
+    it.
+    """
+    model = subject.checkpoint
+    if model.config is None or not model.config.architectures:
+        return
+    arch = architecture_of(model.config.model_type or "")
+    named = {arch.head} if arch and arch.head else set(CLASSIFIERS)
+    found = sorted(name for name in model.tensors if any(name.startswith(f"{head}.") for head in named))
+    class_name = model.config.architectures[0]
+    path = str(model.config.path)
+    if class_name.endswith("ForSequenceClassification") and not found and arch is not None:
+        message = f"is {class_name}, but the weights have no `{arch.head or 'score'}`: it would be random"
+        yield Fault(subject="architectures", message=message, path=path)
+    elif class_name.endswith(("ForCausalLM", "LMHeadModel")) and found:
+        message = f"is {class_name}, but `{found[0]}` is among the weights: it would be dropped"
+        yield Fault(subject="architectures", message=message, path=path)

@@ -1,0 +1,65 @@
+"""LT208 and LT209: the values themselves. These rules read weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.report import Severity
+from lora_tool.rules.registry import Fault, rule
+from lora_tool.rules.subject import AdapterSubject, Subject
+
+
+@rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
+def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter is as untrained: every lora_B is zero.
+
+    ## What it does
+    Reads each layer's `lora_B` (of an embedding: its `lora_embedding_A`), which is zero before training. All of them
+    being zero is an error, single ones are noted.
+
+    ## Why it matters
+    With B = 0 the adapter changes nothing, and the merged model is the base. The run did not train: a learning rate
+    of 0, frozen parameters, gradients that were all zero, or a save before the first step. A single zero B is a
+    module that got no gradient, such as an expert that no token reached.
+
+    ## Example
+    A GRPO run whose rewards were all equal ends with loss 0 and this adapter.
+
+    ## What to do
+    Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
+    """
+    factors = [layer.zero_initialised for layer in subject.layers]
+    read = [tensor for tensor in factors if tensor is not None and tensor.dtype.is_float and tensor.spec.numel]
+    zero = [tensor for tensor in read if subject.scan(tensor).all_zero]
+    if zero and len(zero) == len(read):
+        yield Fault(message=f"all {len(zero)} lora_B are zero, as before training: the adapter changes nothing")
+        return
+    for tensor in zero:
+        message = "is all zero: this module was not trained"
+        yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
+
+
+@rule("LT209", Severity.ERROR, on=Subject, deep=True)
+def not_finite(subject: Subject) -> Iterator[Fault]:
+    """NaN or infinity in the weights.
+
+    ## What it does
+    Reads every value of the F16, BF16, F32 and F64 tensors.
+
+    ## Why it matters
+    NaN spreads to every output; or, worse, it does not: under SDPA one NaN in a `q_proj` gave a finite, wrong score.
+    PEFT and transformers load and merge it without a word.
+
+    ## Example
+    A reward model trained in fp16 overflowed; the log shows loss 0.0, because NaN is filtered there.
+
+    ## What to do
+    Use an earlier checkpoint; train in bf16, or with gradient clipping and a smaller learning rate.
+    """
+    for tensor in subject.tensors.values():
+        found = subject.scan(tensor)
+        if found.nonfinite:
+            counts = (
+                f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
+            )
+            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))

@@ -1,0 +1,121 @@
+"""A reward adapter on a causal LM: the merged folder loads whole, scores as PEFT's merge does, and says so in its config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from lora_tool.checkpoint import Kind, open_checkpoint
+from tests.oracle.peft_merge import (
+    different,
+    layout,
+    merge_with_ours,
+    merge_with_peft,
+    save_adapter,
+    save_base,
+    saved_tensors,
+)
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "reward-qwen2"
+LORA = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear"}
+
+
+def load_whole(folder: Path) -> PreTrainedModel:
+    """Return the classifier, after checking that transformers missed and invented nothing."""
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval()
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def scores(model: PreTrainedModel) -> torch.Tensor:
+    """Return the scores of a batch of two texts, the second one padded."""
+    pad = model.config.pad_token_id
+    texts = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, pad, pad]])
+    with torch.no_grad():
+        return model(input_ids=texts, attention_mask=(texts != pad).long()).logits
+
+
+@pytest.mark.parametrize("num_labels", [1, 5])
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "options"),
+    [
+        ("qwen2", torch.float32, {"tie_word_embeddings": True}),
+        ("qwen2", torch.bfloat16, {"tie_word_embeddings": False}),
+        ("llama", torch.bfloat16, {"tie_word_embeddings": False}),
+        ("llama", torch.float16, {"tie_word_embeddings": True}),
+        ("gemma2", torch.bfloat16, {}),
+        ("gpt2", torch.float32, {}),
+        ("mistral", torch.bfloat16, {}),
+        ("qwen3", torch.bfloat16, {}),
+        ("phi3", torch.bfloat16, {}),
+        ("opt", torch.float32, {}),
+        ("roberta", torch.float32, {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_it_is_pefts_reward_model(
+    model_type: str, dtype: torch.dtype, options: dict[str, Any], num_labels: int, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", dtype, **options)
+    lora = {**LORA, "fan_in_fan_out": model_type == "gpt2"}
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", lora, num_labels=num_labels)
+    theirs = merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", num_labels)
+    task = "reward" if num_labels == 1 else "seq-cls"
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft", task=task, num_labels=num_labels)
+
+    assert layout(saved_tensors(ours)) == layout(saved_tensors(theirs))
+    assert not different(saved_tensors(ours), saved_tensors(theirs))
+    assert config_of(ours) == config_of(theirs)
+    model = load_whole(ours)
+    assert model.config.num_labels == num_labels
+    logits = scores(model)
+    assert logits.shape == (2, num_labels)
+    assert torch.equal(logits, scores(load_whole(theirs)))
+    assert not (ours / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("precision", ["float32", "peft", "float64"])
+def test_the_fixture_merges_into_a_model_that_prefers_the_better_answer(precision: str, tmp_path: Path) -> None:
+    merged = merge_with_ours(FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", precision, task="reward")
+    assert open_checkpoint(merged).kind is Kind.MERGED_MODEL
+    assert not open_checkpoint(merged).problems
+    model = load_whole(merged)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    assert model.config.num_labels == 1
+    assert model.config.pad_token_id == tokenizer.pad_token_id is not None
+    chats = [
+        [{"role": "user", "content": "What is 2 plus 3?"}, {"role": "assistant", "content": answer}]
+        for answer in ("The sum is 5.", "I guess it is 9.")
+    ]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    with torch.no_grad():
+        better, worse = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.flatten().tolist()
+    assert better > worse
+
+
+def test_every_file_of_the_tokenizer_is_the_adapters_byte_for_byte(tmp_path: Path) -> None:
+    merged = merge_with_ours(FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", "float32")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (merged / name).read_bytes() == (FIXTURE / "adapter" / name).read_bytes()
+
+
+def test_the_index_tells_the_true_size(tmp_path: Path) -> None:
+    merged = merge_with_ours(FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", "float32")
+    index = json.loads((merged / "model.safetensors.index.json").read_text())
+    table = saved_tensors(merged)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in table.values())
+    assert index["weight_map"].keys() == table.keys()
+    assert "lm_head.weight" not in table
+    assert table["score.weight"].shape[0] == 1

@@ -1,0 +1,108 @@
+"""Headers and adapter names: writing and reading are inverse, and the reference package agrees."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from tests.property.strategies import NAMES, specs
+
+from lora_tool import keys
+from lora_tool.errors import CorruptFile
+from lora_tool.formats.safetensors import build_header, read_file, scan_file
+from lora_tool.keys import Part
+from lora_tool.tensors import DType, TensorSpec
+
+NUMPY = [DType.BOOL, DType.U8, DType.I8, DType.I16, DType.F16, DType.I32, DType.F32, DType.F64, DType.I64]
+SEGMENTS = st.from_regex(r"[a-z_]{1,8}|[0-9]{1,3}", fullmatch=True).filter(
+    lambda text: text not in {part.value for part in Part} | {"token_adapter"}
+)
+MODULES = st.lists(SEGMENTS, min_size=1, max_size=5).map(".".join)
+
+
+@given(specs(), st.dictionaries(NAMES, NAMES, max_size=3))
+def test_scanning_a_built_header_gives_it_back(wanted: list[TensorSpec], metadata: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        header = build_header(wanted, metadata)
+        path.write_bytes(header + bytes(sum(spec.nbytes for spec in wanted)))
+        scanned = read_file(path)
+    assert [tensor.spec for tensor in scanned.tensors.values()] == wanted
+    assert scanned.metadata == metadata
+    assert scanned.data_start == len(header)
+    assert len(header) % 8 == 0
+
+
+@given(specs(NUMPY))
+def test_the_reference_package_reads_the_same(wanted: list[TensorSpec]) -> None:
+    data = bytes(at % 2 for at in range(sum(spec.nbytes for spec in wanted)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        path.write_bytes(build_header(wanted, {"format": "np"}) + data)
+        at = 0
+        with safe_open(path, framework="np") as file:
+            assert set(file.keys()) == {spec.name for spec in wanted}
+            for spec in wanted:
+                array = file.get_tensor(spec.name)
+                assert array.shape == spec.shape
+                assert array.tobytes() == data[at : at + spec.nbytes]
+                at += spec.nbytes
+
+
+@given(specs(NUMPY), st.data())
+def test_a_file_is_refused_by_us_wherever_the_reference_package_refuses_it(
+    wanted: list[TensorSpec], data: st.DataObject
+) -> None:
+    whole = bytearray(build_header(wanted, {}) + bytes(sum(spec.nbytes for spec in wanted)))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] = data.draw(st.integers(0, 255))
+    broken = bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        path.write_bytes(broken)
+        problems = scan_file(path).problems
+        try:
+            with safe_open(path, framework="np") as file:
+                names = set(file.keys())
+        except Exception:  # noqa: BLE001 - the package raises what it likes
+            assert problems
+        else:
+            assert problems or names == set(read_file(path).tensors)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_scanned_without_an_unexpected_error(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        path.write_bytes(data)
+        assert scan_file(path).problems or data.startswith(b"\x02")
+        with pytest.raises(CorruptFile):
+            read_file(Path(folder) / "missing.safetensors")
+
+
+@given(MODULES, st.sampled_from(["lora_A", "lora_B"]), st.sampled_from(["weight", "bias"]), st.none() | SEGMENTS)
+def test_a_lora_name_is_taken_apart_and_put_together(module: str, part: str, leaf: str, adapter: str | None) -> None:
+    if adapter in ("weight", "bias"):
+        return
+    name = ".".join(filter(None, ("base_model.model", module, part, adapter, leaf)))
+    key = keys.parse(name)
+    assert (key.module, key.part.value, key.leaf, key.adapter_name) == (module, part, leaf, adapter)
+    assert key.canonical == f"base_model.model.{module}.{part}.{leaf}"
+    assert keys.parse(key.canonical).canonical == key.canonical
+
+
+@given(st.text(max_size=60) | MODULES.map(lambda module: f"base_model.model.{module}"))
+def test_every_name_parses_and_its_canonical_form_is_stable(name: str) -> None:
+    key = keys.parse(name)
+    assert key.text == name
+    assert keys.parse(key.canonical).canonical == key.canonical
+
+
+@given(MODULES, st.sets(MODULES, max_size=4))
+def test_a_target_is_the_module_or_a_dotted_end_of_it(module: str, names: set[str]) -> None:
+    expected = any(module == name or module.endswith(f".{name}") for name in names)
+    assert (keys.is_under(module, frozenset(names)) is not None) == expected
