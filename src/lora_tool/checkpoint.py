@@ -211,6 +211,29 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     raise _nothing_known(folder)
 
 
+def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
+    """Return the DeepSpeed or FSDP checkpoint in the folder `path`, also where an adapter or model lies beside it.
+
+    The HF Trainer puts both into one folder; OpenRLHF puts the checkpoint one folder down (`_actor`). Raises
+    `NotACheckpoint` where there is none, or several.
+    """
+    folder = _read_folder(Path(path))
+    here = _open_zero(folder) or _open_dcp(folder)
+    if here is not None:
+        return here
+    below = [_read_folder(folder.root / name) for name in folder.folders]
+    found = [sharded for inner in below if (sharded := _open_zero(inner) or _open_dcp(inner))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(sharded.root.name for sharded in found[:8])
+        raise NotACheckpoint(
+            f"{folder.root} holds {len(found)} checkpoints: {names}",
+            hint=f"lora-tool consolidate {found[-1].root}",
+        )
+    raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
+
+
 def require_whole(checkpoint: Checkpoint) -> None:
     """Return if every file could be read and believed. Raises `CorruptFile` or `BadConfig` for the first that cannot."""
     for problem in checkpoint.problems:
