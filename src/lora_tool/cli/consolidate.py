@@ -15,7 +15,12 @@ from lora_tool.plan.consolidate import What, plan_consolidate
 
 @click.command("consolidate", epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
 @click.argument("checkpoint", metavar="CKPT", default=".")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]",
+)
 @click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]")
 @click.option(
     "--what",
@@ -25,11 +30,15 @@ from lora_tool.plan.consolidate import What, plan_consolidate
     help="auto is adapter where there are LoRA tensors, else model; state keeps names as saved.",
 )
 @click.option(
-    "--adapter-config", type=click.Path(exists=True, path_type=Path), help="adapter_config.json.  [default: beside CKPT]"
+    "--adapter-config",
+    type=click.Path(exists=True, path_type=Path),
+    help="adapter_config.json.  [default: beside CKPT]",
 )
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Type of all weights.  [default: each as saved]")
 @click.option("--max-shard-size", type=SizeType(), help="Largest weights file.  [default: 5GB]")
-@click.option("--ignore", type=ListType(), multiple=True, metavar="CODES", help="Go on in spite of these faults: LT404,LT41.")
+@click.option(
+    "--ignore", type=ListType(), multiple=True, metavar="CODES", help="Go on in spite of these faults: LT404,LT41."
+)
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
 @click.option("--overwrite", is_flag=True, help="Replace an output folder that lora-tool wrote, after success.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, read no weights and write nothing.")

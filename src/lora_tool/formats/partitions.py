@@ -99,11 +99,12 @@ def assemble(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
 def require_all_ranks(tag: ZeroTag) -> None:
     """Raise `IncompleteCheckpoint` unless every rank's files were read."""
     ranks = range(tag.world_size)
-    lost = [rank for rank in ranks if rank not in tag.optim] if tag.stage else []
-    headless = 3 if tag.stage == 3 else 1  # noqa: PLR2004 - the stage
-    lost += [rank for rank in (ranks if headless > 1 else (0,)) if rank not in tag.model]
+    lost = {rank for rank in ranks if rank not in tag.optim} if tag.stage else set()
+    # without frozen parameters all that counts is in the first rank's model file
+    has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
+    lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
     if lost:
-        listed = ", ".join(map(str, sorted(set(lost))[:8]))
+        listed = ", ".join(map(str, sorted(lost)[:8]))
         raise IncompleteCheckpoint(
             f"{tag.folder}: of {tag.world_size} ranks the files of these are missing or unreadable: {listed}",
             hint="copy them from the machines that trained: every node writes its own ranks",
@@ -118,7 +119,9 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> Iterator[tuple[str, Stored
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(first.param_shapes):
         if any(number >= len(states.groups) for states in ranks):
-            raise IncompleteCheckpoint(f"{tag.folder}: not every rank has the {len(first.param_shapes)} groups of rank 0")
+            raise IncompleteCheckpoint(
+                f"{tag.folder}: not every rank has the {len(first.param_shapes)} groups of rank 0"
+            )
         if not any(name in wanted for name in shapes):
             continue
         flats = [states.groups[number].stored(f"group {number}") for states in ranks]
@@ -171,9 +174,7 @@ def _cut_in_one(shapes: Mapping[str, Shape], flats: Sequence[StoredTensor]) -> I
         at = end
 
 
-def _joined(
-    name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredTensor, int, int]]
-) -> StoredTensor:
+def _joined(name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredTensor, int, int]]) -> StoredTensor:
     """Return the tensor made of `count` elements from element `at` of each flat tensor."""
     size = dtype.bits // 8
     spans = []
@@ -217,7 +218,9 @@ def _frozen_by_rank(tag: ZeroTag, name: str, shape: Shape) -> StoredTensor:
     for rank in range(tag.world_size):
         fragment = (tag.model[rank].frozen or {}).get(name)
         if fragment is None:
-            raise IncompleteCheckpoint(f"{tag.model[rank].file.path}: frozen `{name}` is not in it, other ranks have it")
+            raise IncompleteCheckpoint(
+                f"{tag.model[rank].file.path}: frozen `{name}` is not in it, other ranks have it"
+            )
         pieces.append(fragment.stored(name))
     piece = _piece(numel, tag.world_size)
     parts = [(flat, 0, _owned(numel, piece, rank)) for rank, flat in enumerate(pieces)]

@@ -51,7 +51,9 @@ class Record(NamedTuple):
             refuse(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
         start: int = self.header_at + _LOCAL_HEADER.size + fields[9] + fields[10]
         if start + self.nbytes > size:
-            refuse(self.path, Defect.TRUNCATED, f"ends at byte {start + self.nbytes:,}, the file at {size:,}", self.name)
+            refuse(
+                self.path, Defect.TRUNCATED, f"ends at byte {start + self.nbytes:,}, the file at {size:,}", self.name
+            )
         return start
 
 
@@ -88,7 +90,9 @@ class LazyTensor(NamedTuple):
     def stored(self, name: str) -> StoredTensor:
         """Return it as a stored tensor called `name`. Raises `CorruptFile`, also where it is no single span."""
         if not self.is_contiguous:
-            message = f"is stored with strides {list(self.stride)} for shape {list(self.shape)}: only contiguous is read"
+            message = (
+                f"is stored with strides {list(self.stride)} for shape {list(self.shape)}: only contiguous is read"
+            )
             refuse(self.record.path, Defect.BAD_HEADER, message, name)
         spec = TensorSpec(name=name, dtype=self.dtype, shape=self.shape)
         offset = self.record.data_at() + self.start * self.dtype.bits // 8
@@ -123,7 +127,9 @@ def read_torch_file(path: Path, *, offset: int = 0, nbytes: int | None = None) -
         stamp = FileStamp.from_stat(path, os.fstat(fd))
         length = stamp.size - offset if nbytes is None else nbytes
         if offset < 0 or length < 0 or offset + length > stamp.size:
-            refuse(path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long")
+            refuse(
+                path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
+            )
         window = io.BufferedReader(_Window(fd, offset, length), 1 << 16)
         _require_zip(path, os.pread(fd, len(_LEGACY_MAGIC), offset), length)
         try:
@@ -169,7 +175,9 @@ def _require_zip(path: Path, head: bytes, length: int) -> None:
     if length == 0:
         refuse(path, Defect.TRUNCATED, "is empty: it was never written")
     if head.startswith(_LEGACY_MAGIC):
-        message = "is in torch's format from before 1.6, not a zip archive: it cannot be read without running its pickle"
+        message = (
+            "is in torch's format from before 1.6, not a zip archive: it cannot be read without running its pickle"
+        )
         refuse(path, Defect.PICKLE, message)
     if not head.startswith(b"PK"):
         what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else "no torch file"
@@ -216,7 +224,9 @@ def _text(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], name
 
 def _unpickled(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
     if info.file_size > MAX_PICKLE_BYTES:
-        refuse(path, Defect.PICKLE, f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
+        refuse(
+            path, Defect.PICKLE, f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
+        )
     try:
         return load(archive.read(info), known=KNOWN, persistent=_storages(records))
     except ValueError as error:
@@ -244,7 +254,9 @@ def _storages(records: Mapping[str, Record]) -> Callable[[Any], _Storage]:
         if record is None:
             raise ValueError(f"storage {key!r:.40} is not in the archive")
         if record.nbytes * 8 != numel * of.dtype.bits:
-            raise ValueError(f"storage {key!r:.40} should be {numel:,} × {of.dtype}, its record has {record.nbytes:,} bytes")
+            raise ValueError(
+                f"storage {key!r:.40} should be {numel:,} × {of.dtype}, its record has {record.nbytes:,} bytes"
+            )
         return _Storage(record, of.dtype, numel)
 
     return storage

@@ -73,7 +73,7 @@ def select_adapter(entries: Mapping[str, Entry], config: AdapterConfig) -> Adapt
     names: dict[str, str] = {}
     for name, key in parsed.items():
         if key.part in _LORA and key.adapter_name in (chosen, None):
-            names[key.canonical] = name
+            names[_peft_name(key)] = name
         elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
                 f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
@@ -94,6 +94,11 @@ def _unwrapped(name: str) -> str:
     return name[at:] if at > 0 else name
 
 
+def _peft_name(key: AdapterKey) -> str:
+    """Return what `save_pretrained` calls the tensor: a module that was trained whole has its plain name."""
+    return f"{keys.PREFIX}{key.module}.{key.leaf}" if key.part is Part.SAVED_MODULE else key.canonical
+
+
 def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]) -> str | None:
     all_names = {key.adapter_name for key in parsed.values() if key.part is Part.LORA_A or key.part is Part.EMBEDDING_A}
     trained = {
@@ -104,7 +109,8 @@ def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]
     if len(trained) != 1:
         listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
         raise UnsupportedCheckpoint(
-            f"one trained adapter is expected, there are {len(trained)}: {listed}", hint="--what state writes every tensor"
+            f"one trained adapter is expected, there are {len(trained)}: {listed}",
+            hint="--what state writes every tensor",
         )
     return trained.pop()
 

@@ -117,7 +117,9 @@ def _refuse_errors(faults: Iterable[Fault], ignored: tuple[str, ...]) -> list[Fa
         more = [f"and {len(errors) - len(shown)} more"] if len(errors) > len(shown) else []
         codes = ",".join(sorted({error.code for error in errors}))
         hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
-        raise FindingsFound("\n".join([*map(str, shown), *more]), hint=f"{hint}; to go on all the same: --ignore {codes}")
+        raise FindingsFound(
+            "\n".join([*map(str, shown), *more]), hint=f"{hint}; to go on all the same: --ignore {codes}"
+        )
     return faults
 
 
@@ -176,7 +178,11 @@ def _model_files(state: TrainingState, dtype: DType | None) -> tuple[tuple[SideF
     reason = f"that of {path.parent}, with the type that the weights now have"
     config = SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
     generation = _find(state, GENERATION_CONFIG)
-    copied = [SideFile(filename=GENERATION_CONFIG, source=generation, reason=f"copied from {generation.parent}")] if generation else []
+    copied = (
+        [SideFile(filename=GENERATION_CONFIG, source=generation, reason=f"copied from {generation.parent}")]
+        if generation
+        else []
+    )
     return (config, *copied, *tokenizers), ()
 
 
@@ -202,7 +208,9 @@ def _steps(
 ) -> Iterator[Step]:
     for name, saved in names.items():
         tensor = tensors[saved]
-        out = TensorSpec(name=name, dtype=dtype if dtype and tensor.dtype.is_float else tensor.dtype, shape=tensor.shape)
+        out = TensorSpec(
+            name=name, dtype=dtype if dtype and tensor.dtype.is_float else tensor.dtype, shape=tensor.shape
+        )
         reason = _reason(entries[saved].role, tensor)
         if name != saved:
             reason += f", saved as {saved}"

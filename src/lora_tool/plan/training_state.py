@@ -86,7 +86,9 @@ def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
     if wanted in tags:
         return str(wanted)
     if wanted is None:
-        raise NotACheckpoint(f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T")
+        raise NotACheckpoint(
+            f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T"
+        )
     says = "" if tag else "`latest` names "
     raise NotACheckpoint(
         f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}", hint=f"--tag {tags[-1]}"

@@ -59,7 +59,9 @@ def missing_rank_files(tag: ZeroTag) -> Iterator[Fault]:
     optim = [rank for rank in ranks if tag.stage and rank not in tag.optim and not _broken(present, rank, "optim")]
     if optim:
         listed = ", ".join(map(str, optim[:8]))
-        yield _fault("LT401", tag.folder, f"of {tag.world_size} ranks the optimizer files of {listed} are missing", hint=hint)
+        yield _fault(
+            "LT401", tag.folder, f"of {tag.world_size} ranks the optimizer files of {listed} are missing", hint=hint
+        )
     wanted = ranks if tag.stage == 3 else [0]  # noqa: PLR2004 - the stage
     model = [rank for rank in wanted if rank not in tag.model and not _broken(present, rank, "model")]
     if model:
@@ -132,7 +134,9 @@ def different_runs(tag: ZeroTag) -> Iterator[Fault]:
     for states in (tag.model, tag.optim):
         configs = {s.file.path: _comparable(s.config) for s in states.values()}  # type: ignore[attr-defined]
         for path, _, _ in _odd_ones_out(configs):
-            yield _fault("LT407", path, "was written under another DeepSpeed config than the other ranks' files", hint=hint)
+            yield _fault(
+                "LT407", path, "was written under another DeepSpeed config than the other ranks' files", hint=hint
+            )
     layouts = {
         s.file.path: _comparable([list(map(list, group.items())) for group in (*s.param_shapes, s.frozen_shapes or {})])
         for s in tag.model.values()
@@ -169,7 +173,9 @@ def leftover_elements(tag: ZeroTag) -> Iterator[Fault]:
         over = leftover(shapes, sizes, tag.stage)
         if over is not None:
             what = f"{over:,} elements too many" if over > 0 else f"{-over:,} elements too few"
-            yield _fault("LT408", tag.folder, f"group {number} of the masters has {what} for its {len(shapes)} parameters")
+            yield _fault(
+                "LT408", tag.folder, f"group {number} of the masters has {what} for its {len(shapes)} parameters"
+            )
 
 
 def newer_tag(root: Path, latest: str | None, tags: Iterable[str]) -> Iterator[Fault]:
@@ -177,7 +183,9 @@ def newer_tag(root: Path, latest: str | None, tags: Iterable[str]) -> Iterator[F
     steps = {name: int(match[1]) for name in tags if (match := _TAG.match(name))}
     newest = max(steps, key=steps.__getitem__, default=None)
     if latest in steps and newest is not None and steps[newest] > steps[latest]:
-        message = f"`latest` names {latest}, but {newest} is there too: was its saving interrupted, or `latest` restored?"
+        message = (
+            f"`latest` names {latest}, but {newest} is there too: was its saving interrupted, or `latest` restored?"
+        )
         yield _fault("LT409", root, message, hint=f"to take the newer one: --tag {newest}", warning=True)
 
 
@@ -195,7 +203,11 @@ def frozen_not_saved(tag: ZeroTag) -> Iterator[Fault]:
     lost = [f"{module}.base_layer.weight" for module in sorted(adapted)]
     lost = [name for name in lost if name not in held] or list(unaccounted(tag))
     if lost:
-        message = f"frozen parameters were not saved, `{lost[0]}` and {len(lost) - 1} more" if len(lost) > 1 else f"`{lost[0]}` was not saved"
+        message = (
+            f"frozen parameters were not saved, `{lost[0]}` and {len(lost) - 1} more"
+            if len(lost) > 1
+            else f"`{lost[0]}` was not saved"
+        )
         hint = "the adapter can still be taken out; a new head that was frozen is lost"
         yield _fault("LT410", first.file.path, message, hint=hint, warning=True)
 

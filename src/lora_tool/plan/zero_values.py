@@ -39,7 +39,9 @@ class _Piece(NamedTuple):
     dtype: DType
 
 
-def value_faults(tensors: Mapping[str, StoredTensor], records: Iterable[Record], *, masters: frozenset[str]) -> list[Fault]:
+def value_faults(
+    tensors: Mapping[str, StoredTensor], records: Iterable[Record], *, masters: frozenset[str]
+) -> list[Fault]:
     """Return what is wrong with the values of `tensors`: LT411 CRC, LT412 not finite, LT413 a rank's masters all zero.
 
     `records` are the archive members that hold them; `masters` the names of the trained tensors.
@@ -80,7 +82,9 @@ def _file_faults(path: Path, records: list[Record], pieces: list[_Piece], master
                         trained, nonzero = True, nonzero or some
                 done += len(view)
             if crc != record.crc:
-                message = f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
+                message = (
+                    f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
+                )
                 yield _error("LT411", path, message, record.name, "copy the file again from where it was saved")
     for name in bad:
         yield _error("LT412", path, "holds NaN or infinity", name, "the run had diverged; take an earlier tag: --tag T")
@@ -145,7 +149,9 @@ def rounding_faults(tag: ZeroTag, tensors: Mapping[str, StoredTensor]) -> Iterat
             rounded = _rounded(master, copy.dtype)
             if rounded is not None and not np.array_equal(rounded, held):
                 message = f"the masters do not round to the {copy.dtype} weights saved with them: another run or step"
-                yield _error("LT414", span.path, message, name, "copy this rank's file again, or use another tag: --tag T")
+                yield _error(
+                    "LT414", span.path, message, name, "copy this rank's file again, or use another tag: --tag T"
+                )
                 break
 
 
