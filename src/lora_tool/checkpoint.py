@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool import keys
-from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint, Problem
+from lora_tool.errors import (
+    BadConfig,
+    CheckpointError,
+    CorruptFile,
+    Defect,
+    NotACheckpoint,
+    Problem,
+    UnsupportedCheckpoint,
+)
 from lora_tool.formats import adapter_config, manifest, model_config, tokenizer, trainer_state
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.files import inside
@@ -37,6 +45,16 @@ _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|o
 _TAG = re.compile(r"global_step\d+\Z")
 _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 _DCP_METADATA = ".metadata"
+_OTHER_RANK_FILES = (
+    (
+        re.compile(r"model_world_size_\d+_rank_\d+\.pt\Z"),
+        "verl's file of one rank, a pickle of DTensors: not put together",
+    ),
+    (
+        re.compile(r"pytorch_model_fsdp_rank\d+\.bin\Z"),
+        "FSDP's local state of one rank, without shapes: not put together",
+    ),
+)
 
 
 @enum.unique
@@ -231,6 +249,10 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
             f"{folder.root} holds {len(found)} checkpoints: {names}",
             hint=f"lora-tool consolidate {found[-1].root}",
         )
+    for name in folder.files:
+        for pattern, what in _OTHER_RANK_FILES:
+            if pattern.match(name):
+                raise UnsupportedCheckpoint(f"{folder.root / name}: {what}", hint="save it again as a full state dict")
     raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -45,10 +47,8 @@ def codes(tag: Path) -> set[str]:
     assert isinstance(checkpoint, ZeroDir)
     state = zero_state(checkpoint)
     found = list(state.faults)
-    try:
+    with contextlib.suppress(CheckpointError):
         found += state.look_at(state.assemble(state.entries))
-    except CheckpointError:
-        pass
     return {fault.code for fault in found}
 
 
@@ -118,11 +118,12 @@ def test_a_rank_file_of_another_step(stage2: Path) -> None:
 
 
 def test_a_rank_file_of_another_run(stage3: Path) -> None:
-    def other_batch(value: dict[str, Any]) -> None:
-        value["ds_config"]["train_micro_batch_size_per_gpu"] = 7
-
-    pytest.importorskip("deepspeed", reason="unpickling the file the ordinary way needs deepspeed")
-    resave(stage3 / OPTIM.format(1), other_batch)
+    path = stage3 / OPTIM.format(1)
+    with zipfile.ZipFile(path) as archive:
+        pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    other, count = re.subn(rb"(train_micro_batch_size_per_gpuq.K)\x01", rb"\1\x07", pickled)
+    assert count == 1
+    replace_bytes(path, pickled, other)
     assert codes(stage3) == {"LT407"}
 
 

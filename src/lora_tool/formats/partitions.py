@@ -31,6 +31,8 @@ class Role(str, enum.Enum):
     TRAINED = "trained"
     FROZEN = "frozen"
     BUFFER = "buffer"
+    SAVED = "saved"
+    """The checkpoint does not say whether it was trained."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -111,7 +113,7 @@ def require_all_ranks(tag: ZeroTag) -> None:
         )
 
 
-def _trained(tag: ZeroTag, wanted: Container[str]) -> Iterator[tuple[str, StoredTensor]] | dict[str, StoredTensor]:
+def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     first = tag.first
     if first is None or tag.stage == 0:
         return {}

@@ -11,7 +11,10 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MAX_PICKLE_BYTES = 256 << 20
 """The structure of a checkpoint of 100,000 tensors takes about 20 MB; the tensors' bytes are never in it."""
@@ -45,7 +48,7 @@ class Stub(metaclass=_Frozen):
     items: list[object]
     state: object
 
-    def __new__(cls, *args: object, **_: object) -> Stub:
+    def __new__(cls, *args: object, **_: object) -> Self:
         stub = super().__new__(cls)
         stub.args, stub.items, stub.state = args, [], None
         return stub

@@ -8,10 +8,10 @@ The keys are the same since 0.9.1, except where a comment says otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import inside
@@ -19,6 +19,7 @@ from lora_tool.formats.pickles import Stub
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
 
 Shape = tuple[int, ...]
+States = TypeVar("States")
 
 _OPTIM = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
@@ -113,8 +114,8 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     tag = ZeroTag(
         folder=folder,
         name=name,
-        model={rank: states for rank, file in model if (states := reading.model(rank, file))},
-        optim={rank: states for rank, file in optim if (states := reading.optim(rank, file))},
+        model=reading.all(model, _model_states),
+        optim=reading.all(optim, _optim_states),
         listed=tuple(file for _, file in (*model, *optim)),
         problems=tuple(reading.problems),
     )
@@ -165,24 +166,24 @@ class _Reading:
         self._folder = folder
         self.problems: list[Problem] = []
 
-    def model(self, rank: int, name: str) -> ModelStates | None:
-        return self._read(name, lambda file: _model_states(file, rank))
+    def all(self, files: Iterable[tuple[int, str]], interpret: Callable[[TorchFile, int], States]) -> dict[int, States]:
+        """Return rank → what `interpret` makes of its file, without those that cannot be read."""
+        found = {}
+        for rank, name in files:
+            try:
+                found[rank] = interpret(self._file(name), rank)
+            except CorruptFile as error:
+                self.problems.append(error.problem)
+        return found
 
-    def optim(self, rank: int, name: str) -> OptimStates | None:
-        return self._read(name, lambda file: _optim_states(file, rank))
-
-    def _read(self, name: str, interpret: Any) -> Any:  # noqa: ANN401 - what `interpret` returns
+    def _file(self, name: str) -> TorchFile:
         path = self._folder / name
-        try:
-            if not inside(self._folder, path):
-                refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
-            file = read_torch_file(path)
-            if not isinstance(file.value, dict):
-                refuse(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
-            return interpret(file)
-        except CorruptFile as error:
-            self.problems.append(error.problem)
-            return None
+        if not inside(self._folder, path):
+            refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
+        file = read_torch_file(path)
+        if not isinstance(file.value, dict):
+            refuse(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
+        return file
 
 
 def _model_states(file: TorchFile, rank: int) -> ModelStates:

@@ -82,7 +82,7 @@ def select_adapter(entries: Mapping[str, Entry], config: AdapterConfig) -> Adapt
         elif key.part not in _LORA and entries[name].role is Role.TRAINED:
             names[key.canonical] = name
     _require_ranks(entries, parsed, config)
-    heads, saved, notes = _heads(entries, parsed, config, names)
+    heads, saved, notes = _heads(parsed, config, names)
     return AdapterSelection(names={**names, **heads}, config=_config_file(config, saved), notes=notes)
 
 
@@ -130,7 +130,6 @@ def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey
 
 
 def _heads(
-    entries: Mapping[str, Entry],
     parsed: Mapping[str, AdapterKey],
     config: AdapterConfig,
     names: Mapping[str, str],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, ZeroDir
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
 from lora_tool.formats.files import inside, read_json
@@ -19,7 +19,7 @@ from lora_tool.plan import layout
 from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
 from lora_tool.plan.model import Cast, Copy, Fate, Leftover, Op, Plan, Precision, Shard, SideFile, Step
 from lora_tool.plan.side_files import GENERATION_CONFIG
-from lora_tool.plan.training_state import TrainingState, zero_state
+from lora_tool.plan.training_state import TrainingState, training_state
 from lora_tool.plan.zero_checks import Fault, Severity
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
@@ -53,7 +53,7 @@ class _Choice:
 
 
 def plan_consolidate(
-    checkpoint: ZeroDir,
+    checkpoint: ZeroDir | DcpDir,
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
@@ -71,7 +71,7 @@ def plan_consolidate(
     cannot be put together at all.
     """
     ignored = tuple(code.upper() for code in ignore)
-    state = zero_state(checkpoint, tag=tag)
+    state = training_state(checkpoint, tag=tag)
     kept = _refuse_errors(state.faults, ignored)
     decided = What(what)
     if decided is What.AUTO:
@@ -136,7 +136,7 @@ def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype
             f"{state.folder} is of a PEFT model: it is not a model by itself",
             hint="take the adapter out with --what adapter, then lora-tool merge; --what state writes every tensor",
         )
-    files, warnings = _model_files(state, dtype)
+    files, warnings = _model_files(state, dtype or _usual_dtype(state))
     return _Choice(names=_plain_names(state.entries), leftovers=dropped, side_files=files, warnings=warnings)
 
 
@@ -165,7 +165,7 @@ def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
     return names
 
 
-def _model_files(state: TrainingState, dtype: DType | None) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
     path = _find(state, model_config.FILE_NAME)
     tokenizers = tuple(_tokenizer_files(state))
     if path is None:
@@ -173,7 +173,7 @@ def _model_files(state: TrainingState, dtype: DType | None) -> tuple[tuple[SideF
         return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
     raw: dict[str, Any] = dict(read_json(path))
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
-    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = _CONFIG_DTYPES[dtype or DType.F32]
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = _CONFIG_DTYPES[dtype]
     text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     reason = f"that of {path.parent}, with the type that the weights now have"
     config = SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
@@ -184,6 +184,14 @@ def _model_files(state: TrainingState, dtype: DType | None) -> tuple[tuple[SideF
         else []
     )
     return (config, *copied, *tokenizers), ()
+
+
+def _usual_dtype(state: TrainingState) -> DType:
+    """Return the type of the module's first float tensor of the commonest sort: masters are float32."""
+    if any(entry.role is Role.TRAINED for entry in state.entries.values()):
+        return DType.F32
+    found = Counter(tensor.dtype for tensor in state.assemble(state.entries).values() if tensor.dtype.is_float)
+    return found.most_common(1)[0][0] if found else DType.F32
 
 
 def _find(state: TrainingState, name: str) -> Path | None:

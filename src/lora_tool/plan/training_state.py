@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import ZeroDir
+from lora_tool.checkpoint import DcpDir, ZeroDir
 from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.formats.dcp import assemble_dcp, read_dcp, stamps
 from lora_tool.formats.partitions import Entry, Role, assemble, entries
 from lora_tool.formats.torch_zip import Record
-from lora_tool.formats.zero import ZeroTag, read_tag
+from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
 from lora_tool.plan.zero_checks import Fault, newer_tag, structure_faults
 from lora_tool.plan.zero_values import rounding_faults, value_faults
 from lora_tool.tensors import FileStamp, StoredTensor
@@ -57,7 +58,7 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
         )
     older = newer_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
     steps = found.first.global_steps
-    files = [*found.model.values(), *found.optim.values()]
+    files: list[ModelStates | OptimStates] = [*found.model.values(), *found.optim.values()]
     return TrainingState(
         root=checkpoint.root,
         folder=folder,
@@ -77,6 +78,43 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
             "serialization_ids": {states.file.path.name: states.file.serialization_id for states in files},
         },
     )
+
+
+def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
+    """Return the state of the module in a folder of torch distributed checkpoints; `part` is the sub-folder.
+
+    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, and what `read_dcp` raises.
+    """
+    # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
+    parts = [name for name in checkpoint.parts if not name.startswith("optimizer")] if part is None else [part]
+    if len(parts) != 1 or parts[0] not in checkpoint.parts:
+        listed = ", ".join(checkpoint.parts)
+        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
+    folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
+    found = read_dcp(folder)
+
+    def look_at(tensors: Tensors) -> list[Fault]:
+        return value_faults(tensors, assemble_dcp(found, tensors)[1], masters=frozenset())
+
+    return TrainingState(
+        root=checkpoint.root,
+        folder=folder,
+        title=f"FSDP2 checkpoint {folder}, {len(found.filenames)} files",
+        entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
+        shared={},
+        faults=(),
+        assemble=lambda wanted: assemble_dcp(found, wanted)[0],
+        look_at=look_at,
+        stamps=stamps(found),
+        facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
+    )
+
+
+def training_state(checkpoint: ZeroDir | DcpDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state of a checkpoint of either sort; see `zero_state` and `dcp_state`."""
+    if isinstance(checkpoint, DcpDir):
+        return dcp_state(checkpoint, part=tag)
+    return zero_state(checkpoint, tag=tag)
 
 
 def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:

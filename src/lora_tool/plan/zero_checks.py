@@ -132,7 +132,7 @@ def different_runs(tag: ZeroTag) -> Iterator[Fault]:
     """LT407: yield rank files whose config, names or shapes are not those of the other ranks."""
     hint = "files of another run were mixed in: copy this run's again"
     for states in (tag.model, tag.optim):
-        configs = {s.file.path: _comparable(s.config) for s in states.values()}  # type: ignore[attr-defined]
+        configs = {s.file.path: _comparable(s.config) for s in states.values()}
         for path, _, _ in _odd_ones_out(configs):
             yield _fault(
                 "LT407", path, "was written under another DeepSpeed config than the other ranks' files", hint=hint
