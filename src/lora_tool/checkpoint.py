@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool import keys
-from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint, Problem
+from lora_tool.errors import (
+    BadConfig,
+    CheckpointError,
+    CorruptFile,
+    Defect,
+    NotACheckpoint,
+    Problem,
+    UnsupportedCheckpoint,
+)
 from lora_tool.formats import adapter_config, manifest, model_config, tokenizer, trainer_state
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.files import inside, open_regular
@@ -37,6 +45,16 @@ _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|o
 _TAG = re.compile(r"global_step\d+\Z")
 _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 _DCP_METADATA = ".metadata"
+_OTHER_RANK_FILES = (
+    (
+        re.compile(r"model_world_size_\d+_rank_\d+\.pt\Z"),
+        "verl's file of one rank, a pickle of DTensors: not put together",
+    ),
+    (
+        re.compile(r"pytorch_model_fsdp_rank\d+\.bin\Z"),
+        "FSDP's local state of one rank, without shapes: not put together",
+    ),
+)
 
 
 @enum.unique
@@ -209,6 +227,33 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if has_weights or model_config.FILE_NAME in names:
         return _open_model(folder)
     raise _nothing_known(folder)
+
+
+def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
+    """Return the DeepSpeed or FSDP checkpoint in the folder `path`, also where an adapter or model lies beside it.
+
+    The HF Trainer puts both into one folder; OpenRLHF puts the checkpoint one folder down (`_actor`). Raises
+    `NotACheckpoint` where there is none, or several.
+    """
+    folder = _read_folder(Path(path))
+    here = _open_zero(folder) or _open_dcp(folder)
+    if here is not None:
+        return here
+    below = [_read_folder(folder.root / name) for name in folder.folders]
+    found = [sharded for inner in below if (sharded := _open_zero(inner) or _open_dcp(inner))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(sharded.root.name for sharded in found[:8])
+        raise NotACheckpoint(
+            f"{folder.root} holds {len(found)} checkpoints: {names}",
+            hint=f"lora-tool consolidate {found[-1].root}",
+        )
+    for name in folder.files:
+        for pattern, what in _OTHER_RANK_FILES:
+            if pattern.match(name):
+                raise UnsupportedCheckpoint(f"{folder.root / name}: {what}", hint="save it again as a full state dict")
+    raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
 
 
 def require_whole(checkpoint: Checkpoint) -> None:

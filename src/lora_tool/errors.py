@@ -8,6 +8,7 @@
     │   └── IncompleteCheckpoint   files that belong together are not all there
     ├── PlanError                  what was asked for cannot be done exactly
     │   ├── UnsupportedAdapter     a feature we refuse by name
+    │   ├── UnsupportedCheckpoint  a training checkpoint's layout we refuse by name
     │   ├── IncompatibleBase       base model and adapter do not fit
     │   └── OutputExists           something stands where the result would go
     ├── ExecutionError             it failed while writing
@@ -106,6 +107,10 @@ class PlanError(LoraToolError):
 
 class UnsupportedAdapter(PlanError):
     """The adapter uses a feature that we refuse by name."""
+
+
+class UnsupportedCheckpoint(PlanError):
+    """A training checkpoint has a layout that we refuse by name, or lacks what was asked of it."""
 
 
 class IncompatibleBase(PlanError):

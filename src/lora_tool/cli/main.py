@@ -20,6 +20,7 @@ from lora_tool.errors import LoraToolError
 COMMANDS = {
     "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
+    "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together.",
     "merge": "Merge an adapter into its base model.",
     "rules": "List the rules of `validate`, or explain one.",
 }

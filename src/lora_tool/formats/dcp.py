@@ -1,0 +1,216 @@
+"""Torch's distributed checkpoints, as FSDP2 writes them: `.metadata` and `.distcp` files. No tensor is read, no torch.
+
+Sources: torch 2.13 `distributed/checkpoint/metadata.py` (Metadata, TensorStorageMetadata, ChunkStorageMetadata,
+MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other).
+`.metadata` is a bare pickle of those classes, which torch loads with `pickle.load`; here they are inert stubs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats.files import inside, open_regular
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Stub, load
+from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
+from lora_tool.formats.weights import is_bare
+from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+
+METADATA = ".metadata"
+_MODEL_KEYS = ("model", "state_dict", "module")
+"""Keys under which training programs put the module's state dict; beside it there may be the optimizer's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some rows of a tensor: the archive of `nbytes` bytes at `at` in the file `filename`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    filename: str
+    at: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpTensor:
+    """One tensor, and the chunks that it was cut into, by their first row."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpFolder:
+    """What one `.metadata` says: the module's tensors by their own names."""
+
+    folder: Path
+    tensors: Mapping[str, DcpTensor]
+    save_id: str | None = None
+
+    @property
+    def filenames(self) -> tuple[str, ...]:
+        """The `.distcp` files that hold the tensors."""
+        return tuple(dict.fromkeys(chunk.filename for tensor in self.tensors.values() for chunk in tensor.chunks))
+
+
+def read_dcp(folder: Path) -> DcpFolder:
+    """Return the structure of the checkpoint in `folder`.
+
+    Raises `CorruptFile` for a broken `.metadata`, `IncompleteCheckpoint` where rows of a tensor are in no chunk, and
+    `UnsupportedCheckpoint` for flat parameters (FSDP1), tensors cut along another dimension, and compressed chunks.
+    """
+    path = folder / METADATA
+    with open_regular(path) as fd:
+        size = os.fstat(fd).st_size
+        if size > MAX_PICKLE_BYTES:
+            refuse(path, Defect.PICKLE, f"is {size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
+        data = os.pread(fd, size, 0)
+    try:
+        found = load(data, known=KNOWN, persistent=_no_storage)
+        return _interpret(folder, found)
+    except ValueError as error:
+        raise CorruptFile(Problem(defect=Defect.PICKLE, path=str(path), message=str(error))) from error
+
+
+def _no_storage(_: object) -> NoReturn:
+    raise ValueError("holds a pickle with storages, which metadata has not")
+
+
+def _interpret(folder: Path, found: object) -> DcpFolder:
+    if not isinstance(found, Stub):
+        raise ValueError("does not hold a Metadata object")  # noqa: TRY004 - of the file, not of Python
+    stored, storage = found.get("state_dict_metadata"), found.get("storage_data")
+    if not isinstance(stored, dict) or not isinstance(storage, dict):
+        raise ValueError("has no tables of tensors and of their storage")  # noqa: TRY004
+    # what is no tensor (counters, random states) has no size
+    entries = {
+        name: entry for name, entry in stored.items() if isinstance(entry, Stub) and entry.get("size") is not None
+    }
+    names = _module_names(entries, found.get("planner_data"))
+    places = {(key.get("fqn"), key.get("offset")): info for key, info in storage.items() if isinstance(key, Stub)}
+    tensors = {name: _tensor(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
+    meta = found.get("storage_meta")
+    save_id = meta.get("save_id") if isinstance(meta, Stub) else None
+    return DcpFolder(folder=folder, tensors=tensors, save_id=save_id if isinstance(save_id, str) else None)
+
+
+def _module_names(entries: Mapping[str, Stub], planner: object) -> dict[str, str]:
+    """Return the checkpoint's name → the module's own, of the module's tensors alone.
+
+    `planner_data` has the path of keys that was joined to each name: `("model", "lm_head.weight")`.
+    """
+    paths = {fqn: (fqn,) for fqn in entries}
+    if isinstance(planner, dict):
+        paths |= {fqn: path for fqn, path in planner.items() if fqn in entries and isinstance(path, tuple) and path}
+    for key in _MODEL_KEYS:
+        under = {fqn: path[1:] for fqn, path in paths.items() if path[0] == key and len(path) > 1}
+        if under:
+            return {fqn: ".".join(map(str, path)) for fqn, path in under.items()}
+    return {fqn: ".".join(map(str, path)) for fqn, path in paths.items()}
+
+
+def _tensor(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
+    if fqn.rpartition(".")[2] in ("_flat_param", "flat_param"):
+        raise UnsupportedCheckpoint(
+            f"{folder}: `{fqn}` is a flat parameter of FSDP1, whose names and shapes are only in the running model",
+            hint="save it again with StateDictType.FULL_STATE_DICT, or train with FSDP2 (fsdp_version: 2)",
+        )
+    properties, shape = entry.get("properties"), entry.get("size")
+    dtype = _dtype(properties)
+    if dtype is None or not _is_sizes(shape):
+        raise ValueError(f"gives `{fqn}` no type or no shape that we know")
+    chunks = []
+    for piece in entry.get("chunks") or ():
+        offsets, sizes = piece.get("offsets"), piece.get("sizes")
+        if not _is_sizes(offsets) or not _is_sizes(sizes) or not len(offsets) == len(sizes) == len(shape):
+            raise ValueError(f"gives a chunk of `{fqn}` no offsets and sizes")
+        chunks.append(_chunk(folder, fqn, offsets, sizes, places.get((fqn, offsets))))
+    chunks.sort(key=lambda chunk: chunk.offsets)
+    _require_rows(folder, fqn, shape, chunks)
+    return DcpTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
+
+
+def _dtype(properties: object) -> DType | None:
+    """`TensorProperties` is saved as a tuple that begins with the type."""
+    state = properties.state if isinstance(properties, Stub) else None
+    values = state if isinstance(state, tuple) else tuple(state.values()) if isinstance(state, dict) else ()
+    return next((value.dtype for value in values if isinstance(value, ElementType)), None)
+
+
+def _is_sizes(values: object) -> bool:
+    return isinstance(values, tuple) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: object) -> Chunk:
+    if not isinstance(info, Stub):
+        raise IncompleteCheckpoint(f"{folder / METADATA}: the rows of `{fqn}` from {list(offsets)} are stored nowhere")
+    if info.get("transform_descriptors"):
+        raise UnsupportedCheckpoint(f"{folder}: `{fqn}` is stored compressed ({info.get('transform_descriptors')})")
+    name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
+    if not isinstance(name, str) or not is_bare(name) or type(at) is not int or type(nbytes) is not int:
+        raise ValueError(f"places `{fqn}` in {name!r:.60}, which is no file beside it")
+    return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes)
+
+
+def _require_rows(folder: Path, fqn: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+    """Raise unless the chunks are whole rows that cover the tensor once, in order."""
+    row = 0
+    for chunk in chunks:
+        if chunk.sizes[1:] != shape[1:] or any(chunk.offsets[1:]):
+            raise UnsupportedCheckpoint(
+                f"{folder}: `{fqn}` {list(shape)} is cut along more than its rows: tensor parallel checkpoints are not put together",
+                hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE",
+            )
+        if shape and chunk.offsets[0] != row:
+            message = f"rows {row} to {chunk.offsets[0]} of `{fqn}` are in no file"
+            raise IncompleteCheckpoint(f"{folder / METADATA}: {message}")
+        row += chunk.sizes[0] if shape else 1
+    if row != (shape[0] if shape else 1) and 0 not in shape:
+        raise IncompleteCheckpoint(f"{folder / METADATA}: `{fqn}` has {shape[:1]} rows, {row} are in its files")
+
+
+def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> tuple[dict[str, StoredTensor], list[Record]]:
+    """Return the tensors whose names are in `wanted`, as spans, and the archive members that hold them.
+
+    Raises `IncompleteCheckpoint` for a missing file, `CorruptFile` for a broken one.
+    """
+    tensors, records = {}, []
+    for name, tensor in found.tensors.items():
+        if name in wanted:
+            pieces = [_piece(found.folder, name, tensor, chunk) for chunk in tensor.chunks]
+            spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
+            spans = tuple(span for stored, _ in pieces for span in stored.spans)
+            tensors[name] = StoredTensor(spec=spec, spans=spans or (_nothing(found.folder),))
+            records += [record for _, record in pieces]
+    return tensors, records
+
+
+def _nothing(folder: Path) -> Span:
+    return Span(path=folder / METADATA, offset=0, nbytes=0)
+
+
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> tuple[StoredTensor, Record]:
+    path = folder / chunk.filename
+    if not path.exists():
+        raise IncompleteCheckpoint(
+            f"{path} is missing: it holds rows of `{name}`",
+            hint="copy it from the machine that wrote it: every node writes its own ranks",
+        )
+    if not inside(folder, path):
+        refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
+    lazy = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes).value
+    if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
+        refuse(path, Defect.WRONG_SIZE, f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}", name)
+    return lazy.stored(name), lazy.record
+
+
+def stamps(found: DcpFolder) -> dict[Path, FileStamp]:
+    """Return what the files that are there look like now."""
+    paths = [found.folder / METADATA, *(found.folder / name for name in found.filenames)]
+    return {path: FileStamp.of(path) for path in paths if path.exists()}

@@ -1,0 +1,229 @@
+"""Where each parameter's bytes are in the rank files: ZeRO's rules of partition, as spans. Padding is never spanned.
+
+Stage 3 (`zero/partition_parameters.py`, `zero/stage3.py`): of a parameter of n elements every rank of W holds
+ceil(n/W), the last ones filled up with whatever was in memory. A rank's flat group is the concatenation of its pieces.
+
+Stages 1 and 2 (`zero/stage_1_and_2.py`): the parameters of a group are laid one after the other, filled up to a
+multiple of 2·W, and cut into W equal parts; the filling at the end is taken off again when saving, except by
+BF16_Optimizer. A parameter may lie on several ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lora_tool.errors import IncompleteCheckpoint
+from lora_tool.formats.torch_zip import LazyTensor
+from lora_tool.formats.zero import Shape, ZeroTag
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+
+_ALIGNED = 2
+"""`nccl_start_alignment_factor`: groups are filled up to a multiple of so many elements per rank."""
+
+
+@enum.unique
+class Role(str, enum.Enum):
+    """Why a tensor is in the checkpoint, and so where it is."""
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+    BUFFER = "buffer"
+    SAVED = "saved"
+    """The checkpoint does not say whether it was trained."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of the training module: its role and shape."""
+
+    role: Role
+    shape: Shape
+
+
+def entries(tag: ZeroTag) -> dict[str, Entry]:
+    """Return every tensor that the tag holds, tied ones once, in the module's order as far as it is known."""
+    first = tag.first
+    if first is None:
+        return {}
+    trained = {name: shape for group in first.param_shapes for name, shape in group.items()}
+    if tag.stage == 0:
+        trained = {}
+    found = {name: Entry(role=Role.TRAINED, shape=shape) for name, shape in trained.items()}
+    frozen = _frozen_shapes(tag)
+    found |= {name: Entry(role=Role.FROZEN, shape=shape) for name, shape in frozen.items() if name not in found}
+    for name in first.buffer_names:
+        if name in first.module and name not in found:
+            found[name] = Entry(role=Role.BUFFER, shape=first.module[name].shape)
+    order = {name: number for number, name in enumerate(first.module)}
+    return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _frozen_shapes(tag: ZeroTag) -> Mapping[str, Shape]:
+    first = tag.first
+    if first is None or (tag.stage == 3 and first.frozen is None):  # noqa: PLR2004 - the stage
+        return {}
+    if first.frozen is not None and first.frozen_shapes is not None:
+        return first.frozen_shapes
+    # stage 1 never lists them (DeepSpeed #5439), but `module` has them, whole
+    trained = {name for group in first.param_shapes for name in group} if tag.stage else set()
+    return {
+        name: tensor.shape
+        for name, tensor in first.module.items()
+        if name not in trained and name not in first.buffer_names and name not in first.shared
+    }
+
+
+def unaccounted(tag: ZeroTag) -> tuple[str, ...]:
+    """Return the module's names that nothing in the checkpoint gives a value to: frozen parameters left out."""
+    first = tag.first
+    if first is None:
+        return ()
+    known = entries(tag)
+    return tuple(name for name in first.module if name not in known and name not in first.shared)
+
+
+def assemble(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
+    """Return the tensors of the tag whose names are in `wanted`, each as the spans that hold its elements.
+
+    Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes, `CorruptFile` where one is
+    broken.
+    """
+    require_all_ranks(tag)
+    return {**_trained(tag, wanted), **_others(tag, wanted)}
+
+
+def require_all_ranks(tag: ZeroTag) -> None:
+    """Raise `IncompleteCheckpoint` unless every rank's files were read."""
+    ranks = range(tag.world_size)
+    lost = {rank for rank in ranks if rank not in tag.optim} if tag.stage else set()
+    # without frozen parameters all that counts is in the first rank's model file
+    has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
+    lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
+    if lost:
+        listed = ", ".join(map(str, sorted(lost)[:8]))
+        raise IncompleteCheckpoint(
+            f"{tag.folder}: of {tag.world_size} ranks the files of these are missing or unreadable: {listed}",
+            hint="copy them from the machines that trained: every node writes its own ranks",
+        )
+
+
+def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
+    first = tag.first
+    if first is None or tag.stage == 0:
+        return {}
+    ranks = [tag.optim[rank] for rank in range(tag.world_size)]
+    found: dict[str, StoredTensor] = {}
+    for number, shapes in enumerate(first.param_shapes):
+        if any(number >= len(states.groups) for states in ranks):
+            raise IncompleteCheckpoint(
+                f"{tag.folder}: not every rank has the {len(first.param_shapes)} groups of rank 0"
+            )
+        if not any(name in wanted for name in shapes):
+            continue
+        flats = [states.groups[number].stored(f"group {number}") for states in ranks]
+        cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
+        found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
+    return found
+
+
+def leftover(shapes: Mapping[str, Shape], sizes: Sequence[int], stage: int) -> int | None:
+    """Return by how many elements the flat groups of `sizes` differ from what `shapes` need; None where they fit."""
+    if stage == 3:  # noqa: PLR2004 - the stage
+        need = sum(_piece(math.prod(shape), len(sizes)) for shape in shapes.values())
+        return next((size - need for size in sizes if size != need), None)
+    extra = sum(sizes) - sum(math.prod(shape) for shape in shapes.values())
+    return None if 0 <= extra < _ALIGNED * len(sizes) else extra
+
+
+def _piece(numel: int, world: int) -> int:
+    return -(-numel // world)
+
+
+def _cut_by_parameter(shapes: Mapping[str, Shape], flats: Sequence[StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+    at, world = 0, len(flats)
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        piece = _piece(numel, world)
+        parts = [(flat, at, _owned(numel, piece, rank)) for rank, flat in enumerate(flats)]
+        yield name, _joined(name, flats[0].dtype, shape, parts)
+        at += piece
+
+
+def _owned(numel: int, piece: int, rank: int) -> int:
+    """How many of a rank's elements belong to the parameter; the rest of its piece is padding."""
+    return min(piece, max(0, numel - rank * piece))
+
+
+def _cut_in_one(shapes: Mapping[str, Shape], flats: Sequence[StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
+    starts = [0]
+    for flat in flats:
+        starts.append(starts[-1] + flat.spec.numel)
+    at = 0
+    for name, shape in shapes.items():
+        end = at + math.prod(shape)
+        parts = [
+            (flat, max(at - start, 0), min(end, start + flat.spec.numel) - max(at, start))
+            for flat, start in zip(flats, starts, strict=False)
+            if start < end and start + flat.spec.numel > at
+        ]
+        yield name, _joined(name, flats[0].dtype, shape, parts)
+        at = end
+
+
+def _joined(name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredTensor, int, int]]) -> StoredTensor:
+    """Return the tensor made of `count` elements from element `at` of each flat tensor."""
+    size = dtype.bits // 8
+    spans = []
+    for flat, at, count in parts:
+        (whole,) = flat.spans
+        if count and (at + count) * size > whole.nbytes:
+            raise IncompleteCheckpoint(f"{whole.path}: `{name}` ends beyond the flat group of this rank")
+        if count:
+            spans.append(Span(path=whole.path, offset=whole.offset + at * size, nbytes=count * size))
+    held = sum(span.nbytes for span in spans)
+    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+    if held != spec.nbytes:
+        raise IncompleteCheckpoint(f"`{name}` {list(shape)} needs {spec.nbytes:,} bytes, the ranks hold {held:,} of it")
+    if not spans and parts:
+        spans = [Span(path=parts[0][0].path, offset=parts[0][0].spans[0].offset, nbytes=0)]
+    return StoredTensor(spec=spec, spans=tuple(spans))
+
+
+def _others(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
+    first = tag.first
+    if first is None:
+        return {}
+    found = {}
+    for name, entry in entries(tag).items():
+        if entry.role is Role.TRAINED or name not in wanted:
+            continue
+        if entry.role is Role.FROZEN and tag.stage == 3:  # noqa: PLR2004 - the stage
+            found[name] = _frozen_by_rank(tag, name, entry.shape)
+        else:
+            found[name] = _whole(first.frozen, first.module, name).stored(name)
+    return found
+
+
+def _whole(frozen: Mapping[str, LazyTensor] | None, module: Mapping[str, LazyTensor], name: str) -> LazyTensor:
+    return frozen[name] if frozen is not None and name in frozen else module[name]
+
+
+def _frozen_by_rank(tag: ZeroTag, name: str, shape: Shape) -> StoredTensor:
+    pieces = []
+    numel = math.prod(shape)
+    for rank in range(tag.world_size):
+        fragment = (tag.model[rank].frozen or {}).get(name)
+        if fragment is None:
+            raise IncompleteCheckpoint(
+                f"{tag.model[rank].file.path}: frozen `{name}` is not in it, other ranks have it"
+            )
+        pieces.append(fragment.stored(name))
+    piece = _piece(numel, tag.world_size)
+    parts = [(flat, 0, _owned(numel, piece, rank)) for rank, flat in enumerate(pieces)]
+    return _joined(name, pieces[0].dtype, shape, parts)

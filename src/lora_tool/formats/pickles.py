@@ -1,0 +1,180 @@
+"""Reading pickles without running them: nothing that a pickle names is imported, called or changed.
+
+A pickle is a program for a stack machine (CPython, `Lib/pickletools.py`). Two of its instructions are dangerous: GLOBAL
+imports a name, REDUCE calls what is on the stack. Here a name becomes either one of the few callables that the reader
+of a format provides, or an inert `Stub` class; nothing else callable can ever be on the stack.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MAX_PICKLE_BYTES = 256 << 20
+"""The structure of a checkpoint of 100,000 tensors takes about 20 MB; the tensors' bytes are never in it."""
+
+Global = tuple[str, str]
+"""Module and name, as GLOBAL gives them."""
+
+
+class Known(NamedTuple):
+    """A name that the reader gives a meaning. A tuple, because BUILD could change the fields of any other object."""
+
+    build: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 - whatever the pickle says, checked by `build`
+        return self.build(*args)
+
+
+class _Frozen(type):
+    """The type of stub classes: BUILD cannot set attributes on them."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"{cls.__name__}.{name} cannot be set")
+
+
+class Stub(metaclass=_Frozen):
+    """An object of a class that is not known. It keeps what the pickle gave it, and does nothing."""
+
+    __slots__ = ("args", "items", "state")
+    qualified_name: ClassVar[str] = ""
+    args: tuple[object, ...]
+    items: list[object]
+    state: object
+
+    def __new__(cls, *args: object, **_: object) -> Self:
+        stub = super().__new__(cls)
+        stub.args, stub.items, stub.state = args, [], None
+        return stub
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    def append(self, item: object) -> None:
+        """Keep `item`: APPEND calls this on an object that is no list."""
+        self.items.append(item)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.items.append((key, value))
+
+    def get(self, field: str, default: Any = None) -> Any:  # noqa: ANN401 - a field of an unknown class
+        """Return the attribute `field` that the pickle gave the object."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)
+        for state in states:
+            if isinstance(state, dict) and field in state:
+                return state[field]
+        return default
+
+
+_BUILT_IN: dict[Global, Any] = {
+    # all of them immutable types of the interpreter, which BUILD cannot change
+    ("collections", "OrderedDict"): OrderedDict,
+    ("__builtin__", "set"): set,
+    ("builtins", "set"): set,
+    ("__builtin__", "frozenset"): frozenset,
+    ("builtins", "frozenset"): frozenset,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """The interpreter's own stack machine, with its one door to the outside closed."""
+
+    def __init__(self, data: bytes, known: Mapping[Global, Any], persistent: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8", errors="surrogateescape")
+        self._known = known
+        self._persistent = persistent
+        self._stubs: dict[Global, type[Stub]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a Known, a Stub class or a built-in type
+        found = _BUILT_IN.get((module, name)) or self._known.get((module, name))
+        return self._stub(module, name) if found is None else found
+
+    def _stub(self, module: str, name: str) -> type[Stub]:
+        if (module, name) not in self._stubs:
+            body = {"__slots__": (), "qualified_name": f"{module}.{name}"}
+            self._stubs[module, name] = cast("type[Stub]", _Frozen(name, (Stub,), body))
+        return self._stubs[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401 - the format's reader checks it
+        return self._persistent(pid)
+
+
+def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+    """Return the object that the pickle `data` describes, with `Stub`s in the place of unknown classes.
+
+    `known` are the names with a meaning, `persistent` turns a persistent id into an object. Raises ValueError with a
+    sentence for anything that is not a whole, plain pickle.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise ValueError(f"has a pickle of {len(data):,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
+    _scan(data)
+    try:
+        return _Unpickler(data, known, persistent).load()
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    # a broken pickle can make the stack machine raise anything: TypeError, KeyError, UnpicklingError, …
+    except Exception as error:
+        raise ValueError(f"holds a pickle that cannot be read: {error}") from error
+
+
+# instruction → bytes of its argument (CPython, `Lib/pickletools.py`)
+_FIXED = {
+    **dict.fromkeys(b".(012NQRabdelstu}])\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94", 0),
+    **dict.fromkeys(b"Kh\x80q", 1),
+    **dict.fromkeys(b"M", 2),
+    **dict.fromkeys(b"Jjr", 4),
+    **dict.fromkeys(b"G\x95", 8),
+}
+# instruction → bytes of the length that stands before its argument
+_COUNTED = {
+    **dict.fromkeys(b"U\x8a\x8cC", 1),
+    **dict.fromkeys(b"TX\x8bB", 4),
+    **dict.fromkeys(b"\x8d\x8e", 8),
+}
+_STOP, _GLOBAL, _LONG_BINPUT = b".cr"
+
+
+def _scan(data: bytes) -> None:
+    """Raise ValueError unless `data` is a run of instructions of pickle protocol 2 to 5 that ends where it says.
+
+    LONG_BINPUT of a huge index would make the interpreter reserve memory for that many entries, so indices are
+    checked here, before. The text instructions of protocol 0 and the extension registry are refused.
+    """
+    at, end = 0, len(data)
+    fixed, counted = _FIXED, _COUNTED
+    while at < end:
+        code = data[at]
+        at += 1
+        if code in fixed:
+            width = fixed[code]
+            if code == _LONG_BINPUT and int.from_bytes(data[at : at + width], "little") > end:
+                raise ValueError("holds a pickle with a memo index beyond its length")
+            if code == _STOP:
+                return
+            at += width
+        elif code in counted:
+            width = counted[code]
+            at += width + int.from_bytes(data[at : at + width], "little")
+        elif code == _GLOBAL:
+            at = _after_lines(data, at)
+        else:
+            raise ValueError(f"holds a pickle with the instruction 0x{code:02x}, which no checkpoint needs")
+    raise ValueError("holds a pickle that ends without its STOP: truncated?")
+
+
+def _after_lines(data: bytes, at: int) -> int:
+    """Return where the two lines of a GLOBAL that begin at `at` end."""
+    for _ in range(2):
+        at = data.find(b"\n", at) + 1
+        if at == 0:
+            raise ValueError("holds a pickle that ends in the middle of a name")
+    return at

@@ -1,0 +1,338 @@
+"""Reading what `torch.save` writes: structure and places of tensors, without torch and without running the pickle.
+
+Since torch 1.6 the file is a zip archive (`torch/csrc/jit/serialization`, `caffe2/serialize/inline_container.cc`):
+``<root>/data.pkl`` is the object, ``<root>/data/<key>`` the bytes of each storage, stored and not compressed, so every
+tensor is one span of the file. ``<root>`` is the name that the file had when it was written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.files import open_regular
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Global, Known, load
+from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first pickle of the format before 1.6 (`torch/serialization.py`, MAGIC_NUMBER)."""
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_ENCRYPTED = 1
+
+
+class Record(NamedTuple):
+    """One stored member of the archive: where its local header begins, its size and CRC32 by the central directory."""
+
+    path: Path
+    name: str
+    header_at: int
+    nbytes: int
+    crc: int
+
+    def data_at(self) -> int:
+        """Return the offset of its first byte in the file. Raises `CorruptFile` where the local header disagrees."""
+        # only the local header knows: torch pads each one so that the data is aligned to 64 bytes
+        with open_regular(self.path) as fd:
+            raw = os.pread(fd, _LOCAL_HEADER.size + len(os.fsencode(self.name)), self.header_at)
+            size = os.fstat(fd).st_size
+        if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
+            refuse(self.path, Defect.BAD_HEADER, "has no local header where the directory says", self.name)
+        fields = _LOCAL_HEADER.unpack_from(raw)
+        if raw[_LOCAL_HEADER.size :] != self.name.encode() or fields[9] != len(self.name.encode()):
+            refuse(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
+        start: int = self.header_at + _LOCAL_HEADER.size + fields[9] + fields[10]
+        if start + self.nbytes > size:
+            refuse(
+                self.path, Defect.TRUNCATED, f"ends at byte {start + self.nbytes:,}, the file at {size:,}", self.name
+            )
+        return start
+
+
+class LazyTensor(NamedTuple):
+    """A tensor of the archive that was not read: its type, shape and place.
+
+    A tuple, as everything is that a pickle may hold: nothing in the pickle can change its fields.
+    """
+
+    record: Record
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    """Its first element, counted in the storage."""
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie one after the other in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return self.numel == 0
+            expected *= size
+        return True
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return it as a stored tensor called `name`. Raises `CorruptFile`, also where it is no single span."""
+        if not self.is_contiguous:
+            message = (
+                f"is stored with strides {list(self.stride)} for shape {list(self.shape)}: only contiguous is read"
+            )
+            refuse(self.record.path, Defect.BAD_HEADER, message, name)
+        spec = TensorSpec(name=name, dtype=self.dtype, shape=self.shape)
+        offset = self.record.data_at() + self.start * self.dtype.bits // 8
+        return StoredTensor(spec=spec, spans=(Span(path=self.record.path, offset=offset, nbytes=spec.nbytes),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFile:
+    """What one file holds: the object, with `LazyTensor`s and `Stub`s in it, and the archive's own facts."""
+
+    stamp: FileStamp
+    root: str
+    """Name of the archive's only folder: the stem of the file's name when it was written, or ``archive``."""
+    value: Any
+    records: Mapping[str, Record]
+    """Key of each storage → its record."""
+    serialization_id: str | None = None
+    """What torch derives from the records' names and CRCs: two files have the same only if they are copies."""
+
+    @property
+    def path(self) -> Path:
+        return self.stamp.path
+
+
+def read_torch_file(path: Path, *, offset: int = 0, nbytes: int | None = None) -> TorchFile:
+    """Return the object in the torch file `path`, or in the archive of `nbytes` bytes embedded in it at `offset`.
+
+    No tensor is read, no code runs. Raises `CorruptFile` for what is no such archive, is truncated, has compressed
+    or encrypted members or two of one name, and for a pickle that refers to what is not there.
+    """
+    with open_regular(path) as fd:
+        stamp = FileStamp.from_stat(path, os.fstat(fd))
+        length = stamp.size - offset if nbytes is None else nbytes
+        if offset < 0 or length < 0 or offset + length > stamp.size:
+            refuse(
+                path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
+            )
+        window = io.BufferedReader(_Window(fd, offset, length), 1 << 16)
+        _require_zip(path, os.pread(fd, len(_LEGACY_MAGIC), offset), length)
+        try:
+            with zipfile.ZipFile(window) as archive:
+                return _read_archive(archive, stamp, offset)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, struct.error, OSError) as error:
+            refuse(path, Defect.TRUNCATED, f"is no whole torch file ({error}): truncated?")
+
+
+def refuse(path: Path, defect: Defect, message: str, subject: str | None = None) -> NoReturn:
+    """Raise `CorruptFile` about `path`."""
+    raise CorruptFile(Problem(defect=defect, path=str(path), message=message, subject=subject))
+
+
+class _Window(io.RawIOBase):
+    """`nbytes` bytes of a descriptor from `offset`, as a file of their own."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        self._fd, self._offset, self._nbytes, self._at = fd, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - typeshed's WriteableBuffer
+        wanted = max(0, min(len(buffer), self._nbytes - self._at))
+        data = os.pread(self._fd, wanted, self._offset + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _require_zip(path: Path, head: bytes, length: int) -> None:
+    if length == 0:
+        refuse(path, Defect.TRUNCATED, "is empty: it was never written")
+    if head.startswith(_LEGACY_MAGIC):
+        message = (
+            "is in torch's format from before 1.6, not a zip archive: it cannot be read without running its pickle"
+        )
+        refuse(path, Defect.PICKLE, message)
+    if not head.startswith(b"PK"):
+        what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else "no torch file"
+        refuse(path, Defect.PICKLE if head[:1] == b"\x80" else Defect.BAD_HEADER, f"is {what}; it is not read")
+
+
+def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int) -> TorchFile:
+    path, infos = stamp.path, archive.infolist()
+    members = {info.filename: info for info in infos}
+    if len(members) != len(infos):
+        refuse(path, Defect.DUPLICATE_KEY, "holds two members of one name")
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            refuse(path, Defect.BAD_HEADER, "is compressed, which torch never does", info.filename)
+        if info.flag_bits & _ENCRYPTED:
+            refuse(path, Defect.BAD_HEADER, "is encrypted", info.filename)
+    roots = [name.removesuffix("/data.pkl") for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(roots) != 1:
+        refuse(path, Defect.BAD_HEADER, "is a zip archive without one data.pkl: not written by torch.save")
+    root = roots[0]
+    if f"{root}/constants.pkl" in members:
+        refuse(path, Defect.PICKLE, "is a TorchScript program, not a checkpoint")
+    if _text(archive, members, f"{root}/byteorder") not in (None, "little"):
+        refuse(path, Defect.BAD_HEADER, "was written on a big-endian machine")
+    records = {
+        name.removeprefix(f"{root}/data/"): Record(path, name, offset + info.header_offset, info.file_size, info.CRC)
+        for name, info in members.items()
+        if name.startswith(f"{root}/data/")
+    }
+    return TorchFile(
+        stamp=stamp,
+        root=root,
+        value=_unpickled(archive, members[f"{root}/data.pkl"], path, records),
+        records=records,
+        serialization_id=_text(archive, members, f"{root}/.data/serialization_id"),
+    )
+
+
+def _text(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], name: str) -> str | None:
+    """Return the content of a small member, None where it is not there or not small."""
+    info = members.get(name)
+    return None if info is None or info.file_size > 200 else archive.read(info).decode("latin-1").strip()  # noqa: PLR2004
+
+
+def _unpickled(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
+    if info.file_size > MAX_PICKLE_BYTES:
+        refuse(
+            path, Defect.PICKLE, f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
+        )
+    try:
+        return load(archive.read(info), known=KNOWN, persistent=_storages(records))
+    except ValueError as error:
+        refuse(path, Defect.PICKLE, str(error))
+
+
+class _Storage(NamedTuple):
+    record: Record
+    dtype: DType
+    numel: int
+
+
+class ElementType(NamedTuple):
+    """What ``torch.FloatStorage`` or ``torch.float32`` says. BUILD could change a bare `DType` for the whole process."""
+
+    dtype: DType
+
+
+def _storages(records: Mapping[str, Record]) -> Callable[[Any], _Storage]:
+    def storage(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
+        kind, of, key, _, numel = pid
+        if kind != "storage" or not isinstance(of, ElementType) or type(numel) is not int:
+            raise ValueError(f"persistent id {pid!r:.80} is no storage")
+        record = records.get(key)
+        if record is None:
+            raise ValueError(f"storage {key!r:.40} is not in the archive")
+        if record.nbytes * 8 != numel * of.dtype.bits:
+            raise ValueError(
+                f"storage {key!r:.40} should be {numel:,} × {of.dtype}, its record has {record.nbytes:,} bytes"
+            )
+        return _Storage(record, of.dtype, numel)
+
+    return storage
+
+
+def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
+    """`torch._utils._rebuild_tensor_v2`, and v3, whose seventh argument is the type of an untyped storage's tensor."""
+    if not isinstance(storage, _Storage) or not _is_sizes((start, *shape, *stride)) or len(shape) != len(stride):
+        raise ValueError("a tensor is not built from a storage, an offset, a shape and strides")
+    dtype = next((extra.dtype for extra in rest if isinstance(extra, ElementType)), storage.dtype)
+    held = storage.numel * storage.dtype.bits // dtype.bits
+    last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    spec = TensorSpec(name="", dtype=dtype, shape=tuple(shape))
+    if (spec.numel and last >= held) or start > held:
+        raise ValueError(f"a tensor of shape {list(shape)} at element {start:,} lies beyond its storage of {held:,}")
+    return LazyTensor(storage.record, dtype, spec.shape, tuple(stride), start)
+
+
+def _is_sizes(values: tuple[Any, ...]) -> bool:
+    return all(type(n) is int and n >= 0 for n in values)
+
+
+def _first(value: Any, *_: Any) -> Any:  # noqa: ANN401
+    """`_rebuild_parameter`: the tensor, whatever else is said about it."""
+    return value
+
+
+def _call(build: Any, _type: Any, args: Any, _state: Any) -> Any:  # noqa: ANN401
+    """`torch._tensor._rebuild_from_type_v2`: what its function would build. Everything callable here is harmless."""
+    if not isinstance(build, Known):
+        raise ValueError("a tensor subclass is built by an unknown function")  # noqa: TRY004 - of the file, not of Python
+    return build(*args)
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:  # noqa: ANN401
+    if not _is_sizes(tuple(values)):
+        raise ValueError("a torch.Size is not made of sizes")
+    return tuple(values)
+
+
+_STORAGES = {
+    "Float": DType.F32, "Double": DType.F64, "Half": DType.F16, "BFloat16": DType.BF16, "Long": DType.I64,
+    "Int": DType.I32, "Short": DType.I16, "Char": DType.I8, "Byte": DType.U8, "Bool": DType.BOOL,
+}  # fmt: skip
+_DTYPES = {
+    "float32": DType.F32, "float64": DType.F64, "float16": DType.F16, "bfloat16": DType.BF16, "int64": DType.I64,
+    "int32": DType.I32, "int16": DType.I16, "int8": DType.I8, "uint8": DType.U8, "bool": DType.BOOL,
+    "uint16": DType.U16, "uint32": DType.U32, "uint64": DType.U64, "complex64": DType.C64,
+    "float8_e4m3fn": DType.F8_E4M3, "float8_e5m2": DType.F8_E5M2, "float8_e8m0fnu": DType.F8_E8M0,
+    "float8_e4m3fnuz": DType.F8_E4M3FNUZ, "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
+}  # fmt: skip
+
+KNOWN: dict[Global, Any] = {
+    **{("torch", f"{name}Storage"): ElementType(dtype) for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): ElementType(DType.U8),
+    **{("torch", name): ElementType(dtype) for name, dtype in _DTYPES.items()},
+    ("torch", "Size"): Known(_size),
+    ("torch._utils", "_rebuild_tensor"): Known(_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): Known(_tensor),
+    ("torch._utils", "_rebuild_tensor_v3"): Known(_tensor),
+    ("torch._utils", "_rebuild_parameter"): Known(_first),
+    ("torch._utils", "_rebuild_parameter_with_state"): Known(_first),
+    ("torch._tensor", "_rebuild_from_type_v2"): Known(_call),
+}
+"""The names of torch's own that say how a tensor is built; everything else in a pickle becomes a `Stub`."""
+
+
+_SCALARS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
+
+
+def read_scalar(tensor: LazyTensor) -> float | None:
+    """Return the value of a tensor of one element, None where it is none or of a type that counts nothing."""
+    layout = _SCALARS.get(tensor.dtype)
+    if tensor.numel != 1 or layout is None:
+        return None
+    (span,) = tensor.stored("scalar").spans
+    with open_regular(span.path) as fd:
+        (value,) = struct.unpack(layout, os.pread(fd, span.nbytes, span.offset))
+    return float(value)

@@ -1,0 +1,292 @@
+"""DeepSpeed's ZeRO checkpoints: which files a tag has, and what the dictionaries in them say. No tensor is read.
+
+Sources: DeepSpeed 0.19.8 `runtime/engine.py` (`_get_zero_ckpt_name`, `_save_checkpoint`, `_get_zero_param_shapes`),
+`runtime/zero/stage_1_and_2.py` and `stage3.py` (`state_dict`), `runtime/bf16_optimizer.py`, `utils/zero_to_fp32.py`.
+The keys are the same since 0.9.1, except where a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats.files import inside
+from lora_tool.formats.pickles import Stub
+from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
+
+Shape = tuple[int, ...]
+States = TypeVar("States")
+
+_OPTIM = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
+_REFUSED = (
+    (re.compile(r"layer_\d+_expert_\d+_|expp_rank_"), "holds the experts of a mixture (MoE) in files of their own"),
+    (re.compile(r"layer_\d+-model_"), "was trained with pipeline parallelism: every layer has its own files"),
+    (re.compile(r"offloaded_tensors\Z"), "keeps optimizer state in NVMe swap files"),
+)
+_USE_DEEPSPEED = "convert it with DeepSpeed's own ds_to_universal.py, on the machine it was trained on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates:
+    """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
+
+    file: TorchFile
+    rank: int
+    module: Mapping[str, LazyTensor]
+    """Stage 1 and 2: the weights in the model's type. Stage 3: placeholders of shape [0], and real buffers."""
+    buffer_names: frozenset[str]
+    param_shapes: tuple[Mapping[str, Shape], ...]
+    """Trained parameters in the order in which they lie in each flat group."""
+    frozen_shapes: Mapping[str, Shape] | None
+    frozen: Mapping[str, LazyTensor] | None
+    """Stage 2: whole tensors. Stage 3: this rank's flat piece of each."""
+    shared: Mapping[str, str]
+    """Tied parameters: other name → the name it is stored under. Filled on rank 0 only."""
+    global_steps: int | None
+    dp_world_size: int | None
+    version: str | None
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStates:
+    """One `*_optim_states.pt`: this rank's part of the float32 masters."""
+
+    file: TorchFile
+    rank: int
+    stage: int
+    groups: tuple[LazyTensor, ...]
+    partition_count: int | None
+    step: float | None
+    """How many steps the optimizer took, where it counts them."""
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroTag:
+    """One saved step: the rank files by rank. Files that cannot be read are in `problems` and in no mapping."""
+
+    folder: Path
+    name: str
+    model: Mapping[int, ModelStates]
+    optim: Mapping[int, OptimStates]
+    listed: tuple[str, ...]
+    """Names of all rank files, the unreadable ones too."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: 0 where no rank has optimizer files (the weights are then whole in `module`)."""
+        return next((states.stage for states in self.optim.values()), 0)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the masters were cut into, as most files say; else how many files there are."""
+        counts = [states.partition_count for states in self.optim.values() if states.partition_count]
+        if counts:
+            return max(counts, key=counts.count)
+        return max(1, len(self.optim))
+
+    @property
+    def first(self) -> ModelStates | None:
+        """The model file of the lowest rank, whose names count; None where none can be read."""
+        return self.model[min(self.model)] if self.model else None
+
+
+def read_tag(folder: Path, name: str) -> ZeroTag:
+    """Return the structure of the rank files in `folder`, the tag `name`.
+
+    What cannot be read is in `problems`. Raises `UnsupportedCheckpoint` for layouts that are refused by name, and
+    `NotACheckpoint` where there are no rank files.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    _require_supported(folder, names)
+    model = [(int(match["rank"] or 0), match[0]) for match in map(_MODEL.match, names) if match]
+    optim = [(int(match["rank"]), match[0]) for match in map(_OPTIM.match, names) if match]
+    if not model and not optim:
+        raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
+    reading = _Reading(folder)
+    tag = ZeroTag(
+        folder=folder,
+        name=name,
+        model=reading.all(model, _model_states),
+        optim=reading.all(optim, _optim_states),
+        listed=tuple(file for _, file in (*model, *optim)),
+        problems=tuple(reading.problems),
+    )
+    _require_plain_data_parallel(tag)
+    return tag
+
+
+def _require_supported(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        for pattern, what in _REFUSED:
+            if pattern.match(name):
+                raise UnsupportedCheckpoint(f"{folder / name}: the checkpoint {what}", hint=_USE_DEEPSPEED)
+        match = _OPTIM.match(name) or _MODEL.match(name)
+        if match and int(match["mp"]):
+            raise UnsupportedCheckpoint(
+                f"{folder / name}: the checkpoint was trained with tensor parallelism (mp_rank {int(match['mp'])})",
+                hint=_USE_DEEPSPEED,
+            )
+    prefixes = {match["prefix"] or "" for match in map(_OPTIM.match, names) if match}
+    if len(prefixes) > 1:
+        raise UnsupportedCheckpoint(
+            f"{folder} holds optimizer files of two sorts, with and without `{max(prefixes)}` in front: "
+            "two runs were saved into one folder",
+            hint="move the files of the other run away; their dates tell",
+        )
+
+
+def _require_plain_data_parallel(tag: ZeroTag) -> None:
+    first = tag.first
+    if first is None:
+        return
+    # the key is there since 0.19.5
+    parallel = first.file.value.get("checkpoint_parallel_dimensions")
+    degrees = dict(parallel) if isinstance(parallel, dict) else {}
+    degrees["mp_world_size"] = first.file.value.get("mp_world_size")
+    for what, degree in degrees.items():
+        if isinstance(degree, int) and degree > 1:
+            raise UnsupportedCheckpoint(
+                f"{first.file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
+                hint=_USE_DEEPSPEED,
+            )
+
+
+class _Reading:
+    """Reads rank files one by one and keeps what is wrong with them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.problems: list[Problem] = []
+
+    def all(self, files: Iterable[tuple[int, str]], interpret: Callable[[TorchFile, int], States]) -> dict[int, States]:
+        """Return rank → what `interpret` makes of its file, without those that cannot be read."""
+        found = {}
+        for rank, name in files:
+            try:
+                found[rank] = interpret(self._file(name), rank)
+            except CorruptFile as error:
+                self.problems.append(error.problem)
+        return found
+
+    def _file(self, name: str) -> TorchFile:
+        path = self._folder / name
+        if not inside(self._folder, path):
+            refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
+        file = read_torch_file(path)
+        if not isinstance(file.value, dict):
+            refuse(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
+        return file
+
+
+def _model_states(file: TorchFile, rank: int) -> ModelStates:
+    table = file.value
+    shapes = table.get("param_shapes")
+    if shapes is None:
+        shapes = []
+    groups = [shapes] if isinstance(shapes, dict) else shapes
+    frozen_shapes, frozen = table.get("frozen_param_shapes"), table.get("frozen_param_fragments")
+    return ModelStates(
+        file=file,
+        rank=rank,
+        module=_tensors(file, table.get("module") or {}, "module"),
+        buffer_names=frozenset(name for name in table.get("buffer_names") or () if isinstance(name, str)),
+        param_shapes=tuple(_shapes(file, group, "param_shapes") for group in groups),
+        frozen_shapes=None if frozen_shapes is None else _shapes(file, frozen_shapes, "frozen_param_shapes"),
+        frozen=None if frozen is None else _tensors(file, frozen, "frozen_param_fragments"),
+        shared=_shared(table.get("shared_params")),
+        global_steps=_integer(table.get("global_steps")),
+        dp_world_size=_integer(table.get("dp_world_size")),
+        version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
+        config=table["ds_config"] if isinstance(table.get("ds_config"), dict) else {},
+    )
+
+
+def _optim_states(file: TorchFile, rank: int) -> OptimStates:
+    table = file.value.get("optimizer_state_dict")
+    if not isinstance(table, dict):
+        refuse(file.path, Defect.BAD_HEADER, "has no `optimizer_state_dict`: not written by ZeRO")
+    # BF16_Optimizer writes no zero_stage; its parts are cut as stage 1 cuts them
+    groups = table.get("fp32_flat_groups")
+    stage = 3 if groups is not None else min(max(_stage(table.get("zero_stage")), 1), 2)
+    groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
+    if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
+        refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
+    if any(_nonzero(padding) for padding in table.get("param_alignment_paddings") or ()):
+        refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
+    optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
+    return OptimStates(
+        file=file,
+        rank=rank,
+        stage=stage,
+        groups=tuple(groups),
+        partition_count=_partition_count(table.get("partition_count")),
+        step=_step(optimizer),
+        config=file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {},
+    )
+
+
+def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
+        refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of names", key)
+    # `_extra_state` entries may be anything; only tensors are weights
+    return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
+
+
+def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
+    if not isinstance(table, dict):
+        refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
+    for name, shape in table.items():
+        if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
+            refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}: tensor parallel?", key)
+    return table
+
+
+def _shared(table: object) -> dict[str, str]:
+    # 0.9.0 wrote a list of pairs, 0.9.2 and later a dictionary
+    pairs: Iterable[Any] = table.items() if isinstance(table, dict) else table if isinstance(table, list) else ()
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and all(isinstance(name, str) for name in pair)}  # noqa: PLR2004
+
+
+def _integer(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def _stage(value: object) -> int:
+    """ZeroStageEnum is an enumeration of integers: the pickle calls it with its value."""
+    number = value.args[0] if isinstance(value, Stub) and value.args else value
+    return number if type(number) is int else 1
+
+
+def _nonzero(padding: object) -> bool:
+    return any(map(_nonzero, padding)) if isinstance(padding, list) else bool(padding)
+
+
+def _partition_count(value: object) -> int | None:
+    """Stage 3 writes one number, stages 1 and 2 one for each group."""
+    counts = [count for count in value if type(count) is int] if isinstance(value, list) else [value]
+    return max((count for count in counts if type(count) is int), default=None)
+
+
+def _step(optimizer: object) -> float | None:
+    """Torch's Adam counts in the state of each parameter, some fused ones in the parameter groups."""
+    parts = optimizer if isinstance(optimizer, list) else [optimizer]
+    for part in parts:
+        if not isinstance(part, dict):
+            continue
+        state, groups = part.get("state"), part.get("param_groups")
+        entries = [*(state.values() if isinstance(state, dict) else ()), *(groups if isinstance(groups, list) else ())]
+        for entry in entries:
+            step = entry.get("step") if isinstance(entry, dict) else None
+            if isinstance(step, LazyTensor):
+                return read_scalar(step)
+            if isinstance(step, int | float):
+                return float(step)
+    return None

@@ -1,0 +1,206 @@
+"""Which tensors of a PEFT training module make its adapter, under which names, and whether the head is among them.
+
+`save_pretrained` keeps LoRA tensors and `modules_to_save`. It loses a frozen head: a new `score` layer that has LoRA on
+it, or none at all, is random, was never in the base model, and without it every reward is wrong. Where the checkpoint
+has it, it goes into the adapter under the name that `PeftModel` gives it, and `PeftModel.from_pretrained` loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool import keys
+from lora_tool.checkpoint import ModelDir, open_checkpoint
+from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
+from lora_tool.formats.files import read_json
+from lora_tool.formats.partitions import Entry, Role
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.architectures import ARCHITECTURES
+from lora_tool.plan.model import SideFile
+from lora_tool.sources import resolve
+
+HEADS = frozenset(
+    {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
+    | {"score", "classifier", "classification_head", "value_head", "v_head", "reward_head", "regression_head"}
+)
+"""Last components of the modules that a base language model does not have: new and random when training begins."""
+
+_LORA = frozenset(
+    {Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE, Part.TOKENS_DELTA, Part.SAVED_MODULE}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSelection:
+    """The tensors of an adapter and the config that goes with them."""
+
+    names: Mapping[str, str]
+    """Name in the adapter → name in the training module."""
+    config: SideFile
+    notes: tuple[str, ...]
+
+
+def has_lora(names: Mapping[str, Entry]) -> bool:
+    """Return whether a training module's names are those of a PEFT model with LoRA."""
+    return any(".lora_A." in name or ".lora_embedding_A." in name for name in names)
+
+
+def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> AdapterConfig:
+    """Return the config that was given, or the first in the folders `near`. Raises `IncompleteCheckpoint`."""
+    paths = [given / FILE_NAME if given.is_dir() else given] if given else [folder / FILE_NAME for folder in near]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        places = ", ".join(str(place.parent) for place in paths)
+        raise IncompleteCheckpoint(
+            f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights",
+            hint="give the one that the run began with: --adapter-config FILE",
+        )
+    return read_adapter_config(path)
+
+
+def select_adapter(entries: Mapping[str, Entry], config: AdapterConfig) -> AdapterSelection:
+    """Return the adapter's tensors by their PEFT names, a frozen head among them.
+
+    Raises `UnsupportedCheckpoint` where the head is lost, where several adapters were trained, and for trained
+    tensors that an adapter has no place for.
+    """
+    parsed = {name: keys.parse(_unwrapped(name)) for name in entries}
+    chosen = _adapter_name(entries, parsed)
+    names: dict[str, str] = {}
+    for name, key in parsed.items():
+        if key.part in _LORA and key.adapter_name in (chosen, None):
+            names[_peft_name(key)] = name
+        elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
+            raise UnsupportedCheckpoint(
+                f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
+                hint="--what state writes every tensor",
+            )
+        elif key.part not in _LORA and entries[name].role is Role.TRAINED:
+            names[key.canonical] = name
+    _require_ranks(entries, parsed, config)
+    heads, saved, notes = _heads(parsed, config, names)
+    return AdapterSelection(names={**names, **heads}, config=_config_file(config, saved), notes=notes)
+
+
+def _unwrapped(name: str) -> str:
+    """Take away what wrappers put in front of or into a name: DataParallel, torch.compile, checkpointing."""
+    for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    at = name.find(keys.PREFIX)
+    return name[at:] if at > 0 else name
+
+
+def _peft_name(key: AdapterKey) -> str:
+    """Return what `save_pretrained` calls the tensor: a module that was trained whole has its plain name."""
+    return f"{keys.PREFIX}{key.module}.{key.leaf}" if key.part is Part.SAVED_MODULE else key.canonical
+
+
+def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]) -> str | None:
+    all_names = {key.adapter_name for key in parsed.values() if key.part is Part.LORA_A or key.part is Part.EMBEDDING_A}
+    trained = {
+        key.adapter_name
+        for name, key in parsed.items()
+        if key.part in _LORA and key.adapter_name in all_names and entries[name].role is not Role.FROZEN
+    }
+    if len(trained) != 1:
+        listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
+        raise UnsupportedCheckpoint(
+            f"one trained adapter is expected, there are {len(trained)}: {listed}",
+            hint="--what state writes every tensor",
+        )
+    return trained.pop()
+
+
+def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
+    return config.bias != "none" and key.leaf == "bias"
+
+
+def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey], config: AdapterConfig) -> None:
+    for name, key in parsed.items():
+        shape = entries[name].shape
+        if key.part is Part.LORA_A and shape and shape[0] != config.rank(key.module):
+            raise UnsupportedCheckpoint(
+                f"`{name}` has rank {shape[0]}, {config.path} says {config.rank(key.module)}: it is of another run",
+                hint="give the right one: --adapter-config FILE",
+            )
+
+
+def _heads(
+    parsed: Mapping[str, AdapterKey],
+    config: AdapterConfig,
+    names: Mapping[str, str],
+) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
+    """Return the frozen head's tensors by PEFT name, the modules to add to `modules_to_save`, and notes."""
+    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
+    frozen = {name: key for name, key in parsed.items() if key.part in (Part.PLAIN, Part.BASE_LAYER)}
+    plain = {key.module for key in frozen.values() if key.part is Part.PLAIN and _is_head(key.module)}
+    plain -= {module for module in plain if any(f"{keys.PREFIX}{module}." in name for name in names)}
+    trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE and _is_head(key.module)}
+    classifier = config.task_type == "SEQ_CLS"
+    if not adapted and not plain and (trained or not classifier):
+        return {}, (), ()
+    base = _base_names(config)
+    found: dict[str, str] = {}
+    for module in sorted(adapted | plain):
+        part = Part.BASE_LAYER if module in adapted else Part.PLAIN
+        held = {key.canonical: name for name, key in frozen.items() if key.module == module and key.part is part}
+        if f"{module}.weight" in base:
+            continue
+        if not any(name.endswith(".weight") for name in held):
+            raise _lost(module, "LoRA was put on it, and its frozen random weights were not saved with the checkpoint")
+        found |= held
+    if not adapted and not plain and not any(_is_head(name.rpartition(".")[0]) for name in base):
+        raise _lost("score", "task_type is SEQ_CLS, and neither the checkpoint nor the base model has a head")
+    carried = tuple(f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in found)
+    return found, tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in found)), carried
+
+
+def _is_head(module: str) -> bool:
+    return module.rpartition(".")[2] in HEADS
+
+
+def _lost(module: str, why: str) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(
+        f"LT415 the head `{module}` is lost: {why}. Every reward of this adapter would be wrong",
+        hint="look for a tag saved without exclude_frozen_parameters; or train again with modules_to_save. "
+        "--what state writes the tensors that are there",
+    )
+
+
+def _base_names(config: AdapterConfig) -> frozenset[str]:
+    """Return the base model's tensor names if it is on this disk, else nothing."""
+    if not config.base_model:
+        return frozenset()
+    try:
+        base = open_checkpoint(resolve(config.base_model, near=config.path.parent, revision=config.revision).path)
+    except CheckpointError:
+        return frozenset()
+    return frozenset(base.tensors) if isinstance(base, ModelDir) else frozenset()
+
+
+def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
+    """Return the config as it is, or with the modules whose whole weights are now in the adapter."""
+    if not saved:
+        return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
+    raw = dict(read_json(config.path))
+    raw["modules_to_save"] = [*config.modules_to_save, *saved]
+    text = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+    reason = f"that of {config.path.parent}, with {', '.join(saved)} in modules_to_save"
+    return SideFile(filename=FILE_NAME, content=text.encode(), reason=reason)
+
+
+def left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names that are not in the adapter, each with the reason."""
+    for name in entries:
+        if name not in taken:
+            part = keys.parse(_unwrapped(name)).part
+            if part is Part.ORIGINAL_MODULE:
+                yield name, "the frozen original of a module that was trained whole"
+            elif part in _LORA:
+                yield name, "of another, frozen adapter"
+            else:
+                yield name, "frozen: the base model has it"

@@ -1,0 +1,250 @@
+"""Planning a consolidation: rank files → an adapter, a model or a bare state dict, as copies of byte spans."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.formats import model_config, tokenizer
+from lora_tool.formats.files import inside, read_json
+from lora_tool.formats.partitions import Entry, Role
+from lora_tool.plan import layout
+from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
+from lora_tool.plan.model import Cast, Copy, Fate, Leftover, Op, Plan, Precision, Shard, SideFile, Step
+from lora_tool.plan.side_files import GENERATION_CONFIG
+from lora_tool.plan.training_state import TrainingState, training_state
+from lora_tool.plan.zero_checks import Fault, Severity
+from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
+
+_CONFIG_DTYPES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}
+
+
+@enum.unique
+class What(str, enum.Enum):
+    """What `--what` takes."""
+
+    AUTO = "auto"
+    """An adapter where there are LoRA tensors, else a model."""
+    ADAPTER = "adapter"
+    MODEL = "model"
+    STATE = "state"
+    """The training module's own state dict, names as saved."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What goes out: output name → saved name, the files beside, what to say."""
+
+    names: Mapping[str, str]
+    leftovers: tuple[tuple[str, Fate, str], ...] = ()
+    side_files: tuple[SideFile, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def plan_consolidate(
+    checkpoint: ZeroDir | DcpDir,
+    *,
+    what: What | str = What.AUTO,
+    tag: str | None = None,
+    adapter_config: Path | None = None,
+    dtype: DType | None = None,
+    max_shard_bytes: int | None = None,
+    ignore: Iterable[str] = (),
+    check_values: bool = True,
+) -> Plan:
+    """Return the plan that puts the checkpoint's tensors together. Nothing is written.
+
+    `dtype` None keeps each tensor's own: float32 for trained ones, the model's for frozen ones. With `check_values`
+    every byte that will be used is read once: CRC32, NaN, all-zero parts. Raises `FindingsFound` for faults that are
+    errors and whose codes do not begin with one of `ignore`; `UnsupportedCheckpoint` and `CheckpointError` for what
+    cannot be put together at all.
+    """
+    ignored = tuple(code.upper() for code in ignore)
+    state = training_state(checkpoint, tag=tag)
+    kept = _refuse_errors(state.faults, ignored)
+    decided = What(what)
+    if decided is What.AUTO:
+        decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
+    choice = _choose(decided, state, adapter_config, dtype)
+    tensors = state.assemble(frozenset(choice.names.values()))
+    if check_values:
+        kept += _refuse_errors(state.look_at(tensors), ignored)
+    steps = tuple(_steps(choice.names, tensors, state.entries, dtype))
+    shards = _shards(decided, steps, max_shard_bytes)
+    side_files = choice.side_files
+    if len(shards) > 1:
+        index = SideFile(filename=layout.INDEX, content=layout.index_json(shards), reason="written for the new weights")
+        side_files = (*side_files, index)
+    return Plan(
+        shards=shards,
+        side_files=side_files,
+        leftovers=tuple(
+            Leftover(path=state.folder, name=name, fate=fate, reason=reason) for name, fate, reason in choice.leftovers
+        ),
+        inputs=_inputs(state, tensors.values(), side_files),
+        precision=Precision.FLOAT32,
+        warnings=(*(f"{fault}" for fault in kept), *choice.warnings),
+        notes=(f"{decided} from {state.title}", *choice.notes),
+        manifest={
+            "operation": "consolidate",
+            "what": decided.value,
+            "dtype": dtype.value if dtype else "as saved",
+            "merged_adapters": [],
+            "values_checked": check_values,
+            "ignored": list(ignored),
+            "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
+        },
+    )
+
+
+def _refuse_errors(faults: Iterable[Fault], ignored: tuple[str, ...]) -> list[Fault]:
+    """Return the faults that do not stop us. Raises `FindingsFound` with the errors that are not ignored."""
+    faults = list(faults)
+    errors = [f for f in faults if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
+    if errors:
+        shown = errors[:2] if len(errors) > 3 else errors[:3]  # noqa: PLR2004 - an error is three lines
+        more = [f"and {len(errors) - len(shown)} more"] if len(errors) > len(shown) else []
+        codes = ",".join(sorted({error.code for error in errors}))
+        hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
+        raise FindingsFound(
+            "\n".join([*map(str, shown), *more]), hint=f"{hint}; to go on all the same: --ignore {codes}"
+        )
+    return faults
+
+
+def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> _Choice:
+    if what is What.ADAPTER:
+        return _choose_adapter(state, adapter_config)
+    if not state.entries:
+        raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
+    dropped = tuple((name, Fate.DROPPED, f"tied to `{real}`, which is written") for name, real in state.shared.items())
+    if what is What.STATE:
+        return _Choice(names={name: name for name in state.entries}, leftovers=dropped)
+    if has_lora(state.entries):
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is of a PEFT model: it is not a model by itself",
+            hint="take the adapter out with --what adapter, then lora-tool merge; --what state writes every tensor",
+        )
+    files, warnings = _model_files(state, dtype or _usual_dtype(state))
+    return _Choice(names=_plain_names(state.entries), leftovers=dropped, side_files=files, warnings=warnings)
+
+
+def _choose_adapter(state: TrainingState, adapter_config: Path | None) -> _Choice:
+    if not has_lora(state.entries):
+        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint="--what model, or --what state")
+    config = find_adapter_config(adapter_config, near=_near(state))
+    selection = select_adapter(state.entries, config)
+    taken = frozenset(selection.names.values())
+    left = tuple((name, Fate.DROPPED, reason) for name, reason in left_behind(state.entries, taken))
+    files = (selection.config, *_tokenizer_files(state))
+    return _Choice(names=selection.names, leftovers=left, side_files=files, notes=selection.notes)
+
+
+def _near(state: TrainingState) -> tuple[Path, ...]:
+    """Where what belongs to the checkpoint may lie: HF Trainer writes it beside the tags, others above or inside."""
+    return tuple(dict.fromkeys((state.root, state.folder, state.root.absolute().parent)))
+
+
+def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return transformers' name → saved name: what wrappers put in front of all names is taken away."""
+    names = {name: name for name in entries}
+    for prefix in ("module.", "_orig_mod.", "module."):
+        if all(name.startswith(prefix) for name in names):
+            names = {name.removeprefix(prefix): saved for name, saved in names.items()}
+    return names
+
+
+def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+    path = _find(state, model_config.FILE_NAME)
+    tokenizers = tuple(_tokenizer_files(state))
+    if path is None:
+        places = ", ".join(map(str, _near(state)))
+        return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
+    raw: dict[str, Any] = dict(read_json(path))
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = _CONFIG_DTYPES[dtype]
+    text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    reason = f"that of {path.parent}, with the type that the weights now have"
+    config = SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
+    generation = _find(state, GENERATION_CONFIG)
+    copied = (
+        [SideFile(filename=GENERATION_CONFIG, source=generation, reason=f"copied from {generation.parent}")]
+        if generation
+        else []
+    )
+    return (config, *copied, *tokenizers), ()
+
+
+def _usual_dtype(state: TrainingState) -> DType:
+    """Return the type of the module's first float tensor of the commonest sort: masters are float32."""
+    if any(entry.role is Role.TRAINED for entry in state.entries.values()):
+        return DType.F32
+    found = Counter(tensor.dtype for tensor in state.assemble(state.entries).values() if tensor.dtype.is_float)
+    return found.most_common(1)[0][0] if found else DType.F32
+
+
+def _find(state: TrainingState, name: str) -> Path | None:
+    return next((folder / name for folder in _near(state) if _is_own_file(folder, name)), None)
+
+
+def _is_own_file(folder: Path, name: str) -> bool:
+    return (folder / name).is_file() and inside(folder, folder / name)
+
+
+def _tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
+    for folder in _near(state):
+        names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_own_file(folder, name)]
+        if names:
+            for name in names:
+                yield SideFile(filename=name, source=folder / name, reason=f"copied from {folder}")
+            return
+
+
+def _steps(
+    names: Mapping[str, str], tensors: Mapping[str, StoredTensor], entries: Mapping[str, Entry], dtype: DType | None
+) -> Iterator[Step]:
+    for name, saved in names.items():
+        tensor = tensors[saved]
+        out = TensorSpec(
+            name=name, dtype=dtype if dtype and tensor.dtype.is_float else tensor.dtype, shape=tensor.shape
+        )
+        reason = _reason(entries[saved].role, tensor)
+        if name != saved:
+            reason += f", saved as {saved}"
+        if out.dtype is tensor.dtype:
+            op: Op = Copy(source=tensor)
+            yield Step(out=out, op=op, fate=Fate.COPIED, reason=reason)
+        else:
+            op = Cast(source=tensor)
+            yield Step(out=out, op=op, fate=Fate.CAST, reason=f"{reason}, {tensor.dtype} to {out.dtype}")
+
+
+def _reason(role: Role, tensor: StoredTensor) -> str:
+    pieces = "1 piece" if len(tensor.spans) == 1 else f"{len(tensor.spans)} pieces"
+    what = "float32 master weights" if role is Role.TRAINED and tensor.dtype is DType.F32 else f"{role}, {tensor.dtype}"
+    return f"{what} from {pieces}"
+
+
+def _shards(what: What, steps: tuple[Step, ...], max_shard_bytes: int | None) -> tuple[Shard, ...]:
+    if what is What.ADAPTER:
+        return (Shard(filename=ADAPTER_WEIGHTS, steps=steps),)
+    return layout.lay_out(steps, homes={}, max_shard_bytes=max_shard_bytes or layout.DEFAULT_MAX_SHARD_BYTES)
+
+
+def _inputs(
+    state: TrainingState, tensors: Iterable[StoredTensor], side_files: Iterable[SideFile]
+) -> tuple[FileStamp, ...]:
+    used = Counter(span.path for tensor in tensors for span in tensor.spans)
+    copied = [FileStamp.of(file.source) for file in side_files if file.source is not None]
+    return (*(state.stamps[path] for path in used), *copied)

@@ -1,0 +1,153 @@
+"""A training checkpoint of any sort as one thing: names with roles, and a function that finds their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoint import DcpDir, ZeroDir
+from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.formats.dcp import assemble_dcp, read_dcp, stamps
+from lora_tool.formats.partitions import Entry, Role, assemble, entries
+from lora_tool.formats.torch_zip import Record
+from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
+from lora_tool.plan.zero_checks import Fault, newer_tag, structure_faults
+from lora_tool.plan.zero_values import rounding_faults, value_faults
+from lora_tool.tensors import FileStamp, StoredTensor
+
+Tensors = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """The tensors of a training run at one step."""
+
+    root: Path
+    folder: Path
+    """Where the rank files are: `root` or the tag's folder in it."""
+    title: str
+    """One line for people: what it is, of how many ranks, at which step."""
+    entries: Mapping[str, Entry]
+    shared: Mapping[str, str]
+    """Tied tensors: other name → the name under which it is in `entries`."""
+    faults: tuple[Fault, ...]
+    """What its structure has wrong."""
+    assemble: Callable[[Container[str]], dict[str, StoredTensor]]
+    look_at: Callable[[Tensors], list[Fault]]
+    """Reads the values of these tensors and returns what is wrong with them."""
+    stamps: Mapping[Path, FileStamp]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the manifest records about it."""
+
+
+def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state that the tag `tag` of a DeepSpeed checkpoint holds; by default the one that `latest` names.
+
+    Raises `NotACheckpoint` where there is no such tag, `UnsupportedCheckpoint` for layouts that are refused.
+    """
+    name = _choose_tag(checkpoint, tag)
+    folder = checkpoint.root if name == "." else checkpoint.root / name
+    found = read_tag(folder, name)
+    if found.first is None:
+        problem = str(found.problems[0]) if found.problems else f"{folder} has no model file"
+        raise IncompleteCheckpoint(
+            f"{problem}: names and shapes are in the model files, and none can be read",
+            hint="copy the files again, or use another tag: --tag T",
+        )
+    older = newer_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
+    steps = found.first.global_steps
+    files: list[ModelStates | OptimStates] = [*found.model.values(), *found.optim.values()]
+    return TrainingState(
+        root=checkpoint.root,
+        folder=folder,
+        title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {found.world_size} ranks, step {steps}",
+        entries=entries(found),
+        shared=found.first.shared,
+        faults=(*structure_faults(found), *older),
+        assemble=lambda wanted: assemble(found, wanted),
+        look_at=lambda tensors: _look_at(found, tensors),
+        stamps={states.file.path: states.file.stamp for states in files},
+        facts={
+            "format": f"DeepSpeed ZeRO-{found.stage}",
+            "tag": name,
+            "world_size": found.world_size,
+            "global_steps": steps,
+            "deepspeed": found.first.version,
+            "serialization_ids": {states.file.path.name: states.file.serialization_id for states in files},
+        },
+    )
+
+
+def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
+    """Return the state of the module in a folder of torch distributed checkpoints; `part` is the sub-folder.
+
+    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, and what `read_dcp` raises.
+    """
+    # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
+    parts = [name for name in checkpoint.parts if not name.startswith("optimizer")] if part is None else [part]
+    if len(parts) != 1 or parts[0] not in checkpoint.parts:
+        listed = ", ".join(checkpoint.parts)
+        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
+    folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
+    found = read_dcp(folder)
+
+    def look_at(tensors: Tensors) -> list[Fault]:
+        return value_faults(tensors, assemble_dcp(found, tensors)[1], masters=frozenset())
+
+    return TrainingState(
+        root=checkpoint.root,
+        folder=folder,
+        title=f"FSDP2 checkpoint {folder}, {len(found.filenames)} files",
+        entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
+        shared={},
+        faults=(),
+        assemble=lambda wanted: assemble_dcp(found, wanted)[0],
+        look_at=look_at,
+        stamps=stamps(found),
+        facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
+    )
+
+
+def training_state(checkpoint: ZeroDir | DcpDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state of a checkpoint of either sort; see `zero_state` and `dcp_state`."""
+    if isinstance(checkpoint, DcpDir):
+        return dcp_state(checkpoint, part=tag)
+    return zero_state(checkpoint, tag=tag)
+
+
+def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
+    tags = tuple(checkpoint.rank_files)
+    wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
+    listed = ", ".join(tags)
+    if wanted in tags:
+        return str(wanted)
+    if wanted is None:
+        raise NotACheckpoint(
+            f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T"
+        )
+    says = "" if tag else "`latest` names "
+    raise NotACheckpoint(
+        f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}", hint=f"--tag {tags[-1]}"
+    )
+
+
+def _look_at(tag: ZeroTag, tensors: Tensors) -> list[Fault]:
+    known = entries(tag)
+    masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
+    faults = value_faults(tensors, _records(tag, tensors), masters=masters)
+    return faults + list(rounding_faults(tag, tensors))
+
+
+def _records(tag: ZeroTag, tensors: Tensors) -> list[Record]:
+    """Return the archive members that hold the tensors."""
+    records = []
+    names = set(tensors)
+    if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
+        records += [group.record for states in tag.optim.values() for group in states.groups]
+    for states in tag.model.values():
+        held = {**states.module, **(states.frozen or {})}
+        records += [held[name].record for name in names if name in held and held[name].numel]
+    used = {span.path for tensor in tensors.values() for span in tensor.spans}
+    return [record for record in records if record.path in used]

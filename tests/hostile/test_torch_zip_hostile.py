@@ -1,0 +1,183 @@
+"""Torch files made to harm: none of them runs code, changes the reader, or is believed about a size."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_tool.errors import CorruptFile
+from lora_tool.formats.torch_zip import KNOWN, read_torch_file
+from lora_tool.tensors import DType
+
+STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+"""The pickle of the storage `data/0` of four floats."""
+
+
+class Bomb:
+    """Runs a command when it is unpickled in the ordinary way."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def write(path: Path, pickled: bytes, *, compress: int = zipfile.ZIP_STORED, extra: tuple[str, ...] = ()) -> Path:
+    with zipfile.ZipFile(path, "w", compress) as archive:
+        archive.writestr("file/data.pkl", pickled)
+        archive.writestr("file/data/0", bytes(16))
+        for name in extra:
+            archive.writestr(name, b"x")
+    return path
+
+
+def tensor(start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    sizes = [pickle.dumps(sizes, 2)[2:-1] for sizes in (shape, stride)]
+    number = pickle.dumps(start, 2)[2:-1]
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n("
+    return b"\x80\x02" + rebuild + STORAGE + number + sizes[0] + sizes[1] + b"\x89NtR."
+
+
+def test_a_command_in_the_pickle_is_read_and_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    torch.save({"weights": torch.ones(2), "bomb": Bomb(f"touch {mark}")}, tmp_path / "file.pt")
+    value = read_torch_file(tmp_path / "file.pt").value
+    assert value["bomb"].args == (f"touch {mark}",)
+    assert value["weights"].shape == (2,)
+    assert not mark.exists()
+    torch.load(tmp_path / "file.pt", weights_only=False)
+    assert mark.exists(), "the bomb was a dud, so the test showed nothing"
+
+
+BUILDS = {
+    "the reader of tensors": (b"ctorch._utils\n_rebuild_tensor_v2\n", ("build", print)),
+    "an element type": (b"ctorch\nfloat32\n", ("_value_", "BF16")),
+    "a stub class": (b"cos\nsystem\n", ("__call__", print)),
+    "a built-in type": (b"ccollections\nOrderedDict\n", ("update", print)),
+    "a lazy tensor": (tensor(0, (4,), (1,))[2:-1], ("record", "elsewhere")),
+}
+
+
+@pytest.mark.parametrize("what", BUILDS)
+@pytest.mark.parametrize("slots", [False, True])
+def test_build_changes_nothing_but_stubs(tmp_path: Path, what: str, *, slots: bool) -> None:
+    pushed, (name, _) = BUILDS[what]
+    state = pickle.dumps((None, {name: 1}) if slots else {name: 1}, 2)[2:-1]
+    path = write(tmp_path / "file.pt", b"\x80\x02" + pushed + state + b"b.")
+    before = dict(KNOWN), DType.F32.value
+    with pytest.raises(CorruptFile):
+        read_torch_file(path)
+    assert (dict(KNOWN), DType.F32.value) == before
+
+
+@pytest.mark.parametrize(
+    ("start", "shape", "stride"),
+    [
+        (0, (5,), (1,)),
+        (1, (4,), (1,)),
+        (0, (2, 2), (3, 1)),
+        (5, (0,), (1,)),
+        (0, (2**40, 2**40), (0, 0)),
+        (-1, (2,), (1,)),
+        (0, (-1,), (1,)),
+        (0, (2,), (1, 1)),
+    ],
+)
+def test_a_tensor_beyond_its_storage_is_refused(
+    tmp_path: Path, start: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    with pytest.raises(CorruptFile):
+        read_torch_file(write(tmp_path / "file.pt", tensor(start, shape, stride)))
+
+
+def test_the_same_tensor_inside_its_storage_is_read(tmp_path: Path) -> None:
+    assert read_torch_file(write(tmp_path / "file.pt", tensor(1, (3,), (1,)))).value.shape == (3,)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def without_local_headers(data: bytes) -> bytes:
+    return data.replace(b"PK\x03\x04", b"PK\x00\x00")
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut": cut,
+    "empty": lambda _: b"",
+    "no local headers": without_local_headers,
+    "text": lambda _: b"hello, world " * 10,
+    "bare pickle": lambda _: pickle.dumps({"a": 1}),
+    "only the end": lambda data: data[-22:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_refused_by_name(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "rank.pt"
+    torch.save({"x": torch.ones(100)}, path)
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(CorruptFile, match=r"rank\.pt"):
+        read_torch_file(path)
+
+
+def test_the_legacy_format_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save([torch.ones(2)], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CorruptFile, match=r"before 1\.6"):
+        read_torch_file(tmp_path / "old.pt")
+
+
+def test_compressed_members_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptFile, match="compressed"):
+        read_torch_file(write(tmp_path / "bomb.pt", b"N" * 10_000 + b".", compress=zipfile.ZIP_DEFLATED))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorruptFile, match="two members"):
+        read_torch_file(write(tmp_path / "file.pt", b"\x80\x02N.", extra=("file/data/0",)))
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02]r\xff\xff\xff\x7f.",  # LONG_BINPUT that would reserve 32 GB
+        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a string beyond the end
+        b"\x80\x02",
+        b"\x80\x02cos\n",
+        b"cos\nsystem\n(S'true'\ntR.",  # protocol 0
+        b"\x80\x02\x82\x01.",  # extension registry
+        b"\x80\x02R.",
+    ],
+)
+def test_broken_pickles_are_refused(tmp_path: Path, pickled: bytes) -> None:
+    with pytest.raises(CorruptFile, match="pickle"):
+        read_torch_file(write(tmp_path / "file.pt", pickled))
+
+
+def test_a_record_whose_size_is_a_lie_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    torch.save(torch.ones(64), path)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(buffer, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            new.writestr(info.filename, data[:-4] if "/data/0" in info.filename else data)
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(CorruptFile, match="should be 64"):
+        read_torch_file(path)
+
+
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank.pt")
+    with pytest.raises(CorruptFile, match="regular"):
+        read_torch_file(tmp_path / "rank.pt")

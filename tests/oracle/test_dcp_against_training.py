@@ -1,0 +1,111 @@
+"""FSDP2 checkpoints against what the training gathered, and what is wrong with them found by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from lora_tool.checkpoint import DcpDir, open_sharded
+from lora_tool.errors import CorruptFile, FindingsFound, IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.execution.engine import execute
+from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.model import Plan
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+BASE = FIXTURES / "reward-qwen2" / "base"
+
+
+def plan(folder: Path, what: str = "auto") -> Plan:
+    checkpoint = open_sharded(folder)
+    assert isinstance(checkpoint, DcpDir)
+    return plan_consolidate(checkpoint, what=what)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "fsdp2-full", tmp_path / "full"))
+
+
+@pytest.mark.parametrize("name", ["fsdp2-full", "fsdp2-reward"])
+def test_the_state_is_what_was_trained(tmp_path: Path, name: str) -> None:
+    execute(plan(FIXTURES / name, "state"), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    truth = load_file(FIXTURES / name / "truth.safetensors")
+    assert found.keys() == truth.keys()
+    for key, tensor in truth.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key], tensor), key
+
+
+def test_the_adapter_gives_the_trained_rewards(tmp_path: Path) -> None:
+    execute(plan(FIXTURES / "fsdp2-reward"), tmp_path / "adapter")
+    told = json.loads((FIXTURES / "fsdp2-reward" / "rewards.json").read_text())
+    torch.manual_seed(99)
+    base = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, pad_token_id=0, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        rewards = model(input_ids=torch.tensor(told["prompts"])).logits.squeeze(-1)
+    torch.testing.assert_close(rewards, torch.tensor(told["rewards"]), atol=1e-4, rtol=1e-4)
+
+
+def test_the_model_loads_in_transformers(tmp_path: Path) -> None:
+    execute(plan(FIXTURES / "fsdp2-full"), tmp_path / "model")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+def test_a_missing_file(full: Path) -> None:
+    (full / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
+    with pytest.raises(IncompleteCheckpoint, match=r"__1_0\.distcp is missing"):
+        plan(full)
+
+
+def test_a_truncated_file(full: Path) -> None:
+    path = full / "pytorch_model_fsdp_0" / "__1_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptFile, match=r"__1_0\.distcp"):
+        plan(full)
+
+
+def test_a_flipped_bit(full: Path) -> None:
+    (span, *_) = next(iter(plan(full).steps)).op.source.spans
+    with span.path.open("r+b") as file:
+        file.seek(span.offset + 3)
+        file.write(b"\xee")
+    with pytest.raises(FindingsFound, match="LT411"):
+        plan(full)
+
+
+def test_swapped_files_are_seen_where_shapes_differ(full: Path) -> None:
+    folder = full / "pytorch_model_fsdp_0"
+    (folder / "__2_0.distcp").rename(folder / "x")
+    (folder / "__0_0.distcp").rename(folder / "__2_0.distcp")
+    (folder / "x").rename(folder / "__0_0.distcp")
+    with pytest.raises(CorruptFile):
+        plan(full)
+
+
+@pytest.mark.parametrize("name", ["model_world_size_8_rank_0.pt", "pytorch_model_fsdp_rank0.bin"])
+def test_other_rank_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UnsupportedCheckpoint, match="of one rank"):
+        open_sharded(tmp_path)
+
+
+def test_a_command_in_the_metadata_is_not_run(full: Path) -> None:
+    mark = full / "ran"
+    command = f"touch {mark}".encode()
+    pickled = b"\x80\x02cos\nsystem\nX" + len(command).to_bytes(4, "little") + command + b"\x85R."
+    (full / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickled)
+    with pytest.raises(CorruptFile):
+        plan(full)
+    assert not mark.exists()

@@ -1,0 +1,243 @@
+"""Each fault of a ZeRO checkpoint, made by a small change of a good one, is found under its code, and only that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_tool.checkpoint import ZeroDir, open_sharded
+from lora_tool.errors import CheckpointError, FindingsFound, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.model import Plan
+from lora_tool.plan.training_state import zero_state
+
+ZERO = Path(__file__).resolve().parents[2] / "fixtures" / "zero"
+OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def stage3(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ZERO / "stage3-reward", tmp_path / "stage3")) / "global_step2"
+
+
+@pytest.fixture
+def stage2(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ZERO / "stage2-tied", tmp_path / "stage2")) / "global_step2"
+
+
+def plan(folder: Path, **choices: Any) -> Plan:
+    checkpoint = open_sharded(folder.parent)
+    assert isinstance(checkpoint, ZeroDir)
+    return plan_consolidate(checkpoint, **{"what": "state", **choices})
+
+
+def codes(tag: Path) -> set[str]:
+    """Return the codes of all faults: the structure's, and the values' where they can be read."""
+    checkpoint = open_sharded(tag.parent)
+    assert isinstance(checkpoint, ZeroDir)
+    state = zero_state(checkpoint)
+    found = list(state.faults)
+    with contextlib.suppress(CheckpointError):
+        found += state.look_at(state.assemble(state.entries))
+    return {fault.code for fault in found}
+
+
+def resave(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Load with torch, change and save again under the same name, as a run would have written it."""
+    value = torch.load(path, weights_only=False)
+    change(value)
+    torch.save(value, path)
+
+
+def test_a_good_checkpoint_has_no_fault(stage3: Path, stage2: Path) -> None:
+    assert codes(stage3) == set()
+    assert codes(stage2) == set()
+
+
+@pytest.mark.parametrize("name", [OPTIM.format(1), MODEL.format(1), OPTIM.format(0), MODEL.format(0)])
+def test_a_missing_rank_file(stage3: Path, name: str) -> None:
+    (stage3 / name).unlink()
+    assert codes(stage3) == {"LT401"}
+    with pytest.raises(FindingsFound, match="LT401"):
+        plan(stage3)
+
+
+def test_a_missing_model_file_without_frozen_parameters_is_harmless(tmp_path: Path) -> None:
+    tag = Path(shutil.copytree(ZERO / "stage3-full", tmp_path / "full")) / "global_step2"
+    (tag / MODEL.format(1)).unlink()
+    assert len(plan(tag).warnings) == 1
+
+
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+def test_a_truncated_rank_file(stage3: Path, keep: float) -> None:
+    path = stage3 / OPTIM.format(1)
+    os.truncate(path, int(keep if keep > 1 else keep * path.stat().st_size))
+    assert codes(stage3) == {"LT402"}
+    with pytest.raises(FindingsFound, match=path.name):
+        plan(stage3)
+
+
+def test_a_rank_file_of_a_larger_world(stage3: Path) -> None:
+    other = ZERO / "stage3-saved" / "global_step2" / OPTIM.format(2)
+    shutil.copy(other, stage3)
+    assert "LT403" in codes(stage3)
+
+
+@pytest.mark.parametrize("stage", ["stage3", "stage2"])
+def test_swapped_rank_files(stage: str, request: pytest.FixtureRequest) -> None:
+    tag: Path = request.getfixturevalue(stage)
+    first, second = tag / OPTIM.format(0), tag / OPTIM.format(1)
+    first.rename(tag / "x")
+    second.rename(first)
+    (tag / "x").rename(second)
+    found = codes(tag)
+    assert "LT404" in found
+    if stage == "stage2":
+        assert "LT414" in found, "the 16-bit copy shows the wrong order too"
+
+
+def test_a_copied_rank_file(stage3: Path) -> None:
+    shutil.copy(stage3 / OPTIM.format(0), stage3 / OPTIM.format(1))
+    assert codes(stage3) == {"LT404", "LT405"}
+
+
+def test_a_rank_file_of_another_step(stage2: Path) -> None:
+    name = OPTIM.format(1)
+    shutil.copy(stage2.parent / "global_step1" / name, stage2 / name)
+    assert codes(stage2) == {"LT406", "LT414"}
+
+
+def test_a_rank_file_of_another_run(stage3: Path) -> None:
+    path = stage3 / OPTIM.format(1)
+    with zipfile.ZipFile(path) as archive:
+        pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    other, count = re.subn(rb"(train_micro_batch_size_per_gpuq.K)\x01", rb"\1\x07", pickled)
+    assert count == 1
+    replace_bytes(path, pickled, other)
+    assert codes(stage3) == {"LT407"}
+
+
+def test_another_order_of_parameters(stage3: Path) -> None:
+    def reverse(value: dict[str, Any]) -> None:
+        value["param_shapes"] = [dict(reversed(group.items())) for group in value["param_shapes"]]
+
+    resave(stage3 / MODEL.format(1), reverse)
+    assert codes(stage3) == {"LT407"}
+
+
+def test_shapes_that_need_more_than_there_is(stage3: Path) -> None:
+    def grow(value: dict[str, Any]) -> None:
+        group = value["param_shapes"][0]
+        group[next(iter(group))] = torch.Size([3, 17])
+
+    for rank in range(2):
+        resave(stage3 / MODEL.format(rank), grow)
+    assert "LT408" in codes(stage3)
+
+
+def test_latest_names_an_older_tag(stage2: Path) -> None:
+    (stage2.parent / "latest").write_text("global_step1")
+    assert codes(stage2) == {"LT409"}
+    assert "global_step2" in plan(stage2).warnings[0]
+    assert plan(stage2, tag="global_step2").warnings == ()
+
+
+def test_latest_names_what_is_not_there(stage2: Path) -> None:
+    (stage2.parent / "latest").write_text("global_step9")
+    with pytest.raises(NotACheckpoint, match="global_step9, which is not there; there is: global_step1, global_step2"):
+        plan(stage2)
+
+
+def test_frozen_parameters_that_were_not_saved() -> None:
+    assert codes(ZERO / "stage3-headless" / "global_step2") == {"LT410"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flipped_bit(stage3: Path, rank: int) -> None:
+    path = stage3 / OPTIM.format(rank)
+    whole = path.read_bytes()
+    at = whole.index(bytes_of_masters(path)) + 5
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    assert codes(stage3) == {"LT411"}
+    with pytest.raises(FindingsFound, match="CRC32"):
+        plan(stage3)
+    plan(stage3, ignore=["LT411"])
+
+
+def masters(change: Callable[[torch.Tensor], None]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        stored = bytes_of_masters(path)
+        tensor = torch.frombuffer(bytearray(stored), dtype=torch.float32)
+        change(tensor)
+        new = tensor.numpy().tobytes()
+        replace_bytes(path, stored, new)
+
+    return apply
+
+
+def bytes_of_masters(path: Path) -> bytes:
+    from lora_tool.formats.torch_zip import read_torch_file
+
+    value = read_torch_file(path).value["optimizer_state_dict"]
+    (span,) = (value.get("fp32_flat_groups") or value["single_partition_of_fp32_groups"])[0].stored("x").spans
+    return path.read_bytes()[span.offset : span.offset + span.nbytes]
+
+
+def replace_bytes(path: Path, old: bytes, new: bytes) -> None:
+    with zipfile.ZipFile(path) as archive:
+        members = [(i.filename, archive.read(i)) for i in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members:
+            # a stage 2 record also holds the padding that the tensor leaves out
+            archive.writestr(name, new + content[len(old) :] if content.startswith(old) else content)
+
+
+def test_not_a_number(stage3: Path) -> None:
+    masters(lambda tensor: tensor[3:4].fill_(float("nan")))(stage3 / OPTIM.format(1))
+    assert codes(stage3) == {"LT412"}
+    with pytest.raises(FindingsFound, match=r"q_proj\.lora_A"):
+        plan(stage3)
+
+
+def test_a_part_that_was_never_written(stage3: Path) -> None:
+    masters(lambda tensor: tensor.zero_())(stage3 / OPTIM.format(1))
+    assert codes(stage3) == {"LT413"}
+
+
+def test_masters_that_do_not_belong_to_the_weights_beside(stage2: Path) -> None:
+    masters(lambda tensor: tensor.mul_(1.5))(stage2 / OPTIM.format(1))
+    assert codes(stage2) == {"LT414"}
+
+
+REFUSED = {
+    "mp_rank_01_model_states.pt": "tensor parallelism",
+    "layer_03-model_00-model_states.pt": "pipeline parallelism",
+    "layer_0_expert_3_mp_rank_00_model_states.pt": "MoE",
+    "expp_rank_0_mp_rank_00_optim_states.pt": "MoE",
+    "offloaded_tensors": "NVMe",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt": "two sorts",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layouts_that_are_refused_by_name(stage3: Path, name: str) -> None:
+    (stage3 / name).touch()
+    with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]):
+        plan(stage3)
+
+
+def test_a_legacy_rank_file_is_refused_by_name(stage2: Path) -> None:
+    path = stage2 / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before 1\.6"):
+        plan(stage2)
