@@ -34,7 +34,7 @@ def test_only_bare_names_are_followed(name: str, tmp_path: Path) -> None:
     index = json.loads((pair.base / INDEX).read_text())
     index["weight_map"] = {tensor: name if file == SHARD else file for tensor, file in index["weight_map"].items()}
     (pair.base / INDEX).write_text(json.dumps(index))
-    assert_refused(pair, INDEX, "not a bare file name" if "red" not in name else "is missing")
+    assert_refused(pair, INDEX, "not a bare file name")
 
 
 def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
-from lora_tool.cli.merge import _DTYPES, SizeType, _check_output, _execute, _print_plan, _print_result
-from lora_tool.cli.options import ListType
-from lora_tool.display import printable
+from lora_tool.cli.options import comma_list
+from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.plan.consolidate import What, plan_consolidate
 
 
@@ -34,16 +33,11 @@ from lora_tool.plan.consolidate import What, plan_consolidate
     type=click.Path(exists=True, path_type=Path),
     help="adapter_config.json.  [default: beside CKPT]",
 )
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Type of all weights.  [default: each as saved]")
-@click.option("--max-shard-size", type=SizeType(), help="Largest weights file.  [default: 5GB]")
+@dtype_option("each as saved")
 @click.option(
-    "--ignore", type=ListType(), multiple=True, metavar="CODES", help="Go on in spite of these faults: LT404,LT41."
+    "--ignore", type=comma_list, multiple=True, metavar="CODES", help="Go on in spite of these faults: LT404,LT41."
 )
-@click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
-@click.option("--overwrite", is_flag=True, help="Replace an output folder that lora-tool wrote, after success.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, read no weights and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
+@writing_options("5GB")
 def command(
     checkpoint: str,
     output: Path | None,
@@ -69,20 +63,21 @@ def command(
         what=what,
         tag=tag,
         adapter_config=adapter_config,
-        dtype=_DTYPES[dtype] if dtype else None,
+        dtype=DTYPES[dtype] if dtype else None,
         max_shard_bytes=max_shard_size,
         ignore=[code for codes in ignore for code in codes],
         check_values=not dry_run,
     )
-    out = output or _default_output(opened, str(plan.manifest["what"]))
-    _check_output(out, overwrite=overwrite, inputs=(opened.root,))
-    for warning in plan.warnings:
-        click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True)
-    if dry_run:
-        _print_plan(plan, out, as_json=as_json)
-        return
-    _execute(plan, out, jobs=jobs, overwrite=overwrite, show=not (quiet or as_json))
-    _print_result(plan, out, as_json=as_json, quiet=quiet)
+    carry_out(
+        plan,
+        output or _default_output(opened, str(plan.manifest["what"])),
+        inputs=(opened.root,),
+        jobs=jobs,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 def _default_output(opened: ZeroDir | DcpDir, what: str) -> Path:

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.display import printable, size
+from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.sources import Source, Wanted, resolve
-from lora_tool.tensors import DType
-
-_DTYPES = {
-    "bfloat16": DType.BF16,
-    "bf16": DType.BF16,
-    "float16": DType.F16,
-    "fp16": DType.F16,
-    "float32": DType.F32,
-    "fp32": DType.F32,
-}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
-
-
-def number_of_bytes(value: str) -> int:
-    """Return a size such as ``5GB``, ``500MiB`` or ``1000000`` in bytes: the type of an option."""
-    match = _SIZE.match(value.strip())
-    unit = (match["unit"] or "B").upper() if match else ""
-    step = 1024 if "I" in unit else 1000
-    nbytes = int(float(match["number"]) * step ** "BKMGT".index(unit[0])) if match else 0
-    if nbytes < 1:
-        raise click.BadParameter(f"{value!r} is no size such as 5GB or 500MiB")
-    return nbytes
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
@@ -54,7 +27,7 @@ def number_of_bytes(value: str) -> int:
     help="What the merged model is; reward is seq-cls with one label.",
 )
 @click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Type of all weights.  [default: each as in the base]")
+@dtype_option("each as in the base")
 @click.option(
     "--precision",
     type=click.Choice([precision.value for precision in Precision]),
@@ -62,17 +35,7 @@ def number_of_bytes(value: str) -> int:
     show_default=True,
     help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
 )
-@click.option(
-    "--max-shard-size",
-    type=number_of_bytes,
-    metavar="SIZE",
-    help="Largest weights file.  [default: files as in the base]",
-)
-@click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
-@click.option("--overwrite", is_flag=True, help="Replace an output folder that lora-tool wrote, after success.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary.")
+@writing_options("files as in the base")
 def command(
     adapter: str,
     output: Path | None,
@@ -106,20 +69,21 @@ def command(
         base_source,
         task=task,
         num_labels=num_labels,
-        dtype=_DTYPES[dtype] if dtype else None,
+        dtype=DTYPES[dtype] if dtype else None,
         precision=precision,
         max_shard_bytes=max_shard_size,
     )
-    out = output or _default_output(adapter_source)
-    _check_output(out, overwrite=overwrite, inputs=(adapter_source.path, base_source.path))
-    warnings = plan.warnings + _another_base(adapter_dir, base_source)
-    for warning in warnings:
-        click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True)
-    if dry_run:
-        _print_plan(plan, out, as_json=as_json)
-        return
-    _execute(plan, out, jobs=jobs, overwrite=overwrite, show=not (quiet or as_json))
-    _print_result(plan, out, as_json=as_json, quiet=quiet)
+    carry_out(
+        plan,
+        output or _default_output(adapter_source),
+        inputs=(adapter_source.path, base_source.path),
+        warnings=_another_base(adapter_dir, base_source),
+        jobs=jobs,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        as_json=as_json,
+        quiet=quiet,
+    )
 
 
 def _require_reward(task: str, num_labels: int | None) -> None:
@@ -192,61 +156,3 @@ def _default_output(adapter: Source) -> Path:
         return Path(f"{adapter.hub_id.rpartition('/')[2]}-merged")
     folder = adapter.path.resolve()
     return folder.parent / f"{folder.name}-merged"
-
-
-def _check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...]) -> None:
-    from lora_tool.execution.folder import check_output  # noqa: PLC0415
-
-    check_output(out, overwrite=overwrite, inputs=inputs)
-
-
-def _execute(plan: Plan, out: Path, *, jobs: int | None, overwrite: bool, show: bool) -> None:
-    from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
-
-    with _progress(plan.data_bytes, show=show and sys.stderr.isatty()) as advance:
-        execute(plan, out, jobs=jobs, overwrite=overwrite, progress=advance)
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, show: bool) -> Iterator[Callable[[int], None] | None]:
-    if not show:
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        merging = bar.add_task("merging", total=total)
-        yield lambda nbytes: bar.advance(merging, nbytes)
-
-
-def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
-    from lora_tool.plan.text import plan_json, plan_text  # noqa: PLC0415
-
-    if as_json:
-        click.echo(json.dumps({"output": str(out), **plan_json(plan)}, indent=2))
-    else:
-        click.echo(f"would write {printable(str(out))}\n{plan_text(plan)}")
-
-
-def _print_result(plan: Plan, out: Path, *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        result = {
-            "schema_version": 1,
-            "output": str(out),
-            "total_size": plan.data_bytes,
-            "counts": plan.counts(),
-            "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
-            "notes": list(plan.notes),
-            "warnings": list(plan.warnings),
-        }
-        click.echo(json.dumps(result, indent=2))
-    elif not quiet:
-        for note in plan.notes:
-            click.echo(printable(note))
-        for file in plan.side_files:
-            click.echo(f"  {printable(file.filename)}: {printable(file.reason)}")
-        counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
-        click.echo(f"{counts} (precision {plan.precision})")
-        click.echo(f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {len(plan.shards)} weight files")

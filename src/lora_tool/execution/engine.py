@@ -151,8 +151,12 @@ def _computer(precision: Precision, sources: Sources, stop: threading.Event) -> 
 def _new_file(path: Path, shard: Shard) -> int:
     """Return a descriptor of the new file, of its final size and with its header written."""
     out = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    os.ftruncate(out, len(shard.header) + shard.data_bytes)
-    write_exactly(out, memoryview(shard.header), 0)
+    try:
+        os.ftruncate(out, len(shard.header) + shard.data_bytes)
+        write_exactly(out, memoryview(shard.header), 0)
+    except BaseException:
+        os.close(out)
+        raise
     return out
 
 

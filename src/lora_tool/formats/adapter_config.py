@@ -257,7 +257,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         use_rslora=fields.boolean("use_rslora"),
         use_dora=fields.boolean("use_dora"),
         lora_bias=fields.boolean("lora_bias"),
-        bias=fields.text("bias") or "none",
+        bias=_bias(fields),
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
         init_lora_weights=_init(fields),
         target_modules=None if "target_modules" in broken else targets,
@@ -281,6 +281,14 @@ def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
             compiled(pattern)
         except ValueError as error:
             fields.note(name, str(error))
+
+
+def _bias(fields: Fields) -> str:
+    value = fields.text("bias") or "none"
+    if value not in ("none", "all", "lora_only"):
+        fields.expected("bias", "none, all or lora_only", value)
+        return "none"
+    return value
 
 
 def _init(fields: Fields) -> str:

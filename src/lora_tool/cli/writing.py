@@ -1,0 +1,144 @@
+"""What the commands that write a folder share: their options, and carrying out a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from lora_tool.display import printable, size
+from lora_tool.plan.model import Plan
+from lora_tool.tensors import DType
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+DTYPES = {
+    "bfloat16": DType.BF16,
+    "bf16": DType.BF16,
+    "float16": DType.F16,
+    "fp16": DType.F16,
+    "float32": DType.F32,
+    "fp32": DType.F32,
+}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
+
+
+def number_of_bytes(value: str) -> int:
+    """Return a size such as ``5GB``, ``500MiB`` or ``1000000`` in bytes: the type of an option."""
+    match = _SIZE.match(value.strip())
+    unit = (match["unit"] or "B").upper() if match else ""
+    step = 1024 if "I" in unit else 1000
+    nbytes = int(float(match["number"]) * step ** "BKMGT".index(unit[0])) if match else 0
+    if nbytes < 1:
+        raise click.BadParameter(f"{value!r} is no size such as 5GB or 500MiB")
+    return nbytes
+
+
+def dtype_option(default: str) -> Callable[[Decorated], Decorated]:
+    """Add ``--dtype``; `default` says in words what happens without it."""
+    return click.option("--dtype", type=click.Choice(list(DTYPES)), help=f"Type of all weights.  [default: {default}]")
+
+
+def writing_options(shard_default: str) -> Callable[[Decorated], Decorated]:
+    """Add the options of every command that writes weights, in one order."""
+    options = (
+        click.option(
+            "--max-shard-size",
+            type=number_of_bytes,
+            metavar="SIZE",
+            help=f"Largest weights file.  [default: {shard_default}]",
+        ),
+        click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]"),
+        click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
+        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary."),
+    )
+
+    def add(command: Decorated) -> Decorated:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def carry_out(
+    plan: Plan,
+    out: Path,
+    *,
+    inputs: Sequence[Path],
+    warnings: Sequence[str] = (),
+    jobs: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Print the plan (`dry_run`), or write the folder `out` and print what was done. Raises as `execute` does."""
+    from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
+
+    check_output(out, overwrite=overwrite, inputs=tuple(inputs))
+    colour = False if os.environ.get("NO_COLOR") else None
+    for warning in (*plan.warnings, *warnings):
+        click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
+    if dry_run:
+        _print_plan(plan, out, as_json=as_json)
+        return
+    from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
+
+    with _progress(plan.data_bytes, show=sys.stderr.isatty() and not (quiet or as_json)) as advance:
+        execute(plan, out, jobs=jobs, overwrite=overwrite, progress=advance)
+    _print_result(plan, out, as_json=as_json, quiet=quiet)
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, show: bool) -> Iterator[Callable[[int], None] | None]:
+    if not show:
+        yield None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("writing", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
+    from lora_tool.plan.text import plan_json, plan_text  # noqa: PLC0415
+
+    if as_json:
+        click.echo(json.dumps({"output": str(out), **plan_json(plan)}, indent=2))
+    else:
+        click.echo(f"would write {printable(str(out))}\n{plan_text(plan)}")
+
+
+def _print_result(plan: Plan, out: Path, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        result = {
+            "schema_version": 1,
+            "output": str(out),
+            "total_size": plan.data_bytes,
+            "counts": plan.counts(),
+            "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
+            "notes": list(plan.notes),
+            "warnings": list(plan.warnings),
+        }
+        click.echo(json.dumps(result, indent=2))
+    elif not quiet:
+        for note in plan.notes:
+            click.echo(printable(note))
+        for file in plan.side_files:
+            click.echo(f"  {printable(file.filename)}: {printable(file.reason)}")
+        counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
+        click.echo(f"{counts} (precision {plan.precision})")
+        click.echo(f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {len(plan.shards)} weight files")

@@ -1,0 +1,62 @@
+"""What each entry point loads, as `sys.modules` of a fresh process tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ADAPTER = str(ROOT / "fixtures" / "causal-llama" / "adapter")
+HEAVY = {"rich", "numpy", "torch", "transformers", "peft", "huggingface_hub", "safetensors", "ml_dtypes", "click"}
+PROBE = """
+import json, sys
+{code}
+print(json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})), file=sys.stderr)
+"""
+CALL = """
+from lora_tool.cli.main import main
+try:
+    main({arguments!r})
+except SystemExit as exit:
+    assert exit.code == 0, exit.code
+"""
+
+
+def loaded(code: str) -> set[str]:
+    """Return which heavy packages a process has loaded after running `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(code=code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return HEAVY & set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("import lora_tool", set()),
+        ("from lora_tool import open_checkpoint, plan_merge, validate", set()),
+        (CALL.format(arguments=["--help"]), {"click"}),
+        (CALL.format(arguments=["merge", "--help"]), {"click"}),
+        (CALL.format(arguments=["rules"]), {"click"}),
+        (CALL.format(arguments=["merge", ADAPTER, "--dry-run"]), {"click", "numpy", "ml_dtypes"}),
+    ],
+    ids=["package", "public names", "help", "merge help", "rules", "dry run"],
+)
+def test_nothing_is_loaded_before_it_is_needed(code: str, allowed: set[str]) -> None:
+    assert loaded(code) <= allowed
+
+
+def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
+    seen = loaded(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
+    assert "numpy" in seen
+    assert not seen & {"torch", "transformers", "peft", "safetensors"}

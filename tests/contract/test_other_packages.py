@@ -1,0 +1,49 @@
+"""What we say about PEFT and safetensors, against those that are installed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import peft
+import pytest
+from safetensors import safe_open
+
+from lora_tool.formats.adapter_config import FIELD_USES, FieldUse, read_adapter_config
+from lora_tool.formats.safetensors import build_header
+from lora_tool.plan import features
+from lora_tool.tensors import DType, TensorSpec
+
+
+def test_every_field_of_pefts_config_is_classed() -> None:
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == FIELD_USES.keys()
+
+
+def test_every_refused_field_has_words() -> None:
+    assert {name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED} == features._REFUSED_FIELDS.keys()
+
+
+def test_our_defaults_are_pefts(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text('{"peft_type": "LORA"}')
+    ours, theirs = read_adapter_config(path), peft.LoraConfig()
+    assert not ours.problems
+    for name in ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "fan_in_fan_out", "target_modules"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.init_lora_weights == str(theirs.init_lora_weights).lower()
+
+
+def test_what_peft_saves_is_read_without_complaint(tmp_path: Path) -> None:
+    peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["score"], task_type="SEQ_CLS").save_pretrained(tmp_path)
+    config = read_adapter_config(tmp_path / "adapter_config.json")
+    assert (config.problems, config.unknown, config.refused) == ((), (), ())
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_safetensors_knows_the_dtype_and_its_size(dtype: DType, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    spec = TensorSpec(name="x", dtype=dtype, shape=(8,))
+    path.write_bytes(build_header([spec], {}) + bytes(spec.nbytes))
+    with safe_open(path, framework="np") as file:
+        assert file.get_slice("x").get_dtype() == dtype.value
+        assert file.get_slice("x").get_shape() == [8]
