@@ -268,10 +268,7 @@ def _zero_size_head(folder: Path) -> None:
 @_breaks("LT206 in a run", RUN)
 def _zero_size_with_tag(folder: Path) -> None:
     _zero_size(folder)
-    tag = folder / "global_step2"
-    tag.mkdir()
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        (tag / name).write_bytes(b"PK\3\4not read")
+    shutil.copytree(FIXTURES / "zero" / "stage3-reward" / "global_step2", folder / "global_step2")
 
 
 @_breaks("LT207", CAUSAL)

@@ -6,11 +6,9 @@ checkpoint's `problems`: a report wants to show all of it, and `require_whole` i
 
 from __future__ import annotations
 
-import enum
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,14 +22,38 @@ from lora_tool.errors import (
     Problem,
     UnsupportedCheckpoint,
 )
-from lora_tool.formats import adapter_config, manifest, model_config, tokenizer, trainer_state
-from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
+from lora_tool.folders import (
+    AdapterDir,
+    Checkpoint,
+    DcpDir,
+    Folder,
+    Kind,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    read_folder,
+)
+from lora_tool.formats import adapter_config, manifest, model_config
+from lora_tool.formats.adapter_config import read_adapter_config
 from lora_tool.formats.files import inside, open_regular
 from lora_tool.formats.manifest import Manifest, read_manifest
-from lora_tool.formats.model_config import ModelConfig, read_model_config
-from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
+from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.weights import Weights, read_sharded, read_single
-from lora_tool.tensors import TensorTable
+
+__all__ = [
+    "AdapterDir",
+    "Checkpoint",
+    "DcpDir",
+    "Folder",
+    "Kind",
+    "ModelDir",
+    "RunDir",
+    "ZeroDir",
+    "open_checkpoint",
+    "open_model",
+    "open_sharded",
+    "require_whole",
+]
 
 Config = TypeVar("Config")
 
@@ -42,8 +64,6 @@ MODEL_INDEX = "model.safetensors.index.json"
 _MODEL_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors\Z")
 _MODEL_PICKLE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin\Z")
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
-_TAG = re.compile(r"global_step\d+\Z")
-_CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 _DCP_METADATA = ".metadata"
 _OTHER_RANK_FILES = (
     (
@@ -57,161 +77,12 @@ _OTHER_RANK_FILES = (
 )
 
 
-@enum.unique
-class Kind(str, enum.Enum):
-    """What a folder is, in the words that reports use."""
-
-    BASE_MODEL = "base model"
-    MERGED_MODEL = "merged model"
-    ADAPTER = "adapter"
-    TRAINER_CHECKPOINT = "trainer checkpoint"
-    ZERO = "DeepSpeed checkpoint"
-    DCP = "FSDP checkpoint"
-    RUN = "run folder"
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """What lies in a folder, by name, and what every kind of checkpoint may have beside its weights."""
-
-    root: Path
-    files: tuple[str, ...]
-    folders: tuple[str, ...]
-    trainer: TrainerState | None = None
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def tokenizer_files(self) -> tuple[str, ...]:
-        """Names of the tokenizer's and processor's files, the chat template among them."""
-        return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
-
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """Names of the `checkpoint-N` folders in it, by step."""
-        steps = {name: int(match["step"]) for name in self.folders if (match := _CHECKPOINT.match(name))}
-        return tuple(sorted(steps, key=steps.__getitem__))
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Names of the `global_stepN` folders in it, by step."""
-        return tuple(sorted(filter(_TAG.match, self.folders), key=lambda name: int(name.removeprefix("global_step"))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDir:
-    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
-
-    folder: Folder
-    config: ModelConfig | None
-    weights: Weights
-    manifest: Manifest | None = None
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
-
-    @property
-    def kind(self) -> Kind:
-        if self.manifest is not None:
-            return Kind.MERGED_MODEL
-        return Kind.BASE_MODEL if self.folder.trainer is None else Kind.TRAINER_CHECKPOINT
-
-    @property
-    def tensors(self) -> TensorTable:
-        return self.weights.tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterDir:
-    """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
-
-    folder: Folder
-    config: AdapterConfig | None
-    weights: Weights
-    keys: Mapping[str, keys.AdapterKey]
-    """Tensor name → its parsed form, for every tensor."""
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.ADAPTER if self.folder.trainer is None else Kind.TRAINER_CHECKPOINT
-
-    @property
-    def tensors(self) -> TensorTable:
-        return self.weights.tensors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroDir:
-    """A DeepSpeed checkpoint: tags with one pair of rank files per process."""
-
-    folder: Folder
-    latest: str | None
-    """What the file `latest` names; None where there is none, or where `root` is itself a tag."""
-    rank_files: Mapping[str, tuple[str, ...]]
-    """Tag → names of its rank files; the tag is "." where they lie in `root` itself."""
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.ZERO
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DcpDir:
-    """A torch distributed checkpoint, as FSDP2 writes it: `.metadata` and `.distcp` files."""
-
-    folder: Folder
-    parts: Mapping[str, tuple[str, ...]]
-    """Folder with a `.metadata` ("." or a sub-folder) → names of its `.distcp` files."""
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.DCP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunDir:
-    """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
-
-    folder: Folder
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.RUN
-
-
-Checkpoint = ModelDir | AdapterDir | ZeroDir | DcpDir | RunDir
-
-
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Return what the local folder `path` is and holds, read from names, JSON and headers alone.
 
     What is wrong inside is in `problems`. Raises `NotACheckpoint` where there is nothing to describe.
     """
-    folder = _read_folder(Path(path))
+    folder = read_folder(Path(path))
     names = set(folder.files)
     if names & {adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE}:
         return _open_adapter(folder)
@@ -235,11 +106,11 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
     The HF Trainer puts both into one folder; OpenRLHF puts the checkpoint one folder down (`_actor`). Raises
     `NotACheckpoint` where there is none, or several.
     """
-    folder = _read_folder(Path(path))
+    folder = read_folder(Path(path))
     here = _open_zero(folder) or _open_dcp(folder)
     if here is not None:
         return here
-    below = [_read_folder(folder.root / name) for name in folder.folders]
+    below = [read_folder(folder.root / name) for name in folder.folders]
     found = [sharded for inner in below if (sharded := _open_zero(inner) or _open_dcp(inner))]
     if len(found) == 1:
         return found[0]
@@ -270,29 +141,6 @@ def open_model(path: str | os.PathLike[str]) -> ModelDir:
     if not isinstance(checkpoint, ModelDir):
         raise NotACheckpoint(f"{path} is not a model folder but: {checkpoint.kind}")
     return checkpoint
-
-
-def _read_folder(root: Path) -> Folder:
-    if not root.exists():
-        raise NotACheckpoint(f"{root}: no such folder")
-    if not root.is_dir():
-        raise NotACheckpoint(f"{root} is a file, not a folder", hint=f"lora-tool validate {root.parent}")
-    files: list[str] = []
-    folders: list[str] = []
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                # what is neither file nor folder is listed as a file, so that reading it gives a problem, not silence
-                (folders if Path(entry).is_dir() else files).append(entry.name)
-    except OSError as error:
-        raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
-    trainer: TrainerState | None = None
-    problems: tuple[Problem, ...] = ()
-    if trainer_state.FILE_NAME in files:
-        trainer, problems = try_trainer_state(root / trainer_state.FILE_NAME)
-    return Folder(
-        root=root, files=tuple(sorted(files)), folders=tuple(sorted(folders)), trainer=trainer, problems=problems
-    )
 
 
 def _read_config(

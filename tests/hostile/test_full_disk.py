@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.hostile.folders import Pair, copy_pair
-from tests.hostile.test_output import plan_of
 
 from lora_tool.errors import ExecutionError, OutOfSpace
 from lora_tool.execution import compute, engine
 from lora_tool.execution.engine import execute
+from tests.hostile.folders import Pair, copy_pair
+from tests.hostile.test_output import plan_of
 
 
 @pytest.fixture

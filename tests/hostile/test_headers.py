@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hostile.folders import assert_refused, copy_pair
 
 from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.safetensors import MAX_HEADER_BYTES, read_file, scan_file
+from tests.hostile.folders import assert_refused, copy_pair
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 
@@ -27,7 +27,10 @@ HEADERS: dict[str, tuple[object, Defect]] = {
     "no utf-8": (b'{"\xff": 1}', Defect.BAD_HEADER),
     "empty": (b"", Defect.BAD_HEADER),
     "deep": (b'{"a":' + b"[" * 100_000, Defect.BAD_HEADER),
-    "duplicate tensor": (b'{"a":' + json.dumps(F32).encode() + b',"a":' + json.dumps(F32).encode() + b"}", Defect.DUPLICATE_KEY),
+    "duplicate tensor": (
+        b'{"a":' + json.dumps(F32).encode() + b',"a":' + json.dumps(F32).encode() + b"}",
+        Defect.DUPLICATE_KEY,
+    ),
     "duplicate field": (b'{"a":{"dtype":"F32","dtype":"F32","shape":[4],"data_offsets":[0,16]}}', Defect.DUPLICATE_KEY),
     "metadata no text": ({"__metadata__": {"a": 1}, "a": F32}, Defect.BAD_HEADER),
     "entry no object": ({"a": 1}, Defect.BAD_HEADER),
@@ -37,8 +40,14 @@ HEADERS: dict[str, tuple[object, Defect]] = {
     "fractional size": ({"a": {**F32, "shape": [2.0, 2]}}, Defect.BAD_HEADER),
     "true as a size": ({"a": {**F32, "shape": [True, 4]}}, Defect.BAD_HEADER),
     "overflowing shape": ({"a": {**F32, "shape": [2**40, 2**40]}}, Defect.BAD_HEADER),
-    "overflow hidden by a zero": ({"a": {**F32, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}, Defect.BAD_HEADER),
-    "size of 5,000 digits": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,16]}}', Defect.BAD_HEADER),
+    "overflow hidden by a zero": (
+        {"a": {**F32, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}},
+        Defect.BAD_HEADER,
+    ),
+    "size of 5,000 digits": (
+        b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,16]}}',
+        Defect.BAD_HEADER,
+    ),
     "half a byte": ({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 16]}}, Defect.BAD_HEADER),
     "three offsets": ({"a": {**F32, "data_offsets": [0, 8, 16]}}, Defect.BAD_HEADER),
     "offsets backwards": ({"a": {**F32, "data_offsets": [16, 0]}}, Defect.BAD_HEADER),

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.hostile.folders import Pair, copy_pair, environment, left_behind, lora_tool
 from tests.hostile.test_output import content
 
@@ -58,9 +59,7 @@ def without_manifest(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_sigkill_leaves_nothing_and_the_next_run_is_whole(
-    seed: int, quiet: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_sigkill_leaves_nothing_and_the_next_run_is_whole(seed: int, quiet: dict[str, bytes], tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     process = start(pair)
     time.sleep(random.Random(seed).uniform(0, 0.6))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tests.hostile.folders import assert_refused, copy_pair, lora_tool
 
 

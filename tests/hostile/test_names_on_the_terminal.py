@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.hostile.folders import assert_refused, copy_pair, lora_tool
 
 from lora_tool.formats.safetensors import build_header, read_file
+from tests.hostile.folders import assert_refused, copy_pair, lora_tool
 
 NASTY = "\x1b]0;owned\x07\r\n::error file=x::boom\u202egnp.exe\x9b31m\0\u2028"
 

@@ -10,6 +10,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
+
 from tests.hostile.folders import assert_refused, copy_pair, lora_tool
 
 
@@ -65,7 +66,9 @@ def test_pickles_are_named_and_never_loaded(folder: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["", "null", "[]", "3", '"x"', "{", '{"a": 1, "a": 2}', "\ufeff{", "[" * 200_000])
-@pytest.mark.parametrize("name", ["adapter/adapter_config.json", "base/config.json", "base/model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["adapter/adapter_config.json", "base/config.json", "base/model.safetensors.index.json"]
+)
 def test_broken_json_is_named(name: str, content: str, tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     (tmp_path / name).write_text(content)
@@ -77,5 +80,7 @@ def test_integers_of_absurd_length_are_no_crash(tmp_path: Path) -> None:
     path = pair.adapter / "adapter_config.json"
     path.write_text(path.read_text().replace('"r": 4', f'"r": {"9" * 5000}'))
     assert_refused(pair, str(path))
-    path.write_text(json.dumps({"peft_type": "LORA", "r": 10**400, "target_modules": ["q_proj"], "lora_alpha": 10**400}))
+    path.write_text(
+        json.dumps({"peft_type": "LORA", "r": 10**400, "target_modules": ["q_proj"], "lora_alpha": 10**400})
+    )
     assert_refused(pair, str(path), "`r`")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.hostile.folders import Pair, copy_pair, left_behind, lora_tool
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists, SourceChanged
@@ -17,6 +16,7 @@ from lora_tool.execution import folder as folder_module
 from lora_tool.execution.engine import execute
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
+from tests.hostile.folders import Pair, copy_pair, left_behind, lora_tool
 
 
 def plan_of(pair: Pair) -> Plan:
@@ -164,7 +164,9 @@ FILES = ["adapter/adapter_model.safetensors", "base/model-00001-of-00002.safeten
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", FILES)
-def test_an_input_that_changed_after_planning_is_seen(name: str, change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_input_that_changed_after_planning_is_seen(
+    name: str, change: Callable[[Path], None], tmp_path: Path
+) -> None:
     pair = copy_pair(tmp_path)
     plan = plan_of(pair)
     change(tmp_path / name)

@@ -6,9 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.hostile.folders import Pair, assert_refused, copy_pair
 
-CATASTROPHIC = ["(a+)+$", "(a|a)*$", "((a*)*)*b", "(.*a){20}", "(x+x+)+y", ".*" * 30 + "z", "(?:(?:.+)+)+!", "a" * 30_000]
+CATASTROPHIC = [
+    "(a+)+$",
+    "(a|a)*$",
+    "((a*)*)*b",
+    "(.*a){20}",
+    "(x+x+)+y",
+    ".*" * 30 + "z",
+    "(?:(?:.+)+)+!",
+    "a" * 30_000,
+]
 BROKEN = ["(", "[", "*", "(?P<x", "\\", "a{2,1}", "(" * 5000]
 
 

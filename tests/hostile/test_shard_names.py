@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.hostile.folders import assert_refused, copy_pair
 
 INDEX = "model.safetensors.index.json"

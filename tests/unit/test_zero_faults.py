@@ -19,6 +19,7 @@ from lora_tool.errors import CheckpointError, FindingsFound, NotACheckpoint, Uns
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.model import Plan
 from lora_tool.plan.training_state import zero_state
+from lora_tool.rules.validation import validate
 
 ZERO = Path(__file__).resolve().parents[2] / "fixtures" / "zero"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -42,13 +43,18 @@ def plan(folder: Path, **choices: Any) -> Plan:
 
 
 def codes(tag: Path) -> set[str]:
-    """Return the codes of all faults: the structure's, and the values' where they can be read."""
+    """Return the codes of all faults: the structure's, and the values' where they can be read.
+
+    What needs no values, `validate` must show as well.
+    """
     checkpoint = open_sharded(tag.parent)
     assert isinstance(checkpoint, ZeroDir)
     state = zero_state(checkpoint)
     found = list(state.faults)
     with contextlib.suppress(CheckpointError):
         found += state.look_at(state.assemble(state.entries))
+    shown = {finding.code for finding in validate(checkpoint).findings}
+    assert shown == {fault.code for fault in state.faults}
     return {fault.code for fault in found}
 
 
@@ -121,7 +127,7 @@ def test_a_rank_file_of_another_run(stage3: Path) -> None:
     path = stage3 / OPTIM.format(1)
     with zipfile.ZipFile(path) as archive:
         pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
-    other, count = re.subn(rb"(train_micro_batch_size_per_gpuq.K)\x01", rb"\1\x07", pickled)
+    other, count = re.subn(rb"(train_micro_batch_size_per_gpuq.K)\x01", lambda match: match[1] + b"\x07", pickled)
     assert count == 1
     replace_bytes(path, pickled, other)
     assert codes(stage3) == {"LT407"}

@@ -168,7 +168,7 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     """
     empty = [tensor for tensor in subject.tensors.values() if tensor.spec.numel == 0]
     where = _training_state(subject) if empty else None
-    hint = f"the values are in {where}: do not delete it, the adapter can be made from it" if where else None
+    hint = f"the values are in {where}: lora-tool consolidate {where.parent}" if where else None
     if hint is None and ADAPTER_PICKLE in subject.checkpoint.folder.files:
         hint = f"{ADAPTER_PICKLE} beside it may hold the values: load it where you trust it, and save it again"
     for tensor in empty:

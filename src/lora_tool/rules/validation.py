@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, DcpDir, ModelDir, RunDir, ZeroDir, open_checkpoint
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    DcpDir,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    open_checkpoint,
+    open_sharded,
+)
 from lora_tool.display import size
-from lora_tool.errors import CheckpointError
+from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.formats.zero import read_tag
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
 from lora_tool.rules import (  # noqa: F401 - importing a family registers its rules
@@ -20,6 +31,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     head,
     model_head,
     weights,
+    zero,
 )
 from lora_tool.rules.base_match import match_base
 from lora_tool.rules.registry import RULES, Need, Rule, chosen
@@ -71,8 +83,13 @@ def _subjects(
         yield adapter_subject(checkpoint, base=base, num_labels=num_labels, task=task)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=num_labels)
+    elif isinstance(checkpoint, ZeroDir):
+        yield _zero_subject(checkpoint)
     else:
         yield Subject(checkpoint=checkpoint)
+    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.tags:
+        with contextlib.suppress(NotACheckpoint):  # folders of that name without rank files
+            yield _zero_subject(open_sharded(checkpoint.root))
     for name in checkpoint.folder.checkpoints if isinstance(checkpoint, RunDir) else ():
         path = checkpoint.root / name
         try:
@@ -81,6 +98,19 @@ def _subjects(
             yield _unopened(str(path), error)
         else:
             yield from _subjects(inner, base=base, num_labels=num_labels, task=task)
+
+
+def _zero_subject(checkpoint: ZeroDir | DcpDir) -> Subject:
+    """Return the tag that would be used; the bare folder where it cannot be looked into."""
+    if isinstance(checkpoint, DcpDir):
+        return Subject(checkpoint=checkpoint)
+    tags = list(checkpoint.rank_files)
+    name = checkpoint.latest if checkpoint.latest is not None and checkpoint.latest in tags else tags[-1]
+    folder = checkpoint.root if name == "." else checkpoint.root / name
+    try:
+        return zero.ZeroSubject(checkpoint=checkpoint, tag=read_tag(folder, name))
+    except CheckpointError:
+        return Subject(checkpoint=checkpoint)
 
 
 def _unopened(path: str, error: CheckpointError) -> Report:
@@ -162,7 +192,7 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
 
 
 def _unread(subject: Subject) -> Iterator[Skipped]:
-    """Say of the folders whose contents no rule reads yet that nothing in them was checked."""
-    if isinstance(subject.checkpoint, ZeroDir | DcpDir):
-        reason = f"the contents of a {subject.checkpoint.kind} are not read"
-        yield Skipped(code="LT4", path=str(subject.checkpoint.root), reason=reason)
+    """Say of the folders whose contents no rule reads that nothing in them was checked."""
+    if isinstance(subject.checkpoint, ZeroDir | DcpDir) and not isinstance(subject, zero.ZeroSubject):
+        reason = f"the contents of this {subject.checkpoint.kind} are not checked; `lora-tool consolidate` reads them"
+        yield Skipped(code="LT402", path=str(subject.checkpoint.root), reason=reason)

@@ -1,0 +1,196 @@
+"""The words for folders: what each kind of checkpoint holds, as frozen data."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool import keys
+from lora_tool.errors import NotACheckpoint, Problem
+from lora_tool.formats import tokenizer, trainer_state
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.manifest import Manifest
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
+from lora_tool.formats.weights import Weights
+from lora_tool.tensors import TensorTable
+
+_TAG = re.compile(r"global_step\d+\Z")
+_CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
+
+
+@enum.unique
+class Kind(str, enum.Enum):
+    """What a folder is, in the words that reports use."""
+
+    BASE_MODEL = "base model"
+    MERGED_MODEL = "merged model"
+    ADAPTER = "adapter"
+    TRAINER_CHECKPOINT = "trainer checkpoint"
+    ZERO = "DeepSpeed checkpoint"
+    DCP = "FSDP checkpoint"
+    RUN = "run folder"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """What lies in a folder, by name, and what every kind of checkpoint may have beside its weights."""
+
+    root: Path
+    files: tuple[str, ...]
+    folders: tuple[str, ...]
+    trainer: TrainerState | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def tokenizer_files(self) -> tuple[str, ...]:
+        """Names of the tokenizer's and processor's files, the chat template among them."""
+        return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Names of the `checkpoint-N` folders in it, by step."""
+        steps = {name: int(match["step"]) for name in self.folders if (match := _CHECKPOINT.match(name))}
+        return tuple(sorted(steps, key=steps.__getitem__))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Names of the `global_stepN` folders in it, by step."""
+        return tuple(sorted(filter(_TAG.match, self.folders), key=lambda name: int(name.removeprefix("global_step"))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDir:
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    folder: Folder
+    config: ModelConfig | None
+    weights: Weights
+    manifest: Manifest | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        if self.manifest is not None:
+            return Kind.MERGED_MODEL
+        return Kind.BASE_MODEL if self.folder.trainer is None else Kind.TRAINER_CHECKPOINT
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.weights.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDir:
+    """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
+
+    folder: Folder
+    config: AdapterConfig | None
+    weights: Weights
+    keys: Mapping[str, keys.AdapterKey]
+    """Tensor name → its parsed form, for every tensor."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.ADAPTER if self.folder.trainer is None else Kind.TRAINER_CHECKPOINT
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.weights.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroDir:
+    """A DeepSpeed checkpoint: tags with one pair of rank files per process."""
+
+    folder: Folder
+    latest: str | None
+    """What the file `latest` names; None where there is none, or where `root` is itself a tag."""
+    rank_files: Mapping[str, tuple[str, ...]]
+    """Tag → names of its rank files; the tag is "." where they lie in `root` itself."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.ZERO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpDir:
+    """A torch distributed checkpoint, as FSDP2 writes it: `.metadata` and `.distcp` files."""
+
+    folder: Folder
+    parts: Mapping[str, tuple[str, ...]]
+    """Folder with a `.metadata` ("." or a sub-folder) → names of its `.distcp` files."""
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.DCP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
+
+    folder: Folder
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.RUN
+
+
+Checkpoint = ModelDir | AdapterDir | ZeroDir | DcpDir | RunDir
+
+
+def read_folder(root: Path) -> Folder:
+    """Return what lies in the folder `root`, by name. Raises `NotACheckpoint` where it cannot be listed."""
+    if not root.exists():
+        raise NotACheckpoint(f"{root}: no such folder")
+    if not root.is_dir():
+        raise NotACheckpoint(f"{root} is a file, not a folder", hint=f"lora-tool validate {root.parent}")
+    files: list[str] = []
+    folders: list[str] = []
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                # what is neither file nor folder is listed as a file, so that reading it gives a problem, not silence
+                (folders if Path(entry).is_dir() else files).append(entry.name)
+    except OSError as error:
+        raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
+    trainer: TrainerState | None = None
+    problems: tuple[Problem, ...] = ()
+    if trainer_state.FILE_NAME in files:
+        trainer, problems = try_trainer_state(root / trainer_state.FILE_NAME)
+    return Folder(
+        root=root, files=tuple(sorted(files)), folders=tuple(sorted(folders)), trainer=trainer, problems=problems
+    )

@@ -1,0 +1,205 @@
+"""What a folder is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lora_tool.checkpoint import (
+    AdapterDir,
+    DcpDir,
+    Kind,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    open_checkpoint,
+    open_model,
+    require_whole,
+)
+from lora_tool.errors import BadConfig, CorruptFile, Defect, NotACheckpoint
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def files(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("causal-llama/base", Kind.BASE_MODEL),
+        ("reward-qwen2/base", Kind.BASE_MODEL),
+        ("causal-llama/adapter", Kind.ADAPTER),
+        ("reward-run/checkpoint-2", Kind.TRAINER_CHECKPOINT),
+        ("reward-run", Kind.RUN),
+    ],
+)
+def test_the_fixtures(path: str, kind: Kind) -> None:
+    opened = open_checkpoint(FIXTURES / path)
+    assert opened.kind is kind
+    assert str(kind) == kind.value
+    assert opened.root == FIXTURES / path
+    assert opened.problems == ()
+    require_whole(opened)
+
+
+def test_a_run_lists_its_checkpoints_by_step(tmp_path: Path) -> None:
+    for step in (100, 20, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    run = open_checkpoint(tmp_path)
+    assert isinstance(run, RunDir)
+    assert run.folder.checkpoints == ("checkpoint-3", "checkpoint-20", "checkpoint-100")
+
+
+def test_a_trainer_checkpoint_knows_its_step() -> None:
+    opened = open_checkpoint(FIXTURES / "reward-run" / "checkpoint-4")
+    assert isinstance(opened, AdapterDir)
+    assert opened.folder.trainer is not None
+    assert opened.folder.trainer.global_step == 4
+    assert opened.keys.keys() == opened.tensors.keys()
+
+
+def test_a_manifest_makes_a_merged_model(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "merged")
+    (tmp_path / "merged" / "lora_tool.json").write_text('{"merged_adapters": []}')
+    assert open_model(tmp_path / "merged").kind is Kind.MERGED_MODEL
+    (tmp_path / "merged" / "trainer_state.json").write_text('{"global_step": 1}')
+    assert open_model(tmp_path / "merged").kind is Kind.MERGED_MODEL
+    (tmp_path / "merged" / "lora_tool.json").unlink()
+    assert open_model(tmp_path / "merged").kind is Kind.TRAINER_CHECKPOINT
+
+
+ZERO_3 = [
+    f"global_step10/{name}"
+    for rank in range(2)
+    for name in (
+        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+        f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+    )
+]
+ZERO_2 = ["global_step10/mp_rank_00_model_states.pt", "global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+
+
+@pytest.mark.parametrize("names", [ZERO_3, ZERO_2], ids=["stage 3", "stage 2"])
+def test_a_deepspeed_checkpoint(names: list[str], tmp_path: Path) -> None:
+    files(tmp_path, *names, "zero_to_fp32.py", "config.json", "rng_state_0.pth", "scheduler.pt")
+    (tmp_path / "latest").write_text("global_step10")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 10}')
+    opened = open_checkpoint(tmp_path)
+    assert isinstance(opened, ZeroDir)
+    assert opened.kind is Kind.ZERO
+    assert opened.latest == "global_step10"
+    assert opened.rank_files == {"global_step10": tuple(sorted(name.partition("/")[2] for name in names))}
+    assert opened.folder.tags == ("global_step10",)
+
+
+def test_a_tag_is_itself_a_deepspeed_checkpoint(tmp_path: Path) -> None:
+    opened = open_checkpoint(files(tmp_path, *ZERO_3) / "global_step10")
+    assert isinstance(opened, ZeroDir)
+    assert opened.latest is None
+    assert list(opened.rank_files) == ["."]
+
+
+def test_tags_are_sorted_by_step(tmp_path: Path) -> None:
+    names = [name.replace("step10", f"step{step}") for step in (9, 10, 100) for name in ZERO_2]
+    opened = open_checkpoint(files(tmp_path, *names))
+    assert isinstance(opened, ZeroDir)
+    assert opened.folder.tags == ("global_step9", "global_step10", "global_step100")
+    assert opened.latest is None
+
+
+@pytest.mark.parametrize("where", ["", "pytorch_model_fsdp_0/"])
+def test_an_fsdp_checkpoint(where: str, tmp_path: Path) -> None:
+    files(tmp_path, f"{where}.metadata", f"{where}__0_0.distcp", f"{where}__1_0.distcp", "scheduler.pt")
+    opened = open_checkpoint(tmp_path)
+    assert isinstance(opened, DcpDir)
+    assert opened.kind is Kind.DCP
+    assert opened.parts == {where.rstrip("/") or ".": ("__0_0.distcp", "__1_0.distcp")}
+
+
+def test_finished_weights_win_over_a_deepspeed_folder_beside_them(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "causal-llama" / "adapter", tmp_path, dirs_exist_ok=True)
+    assert isinstance(open_checkpoint(files(tmp_path, *ZERO_3)), AdapterDir)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "adapter_model.bin"])
+def test_a_pickle_is_named_and_not_read(name: str, tmp_path: Path) -> None:
+    opened = open_checkpoint(files(tmp_path, name))
+    assert Defect.PICKLE in {problem.defect for problem in opened.problems}
+    with pytest.raises((CorruptFile, BadConfig)):
+        require_whole(opened)
+
+
+def test_a_config_alone_is_a_model_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    opened = open_checkpoint(tmp_path)
+    assert isinstance(opened, ModelDir)
+    assert [problem.defect for problem in opened.problems] == [Defect.NO_WEIGHTS]
+    with pytest.raises(CorruptFile, match=r"model\.safetensors: is missing"):
+        require_whole(opened)
+
+
+def test_shards_without_an_index_are_not_guessed_together(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors.index.json").unlink()
+    with pytest.raises(CorruptFile, match=r"index\.json: is missing, but 2 shards are there"):
+        require_whole(open_checkpoint(tmp_path / "base"))
+
+
+def test_a_stray_shard_and_a_wrong_total_size_are_told_but_not_fatal(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(FIXTURES / "causal-llama" / "base", base)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    index["metadata"]["total_size"] = 5
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(base / "model-00001-of-00002.safetensors", base / "model-00003-of-00003.safetensors")
+    opened = open_checkpoint(base)
+    assert {problem.defect for problem in opened.problems} == {Defect.STRAY_WEIGHTS, Defect.TOTAL_SIZE}
+    require_whole(opened)
+
+
+@pytest.mark.parametrize("wrong", ["extra", "lacking", "twice"])
+def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(FIXTURES / "causal-llama" / "base", base)
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    if wrong == "extra":
+        index["weight_map"]["ghost.weight"] = shards[0]
+    elif wrong == "lacking":
+        index["weight_map"].pop(next(iter(index["weight_map"])))
+    else:
+        shutil.copy(base / shards[0], base / shards[1])
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CorruptFile):
+        require_whole(open_checkpoint(base))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "no such folder"),
+        (lambda path: path.write_text(""), "is a file, not a folder"),
+        (lambda path: path.mkdir(), "holds no adapter_config.json"),
+        (lambda path: files(path, "sub/config.json"), "is no checkpoint itself, but holds: sub"),
+    ],
+    ids=["missing", "file", "empty", "around"],
+)
+def test_nothing_known_is_said_so(make: object, words: str, tmp_path: Path) -> None:
+    assert callable(make)
+    make(tmp_path / "x")
+    with pytest.raises(NotACheckpoint, match=words):
+        open_checkpoint(tmp_path / "x")
+
+
+def test_an_adapter_is_no_model() -> None:
+    with pytest.raises(NotACheckpoint, match="is not a model folder but: adapter"):
+        open_model(FIXTURES / "causal-llama" / "adapter")

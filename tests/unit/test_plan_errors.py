@@ -1,0 +1,393 @@
+"""Each reason for which planning a merge refuses: the class of the error, and the words that name file and tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.errors import BadConfig, IncompatibleBase, LoraToolError, UnsupportedAdapter
+from lora_tool.execution.engine import execute
+from lora_tool.execution.kernels import STORAGE
+from lora_tool.formats.safetensors import build_header
+from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.model import Plan
+from lora_tool.tensors import DType, TensorSpec
+from tests.property.interpret import load
+from tests.property.strategies import write_weights
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+P = "base_model.model."
+Q0 = "model.layers.0.self_attn.q_proj"
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass
+class Case:
+    """A copied fixture, its adapter's tensors and both configs open for changes."""
+
+    root: Path
+    tensors: Arrays
+    config: dict[str, Any]
+    model: dict[str, Any]
+
+    def plan(self, **choices: Any) -> Plan:
+        write_weights(self.root / "adapter" / "adapter_model.safetensors", self.tensors)
+        (self.root / "adapter" / "adapter_config.json").write_text(json.dumps(self.config))
+        (self.root / "base" / "config.json").write_text(json.dumps(self.model))
+        adapter = open_checkpoint(self.root / "adapter")
+        assert isinstance(adapter, AdapterDir)
+        return plan_merge(open_model(self.root / "base"), adapter, **choices)
+
+    def rename(self, old: str, new: str) -> None:
+        self.tensors = {name.replace(old, new): array for name, array in self.tensors.items()}
+
+
+def widened(tensor: Any) -> np.ndarray[Any, Any]:
+    return load(tensor).astype(STORAGE[tensor.dtype])
+
+
+def case(folder: Path, fixture: str) -> Case:
+    shutil.copytree(FIXTURES / fixture, folder / "case")
+    adapter = open_checkpoint(folder / "case" / "adapter")
+    assert isinstance(adapter, AdapterDir)
+    return Case(
+        root=folder / "case",
+        tensors={tensor.name: widened(tensor) for tensor in adapter.tensors.values()},
+        config=json.loads((folder / "case" / "adapter" / "adapter_config.json").read_text()),
+        model=json.loads((folder / "case" / "base" / "config.json").read_text()),
+    )
+
+
+Change = Callable[[Case], Any]
+Refusal = tuple[Change, type[LoraToolError], str]
+REFUSALS: dict[str, Refusal] = {}
+
+
+def refusal(error: type[LoraToolError], pattern: str) -> Callable[[Change], Change]:
+    """Register a change to the causal fixture with the refusal that it must cause."""
+
+    def register(change: Change) -> Change:
+        REFUSALS[change.__name__] = (change, error, pattern)
+        return change
+
+    return register
+
+
+@refusal(UnsupportedAdapter, "holds no LoRA tensors")
+def empty(case: Case) -> None:
+    case.tensors = {}
+
+
+@refusal(UnsupportedAdapter, r"lora_A\.weight`: has a lora_A, but its lora_B is missing")
+def without_b(case: Case) -> None:
+    del case.tensors[f"{P}{Q0}.lora_B.weight"]
+
+
+@refusal(UnsupportedAdapter, r"lora_B\.weight`: has a lora_B, but its lora_A is missing")
+def without_a(case: Case) -> None:
+    del case.tensors[f"{P}{Q0}.lora_A.weight"]
+
+
+@refusal(UnsupportedAdapter, r"lora_A \[16, 4\] and lora_B \[4, 16\] do not have the rank 4")
+def swapped(case: Case) -> None:
+    a, b = f"{P}{Q0}.lora_A.weight", f"{P}{Q0}.lora_B.weight"
+    case.tensors[a], case.tensors[b] = case.tensors[b], case.tensors[a]
+
+
+@refusal(UnsupportedAdapter, "do not have the rank 5 that the config gives")
+def wrong_rank(case: Case) -> None:
+    case.config["r"] = 5
+
+
+@refusal(UnsupportedAdapter, r"shape \[4, 16, 1\]: LoRA on convolutions")
+def three_dimensions(case: Case) -> None:
+    name = f"{P}{Q0}.lora_A.weight"
+    case.tensors[name] = case.tensors[name][:, :, None]
+
+
+@refusal(UnsupportedAdapter, r"q_proj.lora_A.weight`: is not matched by `target_modules`")
+def untargeted(case: Case) -> None:
+    case.config["target_modules"] = ["v_proj", "down_proj"]
+
+
+@refusal(
+    UnsupportedAdapter, r"names 2 modules of the base that have no LoRA tensors in the adapter, the first is `model"
+)
+def incomplete(case: Case) -> None:
+    case.config["target_modules"].append("k_proj")
+
+
+@refusal(UnsupportedAdapter, r"shape \[0\]: it was saved under DeepSpeed ZeRO-3 without gathering")
+def not_gathered(case: Case) -> None:
+    case.tensors[f"{P}{Q0}.lora_A.weight"] = np.empty(0, np.float32)
+
+
+@refusal(UnsupportedAdapter, "is there twice")
+def twice(case: Case) -> None:
+    case.tensors[f"{P}{Q0}.lora_A.default.weight"] = case.tensors[f"{P}{Q0}.lora_A.weight"]
+
+
+@refusal(UnsupportedAdapter, "does not begin with `base_model.model.`")
+def without_prefix(case: Case) -> None:
+    case.rename(P, "")
+
+
+@refusal(UnsupportedAdapter, r"norm\.weight`: belongs to no target and to none of `modules_to_save`")
+def unexplained(case: Case) -> None:
+    case.tensors[f"{P}model.norm.weight"] = np.ones(16, np.float32)
+
+
+@refusal(UnsupportedAdapter, r"`lora_magnitude_vector is there|lora_magnitude_vector is there, but `use_dora` is false")
+def unasked_magnitude(case: Case) -> None:
+    case.tensors[f"{P}{Q0}.lora_magnitude_vector"] = np.ones(16, np.float32)
+
+
+@refusal(UnsupportedAdapter, "lora_magnitude_vector is missing, but `use_dora` is true")
+def missing_magnitude(case: Case) -> None:
+    case.config["use_dora"] = True
+
+
+@refusal(UnsupportedAdapter, "lora_B has no bias, but `lora_bias` is true")
+def missing_lora_bias(case: Case) -> None:
+    case.config["lora_bias"] = True
+
+
+@refusal(UnsupportedAdapter, "lora_B has a bias, but `lora_bias` is false")
+def unasked_lora_bias(case: Case) -> None:
+    case.tensors[f"{P}{Q0}.lora_B.bias"] = np.ones(16, np.float32)
+
+
+@refusal(UnsupportedAdapter, "is not a tensor of a LoRA layer")
+def odd_part(case: Case) -> None:
+    case.tensors[f"{P}{Q0}.lora_A.bias"] = np.ones(4, np.float32)
+
+
+@refusal(
+    IncompatibleBase, r"layers.7.self_attn.q_proj.weight`, which .*base does not have; the nearest there is `model\."
+)
+def layer_beyond_the_base(case: Case) -> None:
+    for part in "AB":
+        case.tensors[f"{P}model.layers.7.self_attn.q_proj.lora_{part}.weight"] = case.tensors[
+            f"{P}{Q0}.lora_{part}.weight"
+        ]
+
+
+@refusal(IncompatibleBase, r"q_proj.weight` is \[16, 16\], the adapter's lora_B·lora_A is \[16, 12\]")
+def other_width(case: Case) -> None:
+    name = f"{P}{Q0}.lora_A.weight"
+    case.tensors[name] = np.ascontiguousarray(case.tensors[name][:, :12])
+
+
+@refusal(IncompatibleBase, r"norm.weight` is \[15\], the base's `model.norm.weight` is \[16\]")
+def saved_of_another_shape(case: Case) -> None:
+    case.config["modules_to_save"] = ["model.norm"]
+    case.tensors[f"{P}model.norm.weight"] = np.ones(15, np.float32)
+
+
+@refusal(IncompatibleBase, "which .*base does not have")
+def saved_without_a_home(case: Case) -> None:
+    case.config["modules_to_save"] = ["value_head"]
+    case.tensors[f"{P}value_head.weight"] = np.ones((1, 16), np.float32)
+
+
+@refusal(UnsupportedAdapter, r"config.json: model_type mixtral is not known to be stored as it is in memory")
+def unknown_architecture(case: Case) -> None:
+    case.model["model_type"] = "mixtral"
+
+
+@refusal(UnsupportedAdapter, r"model_type None is not known")
+def no_model_type(case: Case) -> None:
+    del case.model["model_type"]
+
+
+@refusal(UnsupportedAdapter, r"has its own code \(auto_map\)")
+def own_code(case: Case) -> None:
+    case.model["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
+
+
+@refusal(UnsupportedAdapter, r"quantised \(gptq\)")
+def quantised(case: Case) -> None:
+    case.model["quantization_config"] = {"quant_method": "gptq"}
+
+
+@refusal(
+    UnsupportedAdapter, "expected LlamaForCausalLM or LlamaForSequenceClassification, found LlamaForTokenClassification"
+)
+def another_class(case: Case) -> None:
+    case.model["architectures"] = ["LlamaForTokenClassification"]
+
+
+@refusal(UnsupportedAdapter, "expected SEQ_CLS or CAUSAL_LM, found TOKEN_CLS")
+def another_task(case: Case) -> None:
+    case.config["task_type"] = "TOKEN_CLS"
+
+
+@refusal(UnsupportedAdapter, "no `score.weight` in the adapter nor in the base: the trained head was not saved")
+def headless(case: Case) -> None:
+    case.config["task_type"] = "SEQ_CLS"
+
+
+@refusal(UnsupportedAdapter, "task_type is CAUSAL_LM, but the adapter has a score head")
+def head_on_a_causal_adapter(case: Case) -> None:
+    case.config["modules_to_save"] = ["score"]
+    case.tensors[f"{P}score.weight"] = np.ones((1, 16), np.float32)
+
+
+@refusal(BadConfig, r'adapter_config.json: `r`: expected int, found "8"')
+def rank_in_quotes(case: Case) -> None:
+    case.config["r"] = "8"
+
+
+for _name, _value, _words in (
+    ("peft_type", "LOHA", "peft_type LOHA: not LoRA"),
+    ("init_lora_weights", "pissa", "`init_lora_weights` pissa"),
+    ("init_lora_weights", "olora", "`init_lora_weights` olora"),
+    ("layer_replication", [[0, 2]], "`layer_replication`"),
+    ("target_parameters", ["experts.gate_up_proj"], "`target_parameters`"),
+    ("alora_invocation_tokens", [1, 2], "`alora_invocation_tokens`"),
+    ("use_qalora", True, "`use_qalora`"),
+    ("megatron_config", {"a": 1}, "`megatron_config`"),
+):
+    REFUSALS[f"{_name}-{_value}"] = (
+        lambda case, name=_name, value=_value: case.config.update({name: value}),  # type: ignore[misc]
+        UnsupportedAdapter,
+        re.escape(_words),
+    )
+
+
+@pytest.mark.parametrize(("change", "error", "pattern"), REFUSALS.values(), ids=REFUSALS)
+def test_it_is_refused_by_name(change: Change, error: type[LoraToolError], pattern: str, tmp_path: Path) -> None:
+    broken = case(tmp_path, "causal-llama")
+    change(broken)
+    with pytest.raises(error, match=pattern) as caught:
+        broken.plan()
+    assert type(caught.value) is error
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.hint
+
+
+def test_the_fixtures_themselves_are_planned(tmp_path: Path) -> None:
+    assert case(tmp_path / "a", "causal-llama").plan().counts()["merged"] == 6
+    assert case(tmp_path / "b", "reward-qwen2").plan().counts()["added"] == 1
+
+
+def test_integers_are_no_lora_factors(tmp_path: Path) -> None:
+    broken = case(tmp_path, "causal-llama")
+    broken.plan()
+    path = broken.root / "adapter" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
+    adapter = open_checkpoint(path.parent)
+    assert isinstance(adapter, AdapterDir)
+    with pytest.raises(UnsupportedAdapter, match="is I32, expected F32, BF16, F16 or F64"):
+        plan_merge(open_model(broken.root / "base"), adapter)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "choices", "error", "pattern"),
+    [
+        ("causal-llama", {"task": "reward"}, UnsupportedAdapter, "task_type is CAUSAL_LM, but --task reward"),
+        ("causal-llama", {"task": "seq-cls"}, UnsupportedAdapter, "task_type is CAUSAL_LM, but --task seq-cls"),
+        ("reward-qwen2", {"task": "causal-lm"}, UnsupportedAdapter, "task_type is SEQ_CLS, but --task causal-lm"),
+        (
+            "reward-qwen2",
+            {"num_labels": 2},
+            IncompatibleBase,
+            "score.weight` has 1 rows, so 1 labels; asked for were 2",
+        ),
+    ],
+)
+def test_what_was_asked_for_may_not_contradict_what_is_there(
+    fixture: str, choices: dict[str, Any], error: type[LoraToolError], pattern: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=pattern):
+        case(tmp_path, fixture).plan(**choices)
+
+
+def test_a_head_of_several_rows_is_no_reward_head(tmp_path: Path) -> None:
+    several = case(tmp_path, "reward-qwen2")
+    several.tensors[f"{P}score.weight"] = np.ones((5, 16), np.float32)
+    assert several.plan(task="seq-cls").manifest["num_labels"] == 5
+    with pytest.raises(IncompatibleBase, match="has 5 rows"):
+        several.plan(task="reward")
+
+
+def test_lora_on_a_head_that_was_never_saved_is_named(tmp_path: Path) -> None:
+    lost = case(tmp_path, "reward-qwen2")
+    del lost.tensors[f"{P}score.weight"]
+    lost.config["target_modules"].append("score")
+    lost.config["modules_to_save"] = None
+    lost.tensors |= {
+        f"{P}score.lora_A.weight": np.ones((4, 16), np.float32),
+        f"{P}score.lora_B.weight": np.ones((1, 4), np.float32),
+    }
+    with pytest.raises(UnsupportedAdapter, match="frozen random base was never saved, so the rewards are lost"):
+        lost.plan()
+
+
+def test_without_a_task_type_the_head_tells_the_task(tmp_path: Path) -> None:
+    untold = case(tmp_path, "reward-qwen2")
+    untold.config["task_type"] = None
+    assert untold.plan().manifest["task"] == "seq-cls"
+    with pytest.raises(UnsupportedAdapter, match="task_type is not set, but a score head is there"):
+        untold.plan(task="causal-lm")
+
+
+def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
+    once = case(tmp_path, "causal-llama")
+    merged = execute(once.plan(), tmp_path / "merged")
+    adapter = open_checkpoint(once.root / "adapter")
+    assert isinstance(adapter, AdapterDir)
+    with pytest.raises(IncompatibleBase, match="holds this very adapter already"):
+        plan_merge(open_model(merged), adapter)
+    other = case(tmp_path / "other", "causal-llama")
+    other.tensors[f"{P}{Q0}.lora_B.weight"] = other.tensors[f"{P}{Q0}.lora_B.weight"] * 2
+    shutil.rmtree(other.root / "base")
+    shutil.copytree(merged, other.root / "base")
+    assert len(other.plan().manifest["merged_adapters"]) == 2
+
+
+def test_a_base_of_eight_bit_floats_is_quantised(tmp_path: Path) -> None:
+    small = case(tmp_path, "causal-llama")
+    for path in (small.root / "base").glob("model*"):
+        path.unlink()
+    spec = TensorSpec(name="model.norm.weight", dtype=DType.F8_E4M3, shape=(16,))
+    (small.root / "base" / "model.safetensors").write_bytes(build_header([spec], {}) + bytes(16))
+    with pytest.raises(UnsupportedAdapter, match=r"model.safetensors: `model.norm.weight` is F8_E4M3: .* quantised"):
+        small.plan()
+
+
+def test_a_missing_pad_token_is_a_warning(tmp_path: Path) -> None:
+    silent = case(tmp_path, "reward-qwen2")
+    for path in [*(silent.root / "adapter").glob("tokenizer*"), *(silent.root / "base").glob("tokenizer*")]:
+        path.unlink()
+    silent.model.pop("pad_token_id", None)
+    (warning,) = silent.plan().warnings
+    assert "no pad_token_id" in warning
+    silent.model["pad_token_id"] = 3
+    assert silent.plan().warnings == ()
+
+
+def test_another_dtype_is_cast_and_said_so(tmp_path: Path) -> None:
+    plan = case(tmp_path, "causal-llama").plan(dtype=DType.F32)
+    assert {step.out.dtype for step in plan.steps} == {DType.F32}
+    assert "copied" not in plan.counts()
+    (config,) = (file for file in plan.side_files if file.filename == "config.json")
+    assert json.loads(config.content or b"")["dtype"] == "float32"
+
+
+def test_two_plans_of_the_same_inputs_are_equal(tmp_path: Path) -> None:
+    once = case(tmp_path, "causal-llama")
+    first = once.plan()
+    adapter = open_checkpoint(once.root / "adapter")
+    assert isinstance(adapter, AdapterDir)
+    assert plan_merge(open_model(once.root / "base"), adapter) == first
+    assert "q_proj" in str(first)

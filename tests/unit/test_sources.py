@@ -1,0 +1,95 @@
+"""Which folder a reference means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.sources import resolve
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hub cache with one model at one commit, and a machine without network."""
+    hub = tmp_path / "hub"
+    repo = hub / "models--owner--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    (repo / "blobs" / "aa").write_text("{}")
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to("../../blobs/aa")
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return hub
+
+
+def test_an_existing_path_is_local(tmp_path: Path) -> None:
+    source = resolve(str(tmp_path))
+    assert (source.path, source.hub_id, source.revision) == (tmp_path, None, None)
+
+
+def test_a_relative_path_is_looked_for_beside_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve("../base", near=tmp_path / "adapter").path.samefile(tmp_path / "base")
+
+
+def test_two_folders_of_one_name_are_not_guessed_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here/base", "adapter/base"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(NotACheckpoint, match="base means two folders") as caught:
+        resolve("base", near=tmp_path / "adapter")
+    assert caught.value.hint == "name the one you mean: --base PATH"
+
+
+def test_the_same_folder_by_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve("base", near=tmp_path).path.samefile(tmp_path / "base")
+
+
+@pytest.mark.parametrize("reference", ["owner/name", "hf://owner/name", "hf://owner/name@main", f"owner/name@{COMMIT}"])
+def test_a_hub_id_is_taken_from_the_cache(reference: str, cache: Path) -> None:
+    source = resolve(reference)
+    assert source.path == cache / "models--owner--name" / "snapshots" / COMMIT
+    assert (source.hub_id, source.revision, source.reference) == ("owner/name", COMMIT, reference)
+
+
+def test_a_path_into_the_cache_tells_its_origin(cache: Path) -> None:
+    source = resolve(str(cache / "models--owner--name" / "snapshots" / COMMIT))
+    assert (source.hub_id, source.revision) == ("owner/name", COMMIT)
+
+
+def test_a_local_folder_wins_over_a_hub_id(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert resolve("owner/name").hub_id is None
+    assert resolve("hf://owner/name").path.is_relative_to(cache)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("reference", ["owner/other", "hf://owner/other", "owner/name@v2"])
+@pytest.mark.parametrize("download", [False, True])
+def test_what_is_not_in_the_cache_is_said_so(reference: str, download: bool) -> None:
+    with pytest.raises(IncompleteCheckpoint, match="not in the Hub cache") as caught:
+        resolve(reference, download=download)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("hf download owner/")
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("reference", ["nowhere", "/nowhere/at/all", "a/b/c", "../x", "", "hf://", "hf://x", "a b/c"])
+def test_what_is_neither_path_nor_id_is_said_so(reference: str) -> None:
+    with pytest.raises(NotACheckpoint, match="no such folder"):
+        resolve(reference)
