@@ -185,7 +185,9 @@ def test_a_wrong_field_of_a_model_is_named(fields: dict[str, Any], problem: str,
 
 def test_a_trainer_state_tells_how_far_it_was(tmp_path: Path) -> None:
     path = tmp_path / "trainer_state.json"
-    path.write_text(json.dumps({"global_step": 4, "epoch": 1, "log_history": [{"loss": 2}, {"loss": 1.5}, {"eval": 1}]}))
+    path.write_text(
+        json.dumps({"global_step": 4, "epoch": 1, "log_history": [{"loss": 2}, {"loss": 1.5}, {"eval": 1}]})
+    )
     state = read_trainer_state(path)
     assert (state.global_step, state.epoch, state.last_loss) == (4, 1.0, 1.5)
     path.write_text('{"global_step": "4", "log_history": 3}')

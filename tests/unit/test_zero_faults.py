@@ -127,7 +127,7 @@ def test_a_rank_file_of_another_run(stage3: Path) -> None:
     path = stage3 / OPTIM.format(1)
     with zipfile.ZipFile(path) as archive:
         pickled = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
-    other, count = re.subn(rb"(train_micro_batch_size_per_gpuq.K)\x01", lambda match: match[1] + b"\x07", pickled)
+    other, count = re.subn(rb"(?s)(?<=per_gpu)(q.K)\x01", lambda found: found[1] + b"\x07", pickled)
     assert count == 1
     replace_bytes(path, pickled, other)
     assert codes(stage3) == {"LT407"}

@@ -17,7 +17,7 @@ from lora_tool.errors import ExecutionError, OutOfSpace
 from lora_tool.execution.compute import Computer, write_exactly
 from lora_tool.execution.folder import check_output, check_space, new_folder, write_file
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import CopyUnit, Unit, units_of
+from lora_tool.execution.units import CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
 from lora_tool.plan.model import Plan, Precision, Shard, SideFile
@@ -92,18 +92,19 @@ def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progres
     stop = threading.Event()
     local = threading.local()
 
-    def run(unit: Unit, out: int) -> None:
-        if stop.is_set():
-            return
+    def run(batch: Sequence[Unit], out: int) -> None:
         try:
-            if isinstance(unit, CopyUnit):
-                _copy(unit, sources, out)
-            else:
-                if not hasattr(local, "computer"):
-                    local.computer = _computer(plan.precision, sources, stop)
-                local.computer.run(unit, out)
-            _start_writing_back(out, unit)
-            progress(unit.nbytes)
+            for unit in batch:
+                if stop.is_set():
+                    return
+                if isinstance(unit, CopyUnit):
+                    _copy(unit, sources, out)
+                else:
+                    if not hasattr(local, "computer"):
+                        local.computer = _computer(plan.precision, sources, stop)
+                    local.computer.run(unit, out)
+                progress(unit.nbytes)
+            _start_writing_back(out, batch)
         except BaseException:
             stop.set()
             raise
@@ -116,7 +117,7 @@ def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progres
                 out = _new_file(folder / shard.filename, shard)
                 files.callback(os.close, out)
                 units = units_of(shard, whole_tensors=plan.precision is Precision.PEFT)
-                written = [workers.submit(run, unit, out) for unit in units]
+                written = [workers.submit(run, batch, out) for batch in batches(units)]
                 flushes.append(flusher.submit(_flush, written, out))
             _all_done(flushes)
             return {path: digest.result() for path, digest in hashing.items()}
@@ -172,10 +173,11 @@ def _all_done(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def _start_writing_back(out: int, unit: Unit) -> None:
-    """Start writing the unit to the disk without waiting, so that the flush at the end finds little left to do."""
+def _start_writing_back(out: int, batch: Sequence[Unit]) -> None:
+    """Start writing neighbouring units to the disk without waiting, so that the flush at the end finds little left to do."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(out, unit.begin, unit.nbytes, os.POSIX_FADV_DONTNEED)
+        nbytes = batch[-1].begin + batch[-1].nbytes - batch[0].begin
+        os.posix_fadvise(out, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from lora_tool.plan.model import Copy, DoraDelta, Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
+
+_BATCH_BYTES = 4 << 20
 
 UNIT_WEIGHTS = 1 << 22
 """Weights per computing unit, a multiple of what a block holds."""
@@ -74,6 +76,20 @@ def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
             yield from _computes(step, at, whole=whole_tensors)
         at += step.out.nbytes
     yield from _joined(pending)
+
+
+def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
+    """Yield neighbouring units together until they make a few MB: thousands of tiny ones cost more to hand out."""
+    batch: list[Unit] = []
+    held = 0
+    for unit in units:
+        batch.append(unit)
+        held += unit.nbytes
+        if held >= _BATCH_BYTES:
+            yield tuple(batch)
+            batch, held = [], 0
+    if batch:
+        yield tuple(batch)
 
 
 def _copies(step: Step, at: int) -> Iterator[CopyUnit]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
@@ -126,21 +127,16 @@ def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any]
         raise ValueError(f"holds a pickle that cannot be read: {error}") from error
 
 
-# instruction → bytes of its argument (CPython, `Lib/pickletools.py`)
-_FIXED = {
-    **dict.fromkeys(b".(012NQRabdelstu}])\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94", 0),
-    **dict.fromkeys(b"Kh\x80q", 1),
-    **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"Jjr", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-# instruction → bytes of the length that stands before its argument
-_COUNTED = {
-    **dict.fromkeys(b"U\x8a\x8cC", 1),
-    **dict.fromkeys(b"TX\x8bB", 4),
-    **dict.fromkeys(b"\x8d\x8e", 8),
-}
-_STOP, _GLOBAL, _LONG_BINPUT = b".cr"
+# instructions that are harmless whatever their argument, with the argument's bytes (CPython, `Lib/pickletools.py`);
+# LONG_BINPUT is among them up to an index of a million
+_HARMLESS = re.compile(
+    rb"(?:[(012NQRabdelstu}\])\x81\x85-\x89\x8f-\x94]|[Kh\x80q].|M..|[Jj].{4}|r..[\x00-\x0f]\x00|[G\x95].{8}"
+    rb"|c[^\n]*\n[^\n]*\n)*",
+    re.DOTALL,
+)
+_COUNTED = {**dict.fromkeys(b"U\x8a\x8cC", 1), **dict.fromkeys(b"TX\x8bB", 4), **dict.fromkeys(b"\x8d\x8e", 8)}
+"""Instruction → bytes of the length that stands before its argument."""
+_STOP, _LONG_BINPUT = b".r"
 
 
 def _scan(data: bytes) -> None:
@@ -150,31 +146,20 @@ def _scan(data: bytes) -> None:
     checked here, before. The text instructions of protocol 0 and the extension registry are refused.
     """
     at, end = 0, len(data)
-    fixed, counted = _FIXED, _COUNTED
-    while at < end:
+    while True:
+        found = _HARMLESS.match(data, at)
+        at = found.end() if found else at
+        if at >= end:
+            raise ValueError("holds a pickle that ends without its STOP: truncated?")
         code = data[at]
-        at += 1
-        if code in fixed:
-            width = fixed[code]
-            if code == _LONG_BINPUT and int.from_bytes(data[at : at + width], "little") > end:
-                raise ValueError("holds a pickle with a memo index beyond its length")
-            if code == _STOP:
-                return
-            at += width
-        elif code in counted:
-            width = counted[code]
-            at += width + int.from_bytes(data[at : at + width], "little")
-        elif code == _GLOBAL:
-            at = _after_lines(data, at)
+        width = _COUNTED.get(code)
+        if code == _STOP:
+            return
+        if width is not None:
+            at += 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        elif code == _LONG_BINPUT and int.from_bytes(data[at + 1 : at + 5], "little") <= end:
+            at += 5
         else:
-            raise ValueError(f"holds a pickle with the instruction 0x{code:02x}, which no checkpoint needs")
-    raise ValueError("holds a pickle that ends without its STOP: truncated?")
-
-
-def _after_lines(data: bytes, at: int) -> int:
-    """Return where the two lines of a GLOBAL that begin at `at` end."""
-    for _ in range(2):
-        at = data.find(b"\n", at) + 1
-        if at == 0:
-            raise ValueError("holds a pickle that ends in the middle of a name")
-    return at
+            raise ValueError(
+                f"holds a pickle with the instruction 0x{code:02x} at byte {at:,}, which no checkpoint needs"
+            )

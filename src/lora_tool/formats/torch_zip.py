@@ -8,6 +8,7 @@ tensor is one span of the file. ``<root>`` is the name that the file had when it
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import zipfile
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Global, Known, load
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.tensors import MAX_BYTES, DType, FileStamp, Span, StoredTensor, TensorSpec
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the format before 1.6 (`torch/serialization.py`, MAGIC_NUMBER)."""
@@ -269,10 +270,11 @@ def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> La
     dtype = next((extra.dtype for extra in rest if isinstance(extra, ElementType)), storage.dtype)
     held = storage.numel * storage.dtype.bits // dtype.bits
     last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    spec = TensorSpec(name="", dtype=dtype, shape=tuple(shape))
-    if (spec.numel and last >= held) or start > held:
+    if (0 not in shape and last >= held) or start > held:
         raise ValueError(f"a tensor of shape {list(shape)} at element {start:,} lies beyond its storage of {held:,}")
-    return LazyTensor(storage.record, dtype, spec.shape, tuple(stride), start)
+    if math.prod(shape) > MAX_BYTES:
+        raise ValueError(f"a tensor of shape {list(shape)} is larger than any file")
+    return LazyTensor(storage.record, dtype, tuple(shape), tuple(stride), start)
 
 
 def _is_sizes(values: tuple[Any, ...]) -> bool:

@@ -24,8 +24,8 @@ from lora_tool.formats.zero import ZeroTag
 from lora_tool.plan.zero_checks import Fault, Severity
 from lora_tool.tensors import DType, StoredTensor
 
-BLOCK_BYTES = 4 << 20
-"""Read at a time, per worker."""
+BLOCK_BYTES = 1 << 20
+"""Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
 
 _SAMPLE = 1 << 14
 
