@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
 from lora_tool.hub_cache import may_hold
 
-_HUB_ID = re.compile(r"(?P<id>[\w.\-]+/[\w.\-]+)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
@@ -51,6 +51,8 @@ def resolve(
     it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was looked for, `IncompleteCheckpoint`
     where the Hub could not give it.
     """
+    if not reference:
+        raise NotACheckpoint("an empty name is no folder and no Hub id")
     if not reference.startswith(_URI):
         local = _local(reference, near)
         if local is not None:
@@ -65,6 +67,8 @@ def resolve(
 
 
 def _local(reference: str, near: Path | None) -> Path | None:
+    if not reference:
+        return None  # an empty variable of a script, which Path would take for the working directory
     path = Path(reference).expanduser()
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if candidate.is_dir()]

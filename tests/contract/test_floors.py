@@ -13,7 +13,7 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("errors", "tensors", "keys", "display"), 0),
     "formats": 1,
     "hub_cache": 1,
-    **dict.fromkeys(("checkpoint", "folders", "sources"), 2),
+    **dict.fromkeys(("checkpoint", "sources"), 2),
     # the third floor has steps: findings and plans are data, rules ask plans what can be merged
     **dict.fromkeys(("report", "names", "inspection_model"), 3),
     **dict.fromkeys(("plan", "inspection_norms"), 3.1),

@@ -6,13 +6,15 @@ import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_tool.errors import ExecutionError, OutOfSpace
-from lora_tool.execution import compute, engine
+from lora_tool.execution import engine
 from lora_tool.execution.engine import execute
+from lora_tool.plan.model import Plan, Precision
 from tests.hostile.folders import Pair, copy_pair
 from tests.hostile.test_output import plan_of
 
@@ -43,11 +45,7 @@ def test_a_disk_that_fills_up_keeps_nothing(
     assert list(small_disk.iterdir()) == []
 
 
-def plan_of_precision(pair: Pair, precision: str) -> engine.Plan:
-    from dataclasses import replace
-
-    from lora_tool.plan.model import Precision
-
+def plan_of_precision(pair: Pair, precision: str) -> Plan:
     return replace(plan_of(pair), precision=Precision(precision))
 
 
@@ -62,7 +60,7 @@ def test_a_write_that_fails_keeps_nothing(
     def pwrite(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(compute.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(error):
         execute(plan_of(pair), pair.out)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists, SourceChanged
-from lora_tool.execution import folder as folder_module
 from lora_tool.execution.engine import execute
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
@@ -126,7 +126,7 @@ def test_of_two_runs_to_one_output_the_second_is_refused(tmp_path: Path) -> None
 
 def test_a_second_run_started_within_the_first_is_refused_and_the_first_succeeds(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
-    refused = []
+    refused: list[object] = []
 
     def start_another(_: int) -> None:
         if not refused:
@@ -182,7 +182,7 @@ def test_an_input_that_changes_while_it_is_read_is_seen(
 ) -> None:
     pair = copy_pair(tmp_path)
     plan = plan_of(pair)
-    changed = []
+    changed: list[object] = []
 
     def meddle(_: int) -> None:
         if not changed:
@@ -214,8 +214,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = copy_pair(tmp_path)
-    usage = folder_module.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(folder_module.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(OutOfSpace, match=r"out needs .* KiB, the disk has 1000 B free"):
         execute(plan_of(pair), pair.out)
     assert left_behind(pair) == set()

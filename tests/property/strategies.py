@@ -23,7 +23,7 @@ STORED = [DType.BF16, DType.F16, DType.F32]
 
 @st.composite
 def specs(draw: st.DrawFn, dtypes: list[DType] = WHOLE_BYTE) -> list[TensorSpec]:
-    """A list of tensors with different names, some of them empty."""
+    """Return a list of tensors with different names, some of them empty."""
     names = draw(st.lists(NAMES, max_size=6, unique=True))
     return [TensorSpec(name=name, dtype=draw(st.sampled_from(dtypes)), shape=draw(SHAPES)) for name in names]
 
@@ -70,7 +70,7 @@ def write_weights(path: Path, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
 
 @st.composite
 def inputs(draw: st.DrawFn) -> Inputs:
-    """A small llama-shaped base with any number of layers and shards, and an adapter on some of its modules."""
+    """Return a small llama-shaped base with any number of layers and shards, and an adapter on some of its modules."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype, factor_dtype = draw(st.sampled_from(STORED)), draw(st.sampled_from(STORED))
     width, height = draw(st.integers(1, 40)), draw(st.integers(1, 40))

@@ -186,7 +186,7 @@ def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: None, "no such folder"),
+        (lambda _: None, "no such folder"),
         (lambda path: path.write_text(""), "is a file, not a folder"),
         (lambda path: path.mkdir(), "holds no adapter_config.json"),
         (lambda path: files(path, "sub/config.json"), "is no checkpoint itself, but holds: sub"),

@@ -13,6 +13,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool import keys
+from lora_tool.checkpoint.folders import (
+    AdapterDir,
+    Checkpoint,
+    DcpDir,
+    Folder,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    read_folder,
+)
 from lora_tool.errors import (
     BadConfig,
     CheckpointError,
@@ -22,38 +32,12 @@ from lora_tool.errors import (
     Problem,
     UnsupportedCheckpoint,
 )
-from lora_tool.folders import (
-    AdapterDir,
-    Checkpoint,
-    DcpDir,
-    Folder,
-    Kind,
-    ModelDir,
-    RunDir,
-    ZeroDir,
-    read_folder,
-)
 from lora_tool.formats import adapter_config, manifest, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
 from lora_tool.formats.files import inside, open_regular
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.weights import Weights, read_sharded, read_single
-
-__all__ = [
-    "AdapterDir",
-    "Checkpoint",
-    "DcpDir",
-    "Folder",
-    "Kind",
-    "ModelDir",
-    "RunDir",
-    "ZeroDir",
-    "open_checkpoint",
-    "open_model",
-    "open_sharded",
-    "require_whole",
-]
 
 Config = TypeVar("Config")
 

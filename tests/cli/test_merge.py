@@ -1,0 +1,220 @@
+"""`lora-tool merge`, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora_tool.checkpoint import ModelDir, open_checkpoint
+from tests.cli.calling import FIXTURES, Caller, assert_golden
+
+LLAMA, QWEN = "fixtures/causal-llama/adapter", "fixtures/reward-qwen2/adapter"
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Path:
+    """Both fixtures in a folder of their own, to write beside them."""
+    for name in ("causal-llama", "reward-qwen2", "reward-run"):
+        shutil.copytree(FIXTURES / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("causal-llama", LLAMA), ("reward-qwen2", QWEN)])
+def test_a_dry_run_prints_the_plan(name: str, adapter: str, call: Caller) -> None:
+    called = call("merge", adapter, "-o", "merged", "--dry-run")
+    assert called.code == 0
+    assert_golden(f"merge-{name}.txt", called.out)
+    as_json = call("merge", adapter, "-o", "merged", "--dry-run", "--json")
+    assert as_json.code == 0
+    assert_golden(f"merge-{name}.json", relative(as_json.out))
+    assert not Path("merged").exists()
+
+
+def relative(text: str) -> str:
+    """Take the repository's folder out of the paths."""
+    return text.replace(f"{FIXTURES.parent}/", "")
+
+
+def test_the_reward_model_in_one_command(copies: Path, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copies / "reward-qwen2" / "adapter")
+    called = call("merge", "--rm")
+    assert called.code == 0, called.err
+    merged = copies / "reward-qwen2" / "adapter-merged"
+    assert str(open_checkpoint(merged).kind) == "merged model"
+    assert str(merged) in called.out
+    config = json.loads((merged / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert config["id2label"] == {"0": "LABEL_0"}
+
+
+def test_the_result_as_json(tmp_path: Path, call: Caller) -> None:
+    called = call("merge", LLAMA, "-o", tmp_path / "out", "--json")
+    assert called.code == 0
+    result = called.json
+    assert result["schema_version"] == 1
+    assert result["output"] == str(tmp_path / "out")
+    assert set(result["files"]) == {path.name for path in (tmp_path / "out").iterdir()} - {"lora_tool.json"}
+    assert result["counts"]["merged"] == 6
+
+
+def test_quiet_says_nothing(tmp_path: Path, call: Caller) -> None:
+    called = call("merge", LLAMA, "-o", tmp_path / "out", "--quiet")
+    assert (called.code, called.out, called.err) == (0, "", "")
+
+
+def test_the_default_output_is_a_sibling(copies: Path, call: Caller) -> None:
+    assert call("merge", copies / "causal-llama" / "adapter").code == 0
+    assert (copies / "causal-llama" / "adapter-merged" / "config.json").is_file()
+
+
+def test_options_come_from_the_environment_too(tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_TOOL_MERGE_OUTPUT", str(tmp_path / "out"))
+    monkeypatch.setenv("LORA_TOOL_MERGE_PRECISION", "float64")
+    assert call("merge", LLAMA).code == 0
+    assert manifest(tmp_path / "out")["precision"] == "float64"
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((folder / "lora_tool.json").read_text())
+    return table
+
+
+@pytest.mark.parametrize(
+    ("size", "limit"), [("1GB", 10**9), ("5000", 5000), ("4 KiB", 4096), ("1.5kb", 1500), ("1b", 1)]
+)
+def test_the_largest_shard_size(size: str, limit: int, tmp_path: Path, call: Caller) -> None:
+    called = call("merge", LLAMA, "-o", tmp_path / "out", "--max-shard-size", size)
+    assert called.code == 0, called.err
+    model = open_checkpoint(tmp_path / "out")
+    assert isinstance(model, ModelDir)
+    for file in model.weights.files:
+        assert sum(tensor.nbytes for tensor in file.tensors.values()) <= limit or len(file.tensors) == 1
+    assert (len(model.weights.files) == 1) == (limit >= model.weights.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "poetry"], "poetry"),
+        (["--num-labels", "0"], "0"),
+        (["--jobs", "0"], "0"),
+        (["--dtype", "int8"], "int8"),
+        (["--precision", "exact"], "exact"),
+        (["--max-shard-size", "five"], "no size such as 5GB"),
+        (["--max-shard-size", "0"], "'0' is no size"),
+        (["--rm", "--task", "causal-lm"], "--rm contradicts --task causal-lm"),
+        (["--rm", "--num-labels", "3"], "--rm means one label"),
+        (["--dyr-run"], "--dry-run"),
+        (["a", "b"], ""),
+    ],
+)
+def test_a_wrong_usage_is_told(options: list[str], words: str, call: Caller) -> None:
+    called = call("merge", LLAMA, *options)
+    assert called.code == 2
+    assert words in called.err
+    assert not Path("fixtures/causal-llama/adapter-merged").exists()
+
+
+def test_an_unknown_command_names_the_closest(call: Caller) -> None:
+    called = call("mrege")
+    assert called.code == 2
+    assert "merge" in called.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], ["nowhere: no such folder"]),
+        (["fixtures/causal-llama/base"], ["is not an adapter but: base model", "--base MODEL"]),
+        (["fixtures/reward-run"], ["is not an adapter but: run folder", "checkpoint"]),
+        ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is not a model but: trainer checkpoint"]),
+        ([LLAMA, "--base", ""], ["no such folder"]),
+        ([LLAMA, "--rm"], ["task_type is CAUSAL_LM, but --task reward was asked for", "SEQ_CLS"]),
+        ([QWEN, "--num-labels", "4"], ["has 1 rows", "asked for were 4"]),
+    ],
+)
+def test_what_cannot_be_done_is_told_with_exit_code_3(
+    arguments: list[str], words: list[str], tmp_path: Path, call: Caller
+) -> None:
+    called = call("merge", *arguments, "-o", tmp_path / "out")
+    assert called.code == 3, called.err
+    assert called.out == ""
+    assert called.err.startswith("error: ")
+    for word in words:
+        assert word in called.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_base_of_the_same_shape_is_a_warning(tmp_path: Path, call: Caller) -> None:
+    called = call("merge", LLAMA, "--base", "fixtures/reward-qwen2/base", "-o", tmp_path / "out")
+    assert called.code == 0
+    assert called.err.startswith("warning: the adapter was trained on ../base")
+
+
+def test_a_base_that_the_config_does_not_name(copies: Path, call: Caller) -> None:
+    path = copies / "causal-llama" / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": None}))
+    called = call("merge", path.parent)
+    assert called.code == 3
+    assert "names no base model" in called.err
+    assert "--base MODEL" in called.err
+    assert call("merge", path.parent, "--base", copies / "causal-llama" / "base").code == 0
+
+
+def test_an_output_that_exists_is_exit_code_6(copies: Path, call: Caller) -> None:
+    arguments = ("merge", copies / "causal-llama" / "adapter", "-o", copies / "out")
+    assert call(*arguments).code == 0
+    refused = call(*arguments)
+    assert refused.code == 6
+    assert "--overwrite" in refused.err
+    assert call(*arguments, "--overwrite").code == 0
+
+
+def test_each_checkpoint_of_a_run_can_be_merged(copies: Path, call: Caller) -> None:
+    path = copies / "reward-run" / "checkpoint-2"
+    called = call("merge", path, "--base", copies / "reward-qwen2" / "base", "-o", copies / "out")
+    assert called.code == 0, called.err
+    assert not (copies / "out" / "optimizer.pt").exists()
+    assert not (copies / "out" / "training_args.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bfloat16", "BF16"),
+        ("bf16", "BF16"),
+        ("float16", "F16"),
+        ("fp16", "F16"),
+        ("float32", "F32"),
+        ("fp32", "F32"),
+    ],
+)
+def test_every_name_of_a_dtype(name: str, dtype: str, tmp_path: Path, call: Caller) -> None:
+    assert call("merge", LLAMA, "-o", tmp_path / "out", "--dtype", name).code == 0
+    model = open_checkpoint(tmp_path / "out")
+    assert isinstance(model, ModelDir)
+    assert {str(tensor.dtype) for tensor in model.tensors.values()} == {dtype}
+
+
+def test_the_manifest_names_the_inputs(copies: Path, call: Caller) -> None:
+    assert call("merge", copies / "reward-qwen2" / "adapter", "-o", copies / "out").code == 0
+    table = manifest(copies / "out")
+    assert table["inputs"]["base"]["path"] == os.fspath(copies / "reward-qwen2" / "base")
+    assert table["inputs"]["adapter"]["hub_id"] is None
+    assert table["task"] == "seq-cls"
+    assert table["num_labels"] == 1
+    assert len(table["sha256"]["adapter_model.safetensors"]) == 64
+    merged = open_checkpoint(copies / "out")
+    assert isinstance(merged, ModelDir)
+    assert {entry["name"] for entry in table["ledger"]} == merged.tensors.keys()
+
+
+def test_help_ends_with_an_example(call: Caller) -> None:
+    called = call("merge", "--help")
+    assert called.code == 0
+    assert called.out.rstrip().splitlines()[-1].strip().startswith("Example: lora-tool merge")
