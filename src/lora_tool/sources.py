@@ -52,7 +52,7 @@ def resolve(
     where the Hub could not give it.
     """
     if not reference:
-        raise NotACheckpoint("an empty name is no folder and no Hub id")
+        raise NotACheckpoint("an empty name: no such folder, and no Hub id")
     if not reference.startswith(_URI):
         local = _local(reference, near)
         if local is not None:
