@@ -74,10 +74,10 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
         path, tensor = subject.paths[name], subject.tensors[name]
         if key.part in copied and (path, key.leaf) in plain:
             yield Fault(subject=name, message=f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads")
-        elif key.part is Part.BASE_LAYER and key.leaf != "bias":
-            expected = is_end(path) or any(layer.embedding and layer.target == path for layer in subject.layers)
+        elif key.part is Part.BASE_LAYER and key.leaf != "bias" and not head_of(path):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
-            severity = Severity.INFO if expected or head_of(path) else None
+            expected = is_end(path) or any(layer.embedding and layer.target == path for layer in subject.layers)
+            severity = Severity.INFO if expected else None
             message = f"the frozen weight of the base, {size(tensor.nbytes)} that the base has too"
             hint = _KEPT_ON_PURPOSE if severity else None
             yield Fault(subject=name, message=message, severity=severity, hint=hint)
