@@ -68,6 +68,8 @@ class AdapterKey:
         """The name that `save_pretrained` would give it: with the prefix, without the adapter name."""
         if self.part is Part.PLAIN:
             return PREFIX + self.tensor
+        if self.part is Part.SAVED_MODULE:  # a module that was trained whole has its plain name
+            return f"{PREFIX}{self.module}.{self.leaf}"
         if self.part is Part.BASE_LAYER:
             return f"{PREFIX}{self.module}.base_layer.{self.leaf}"
         leaf = self.leaf if self.part is not Part.MAGNITUDE else None

@@ -63,6 +63,7 @@ def test_a_name_is_taken_apart(name: str, module: str, part: Part, leaf: str | N
         (f"{Q}.lora_A.default.weight", f"{P}{Q}.lora_A.weight"),
         (f"{P}{Q}.lora_magnitude_vector.default.weight", f"{P}{Q}.lora_magnitude_vector"),
         (f"{P}x.trainable_tokens_delta.default", f"{P}x.token_adapter.trainable_tokens_delta"),
+        (f"{P}score.modules_to_save.default.weight", f"{P}score.weight"),
         ("score.base_layer.weight", f"{P}score.base_layer.weight"),
         ("score.weight", f"{P}score.weight"),
         ("weight", f"{P}weight"),

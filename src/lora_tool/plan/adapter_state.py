@@ -73,7 +73,7 @@ def select_adapter(entries: Mapping[str, Entry], config: AdapterConfig) -> Adapt
     names: dict[str, str] = {}
     for name, key in parsed.items():
         if key.part in _LORA and key.adapter_name in (chosen, None):
-            names[_peft_name(key)] = name
+            names[key.canonical] = name
         elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
                 f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
@@ -92,11 +92,6 @@ def _unwrapped(name: str) -> str:
         name = name.replace(wrapper, "")
     at = name.find(keys.PREFIX)
     return name[at:] if at > 0 else name
-
-
-def _peft_name(key: AdapterKey) -> str:
-    """Return what `save_pretrained` calls the tensor: a module that was trained whole has its plain name."""
-    return f"{keys.PREFIX}{key.module}.{key.leaf}" if key.part is Part.SAVED_MODULE else key.canonical
 
 
 def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]) -> str | None:

@@ -70,7 +70,7 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
         _require_same_shape(term.bias, tensor)
         op: Op = BiasDelta(source=tensor, terms=(term,))
         return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=f"lora_B bias, scaling {term.scaling:g}")
-    return _plain_step(merge, tensor, tensor.name, Fate.COPIED, "as in the base")
+    return _kept_step(merge, tensor)
 
 
 def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
@@ -88,25 +88,33 @@ def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
     return Step(out=out, op=op, fate=Fate.MERGED, reason=f"{len(indices)} trained token rows")
 
 
-def _spec(merge: Merge, tensor: StoredTensor, name: str | None = None) -> TensorSpec:
+def _spec(merge: Merge, tensor: StoredTensor) -> TensorSpec:
     dtype = merge.dtype if merge.dtype and tensor.dtype.is_float else tensor.dtype
-    return TensorSpec(name=name or tensor.name, dtype=dtype, shape=tensor.shape)
+    return TensorSpec(name=tensor.name, dtype=dtype, shape=tensor.shape)
 
 
-def _plain_step(merge: Merge, tensor: StoredTensor, name: str, fate: Fate, reason: str) -> Step:
-    out = _spec(merge, tensor, name)
-    if out.dtype is tensor.dtype:
-        return Step(out=out, op=Copy(source=tensor), fate=fate, reason=reason)
-    cast_fate = Fate.CAST if fate is Fate.COPIED else fate
-    return Step(out=out, op=Cast(source=tensor), fate=cast_fate, reason=f"{reason}, {tensor.dtype} to {out.dtype}")
+def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
+    """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
+    return Copy(source=source) if source.dtype is dtype else Cast(source=source)
+
+
+def _kept_step(merge: Merge, tensor: StoredTensor) -> Step:
+    out = _spec(merge, tensor)
+    op = copied_as(out.dtype, tensor)
+    if isinstance(op, Copy):
+        return Step(out=out, op=op, fate=Fate.COPIED, reason="as in the base")
+    return Step(out=out, op=op, fate=Fate.CAST, reason=f"as in the base, {tensor.dtype} to {out.dtype}")
 
 
 def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
     _require_same_shape(saved, base)
-    dtype = merge.dtype or base.dtype
-    out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
-    op: Op = Copy(source=saved) if saved.dtype is dtype else Cast(source=saved)
-    return Step(out=out, op=op, fate=Fate.REPLACED, reason=f"saved whole in the adapter, as {saved.dtype}")
+    out = TensorSpec(name=base.name, dtype=merge.dtype or base.dtype, shape=saved.shape)
+    return Step(
+        out=out,
+        op=copied_as(out.dtype, saved),
+        fate=Fate.REPLACED,
+        reason=f"saved whole in the adapter, as {saved.dtype}",
+    )
 
 
 def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
@@ -152,9 +160,13 @@ def added_steps(merge: Merge) -> Iterator[Step]:
         if merge.head is None or not name.startswith(f"{merge.head.module}."):
             raise _not_in_base(merge, tensor, name)
         dtype = merge.dtype or model_dtype(merge.base) or tensor.dtype
-        op: Op = Copy(source=tensor) if tensor.dtype is dtype else Cast(source=tensor)
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
-        yield Step(out=out, op=op, fate=Fate.ADDED, reason=f"the trained head, {tensor.dtype} in the adapter")
+        yield Step(
+            out=out,
+            op=copied_as(dtype, tensor),
+            fate=Fate.ADDED,
+            reason=f"the trained head, {tensor.dtype} in the adapter",
+        )
     head = merge.head
     if head is not None and f"{head.module}.weight" in merge.modules.frozen_base:
         name = f"{head.module}.weight"

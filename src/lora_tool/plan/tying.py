@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.model import Cast, Copy, Fate, Op, Step
-from lora_tool.plan.steps import MATRIX, Merge
+from lora_tool.plan.model import Fate, Step
+from lora_tool.plan.steps import MATRIX, Merge, copied_as
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 
@@ -85,7 +85,6 @@ def untying_steps(merge: Merge) -> Iterator[Step]:
     saved = merge.modules.saved.get(ends.output)
     source = saved or ends.embedding
     dtype = merge.dtype or ends.embedding.dtype
-    op: Op = Copy(source=source) if source.dtype is dtype else Cast(source=source)
     reason = "saved whole in the adapter" if saved else "the base's embedding, no longer tied to the trained one"
     out = TensorSpec(name=ends.output, dtype=dtype, shape=source.shape)
-    yield Step(out=out, op=op, fate=Fate.ADDED, reason=reason)
+    yield Step(out=out, op=copied_as(dtype, source), fate=Fate.ADDED, reason=reason)
