@@ -33,6 +33,7 @@ class Part(str, enum.Enum):
     PLAIN = "plain"
 
 
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _WITH_LEAF = frozenset({Part.LORA_A, Part.LORA_B, Part.MAGNITUDE})
 _PART = re.compile(
     r"^(?P<module>.*?)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector"
@@ -125,3 +126,12 @@ def is_under(module: str, names: frozenset[str]) -> str | None:
             return suffix
         at = module.find(".", at + 1)
     return None
+
+
+def split_layer(module: str) -> tuple[int | None, str]:
+    """Return the number of a module path's layer and the path with its numbers as ``*``.
+
+    ``model.layers.3.mlp.up_proj`` is (3, ``model.layers.*.mlp.up_proj``); the first number is the layer's.
+    """
+    first = _NUMBER.search(module)
+    return (int(first[1]) if first else None), _NUMBER.sub("*", module)

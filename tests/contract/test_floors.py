@@ -15,8 +15,8 @@ FLOORS: dict[str, float] = {
     "hub_cache": 1,
     **dict.fromkeys(("checkpoint", "sources"), 2),
     # the third floor has steps: findings and plans are data, rules ask plans what can be merged
-    **dict.fromkeys(("report", "names", "inspection_model"), 3),
-    **dict.fromkeys(("plan", "inspection_norms"), 3.1),
+    **dict.fromkeys(("report", "names"), 3),
+    "plan": 3.1,
     **dict.fromkeys(("rules", "inspection"), 3.2),
     **dict.fromkeys(("execution", "verification"), 4),
     **dict.fromkeys(("hub", "train"), 5),

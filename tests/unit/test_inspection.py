@@ -12,9 +12,9 @@ import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.formats.safetensors import build_header
-from lora_tool.inspection import inspect_checkpoint, lora_modules, short_names, spread
-from lora_tool.inspection_model import AdapterInspection, Inspection, ModelInspection, RunInspection, ShardedInspection
-from lora_tool.inspection_norms import module_norms
+from lora_tool.inspection.folders import inspect_checkpoint, lora_modules, short_names, spread
+from lora_tool.inspection.model import AdapterInspection, Inspection, ModelInspection, RunInspection, ShardedInspection
+from lora_tool.inspection.norms import module_norms
 from lora_tool.tensors import DType, TensorSpec
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -83,7 +83,7 @@ def test_a_product_that_nearly_vanishes_is_not_lost(tmp_path: Path) -> None:
 def test_blocks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "a")
     whole = module_norms(lora_modules(opened(tmp_path / "a")))
-    monkeypatch.setattr("lora_tool.inspection_norms._BLOCK", 12)
+    monkeypatch.setattr("lora_tool.inspection.norms.BLOCK", 12)
     blocks = module_norms(lora_modules(opened(tmp_path / "a")))
     assert [*blocks.values()] == [pytest.approx(values, rel=1e-12) for values in whole.values()]
 

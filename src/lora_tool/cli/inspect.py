@@ -14,8 +14,8 @@ import click
 from lora_tool.checkpoint import open_checkpoint
 from lora_tool.cli.options import json_option
 from lora_tool.display import printable
-from lora_tool.inspection import inspect_checkpoint
-from lora_tool.inspection_model import Inspection
+from lora_tool.inspection.folders import inspect_checkpoint
+from lora_tool.inspection.model import Inspection
 from lora_tool.sources import Wanted, resolve
 
 

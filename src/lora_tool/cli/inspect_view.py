@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lora_tool.cli.options import wants_colour
 from lora_tool.display import printable, size
-from lora_tool.inspection_model import (
+from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
     Inspection,

@@ -1,12 +1,11 @@
 """What a folder holds, counted and grouped: the data behind `lora-tool inspect`.
 
-Everything but the norms is read from names, JSON and tensor headers (`inspection_norms` reads weights).
+Everything but the norms is read from names, JSON and tensor headers (`norms` and `spectra` read weights).
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, DcpDir, Folder, ModelDi
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.trainer_state import TrainerState
-from lora_tool.inspection_model import (
+from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
     Inspection,
@@ -31,7 +30,7 @@ from lora_tool.inspection_model import (
     TensorInfo,
     Training,
 )
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.keys import AdapterKey, Part, split_layer
 from lora_tool.tensors import StoredTensor, TensorTable
 
 NORM_BYTES = 512 << 20
@@ -41,7 +40,6 @@ HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs", "
 """Module names of output heads, in adapters and in models."""
 
 _FACTORS = {Part.LORA_A: "a", Part.LORA_B: "b", Part.EMBEDDING_A: "a", Part.EMBEDDING_B: "b"}
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 
 
 Measured = Mapping[LoraModule, tuple[float, float, float | None]]
@@ -152,7 +150,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
             others.append(adapter.tensors[name])
     measured: Measured = {}
     if norms:
-        from lora_tool.inspection_norms import module_norms  # noqa: PLC0415 - numpy, only for norms
+        from lora_tool.inspection.norms import module_norms  # noqa: PLC0415 - numpy, only for norms
 
         measured = module_norms(modules)
     return AdapterInspection(
@@ -204,7 +202,7 @@ def _targets(modules: Iterable[LoraModule], measured: Measured) -> Iterator[Targ
         factors = [tensor for tensor in (module.a, module.b) if tensor is not None]
         dtype = "/".join(dict.fromkeys(str(tensor.dtype) for tensor in factors))
         shapes = module.a and module.a.shape, module.b and module.b.shape
-        path = _NUMBER.sub("*", module.path)
+        path = split_layer(module.path)[1]
         groups[path, module.adapter, module.rank, module.scaling, shapes, dtype].append(module)
     labels = short_names({str(key[0]) for key in groups})
     for key, members in groups.items():
@@ -212,7 +210,7 @@ def _targets(modules: Iterable[LoraModule], measured: Measured) -> Iterator[Targ
         yield Target(
             name=labels[str(key[0])] + (f" ({first.adapter})" if first.adapter else ""),
             modules=tuple(member.path for member in members),
-            layers=tuple(sorted({int(found[1]) for member in members if (found := _NUMBER.search(member.path))})),
+            layers=tuple(sorted({layer for member in members if (layer := split_layer(member.path)[0]) is not None})),
             rank=first.rank,
             scaling=first.scaling,
             a_shape=first.a.shape if first.a else None,

@@ -1,0 +1,1 @@
+"""What a folder holds, counted, grouped and measured: the data behind `inspect`, its pictures and `diff`."""

@@ -1,0 +1,62 @@
+"""Stored tensors as float64 matrices, for measuring: mapped from their files, widened a block at a time."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lora_tool.tensors import DType, StoredTensor
+
+Matrix = npt.NDArray[np.float64]
+
+_STORED = {DType.BF16: "<u2", DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}
+READABLE = frozenset(_STORED)
+"""The dtypes that can be measured."""
+
+BLOCK = 1 << 20
+"""Elements that are widened at a time."""
+
+
+def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
+    """Return the stored elements, flat: mapped from the file where they are one span. Raises `OSError`.
+
+    bfloat16, which numpy lacks, comes as uint16; `widened` makes numbers of it. The dtype must be in `READABLE`.
+    """
+    kind = np.dtype(_STORED[tensor.dtype])
+    parts = []
+    for span in tensor.spans:
+        descriptor = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            begin = span.offset - span.offset % mmap.ALLOCATIONGRANULARITY
+            mapped = mmap.mmap(descriptor, span.offset + span.nbytes - begin, access=mmap.ACCESS_READ, offset=begin)
+        finally:
+            os.close(descriptor)
+        parts.append(np.frombuffer(mapped, dtype=kind, count=span.nbytes // kind.itemsize, offset=span.offset - begin))
+    if not parts:
+        return np.empty(0, kind)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
+    """Return stored elements of `dtype` as float64, exactly."""
+    if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
+        return (block.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return block.astype(np.float64)
+
+
+def blocks(tensor: StoredTensor) -> Iterator[Matrix]:
+    """Yield the tensor's elements in order as flat float64 blocks. Raises `OSError`."""
+    stored = values(tensor)
+    for at in range(0, stored.size, BLOCK):
+        yield widened(stored[at : at + BLOCK], tensor.dtype)
+
+
+def square_sum(tensor: StoredTensor) -> float:
+    """Return the sum of the squares of all elements, ‖W‖². Raises `OSError`."""
+    with np.errstate(all="ignore"):  # NaN and infinities are shown as what they are
+        return math.fsum(float(np.dot(block, block)) for block in blocks(tensor))

@@ -1,0 +1,109 @@
+"""Singular values of an adapter's ΔW = scaling·B·A, exactly and without forming it, and what they say.
+
+With the thin factorisations B = Q_B·R_B and Aᵀ = Q_A·R_A, ΔW = scaling·Q_B·(R_B·R_Aᵀ)·Q_Aᵀ, so its singular values are
+those of the r×r matrix in the middle (Golub and Van Loan, Matrix Computations, 4th ed., §5.4). All in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.inspection.factors import READABLE, Matrix, square_sum, values, widened
+from lora_tool.inspection.folders import lora_modules
+from lora_tool.inspection.model import LoraModule
+from lora_tool.keys import split_layer
+from lora_tool.tensors import StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spectrum:
+    """One module's ΔW. `singular_values` fall; they are those of scaling·B·A, for DoRA before its magnitudes."""
+
+    module: str
+    target: str
+    """The module's path without its layer."""
+    layer: int | None
+    rank: int
+    singular_values: tuple[float, ...]
+    base_norm: float | None
+    """‖W‖ of the base's weight, where the base is at hand."""
+
+    @property
+    def norm(self) -> float:
+        """‖ΔW‖, the Frobenius norm."""
+        return math.sqrt(math.fsum(value * value for value in self.singular_values))
+
+    @property
+    def relative_norm(self) -> float | None:
+        """‖ΔW‖/‖W‖; None without a base, or where W is zero."""
+        return self.norm / self.base_norm if self.base_norm else None
+
+    @property
+    def effective_rank(self) -> float:
+        """The exponential of the entropy of the singular values' shares of their sum; 0 for a zero ΔW.
+
+        Roy and Vetterli, "The effective rank", EUSIPCO 2007.
+        """
+        total = math.fsum(self.singular_values)
+        if not total or not math.isfinite(total):
+            return 0.0 if total == 0 else math.nan
+        shares = (value / total for value in self.singular_values)
+        return math.exp(-math.fsum(share * math.log(share) for share in shares if share > 0))
+
+    def energy(self, k: int) -> float:
+        """Return the share of ‖ΔW‖² in the first `k` singular values, from 0 to 1; NaN for a zero ΔW."""
+        squares = [value * value for value in self.singular_values]
+        total = math.fsum(squares)
+        return math.fsum(squares[:k]) / total if total else math.nan
+
+
+def spectra(adapter: AdapterDir, base: ModelDir | None = None) -> Iterator[Spectrum]:
+    """Yield the spectrum of every LoRA module whose two factors fit together and whose scaling is known.
+
+    Reads the adapter's factors and, with `base`, the weights under them, block by block. Raises `OSError`.
+    """
+    for module in lora_modules(adapter):
+        found = spectrum(module, base)
+        if found is not None:
+            yield found
+
+
+def spectrum(module: LoraModule, base: ModelDir | None = None) -> Spectrum | None:
+    """Return the module's spectrum; None where its factors do not fit together, or cannot be read as numbers."""
+    a, b, rank = module.a, module.b, module.rank
+    if not rank or a is None or b is None or module.scaling is None or not {a.dtype, b.dtype} <= READABLE:
+        return None
+    weight = base.tensors.get(f"{module.path}.weight") if base else None
+    layer, target = split_layer(module.path)
+    return Spectrum(
+        module=module.path,
+        target=target + (f" ({module.adapter})" if module.adapter else ""),
+        layer=layer,
+        rank=rank,
+        singular_values=tuple(abs(module.scaling) * _singular_values(a, b, rank)),
+        base_norm=math.sqrt(square_sum(weight)) if weight is not None and weight.dtype in READABLE else None,
+    )
+
+
+def _singular_values(a: StoredTensor, b: StoredTensor, rank: int) -> npt.NDArray[np.float64]:
+    """Return the singular values of B·A, largest first; NaN where the factors hold NaN or infinity."""
+    right = _triangle(widened(values(a), a.dtype).reshape(rank, -1).T)
+    left = _triangle(widened(values(b), b.dtype).reshape(-1, rank))
+    if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        return np.full(rank, np.nan)
+    found = np.zeros(rank)
+    product = np.linalg.svd(left @ right.T, compute_uv=False)
+    found[: len(product)] = product
+    return found
+
+
+def _triangle(factor: Matrix) -> Matrix:
+    if not np.isfinite(factor).all():
+        return np.full((1, factor.shape[1]), np.nan)
+    return np.asarray(np.linalg.qr(factor, mode="r"))
