@@ -19,7 +19,7 @@ FLOORS: dict[str, float] = {
     "plan": 3.1,
     **dict.fromkeys(("rules", "inspection"), 3.2),
     **dict.fromkeys(("execution", "verification"), 4),
-    **dict.fromkeys(("hub", "train"), 5),
+    **dict.fromkeys(("hub", "train", "pictures"), 5),
     "cli": 6,
     "__main__": 7,
 }

@@ -47,7 +47,7 @@ def show(inspection: Inspection, out: TextIO) -> None:
     title = Text(inspection.kind, style="bold green").append("  ").append(printable(inspection.path), style="bold")
     console.print(title)
     console.print()
-    console.print(_facts(_lines(inspection)))
+    console.print(_facts(facts(inspection)))
     for table in _tables(inspection):
         console.print()
         console.print(table)
@@ -69,7 +69,8 @@ def _facts(lines: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+def facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield names and values of what the folder is; a value may be empty, or of several lines."""
     if isinstance(inspection, AdapterInspection):
         yield from _adapter_lines(inspection)
     elif isinstance(inspection, ModelInspection):

@@ -7,6 +7,7 @@ that was killed; what a killed run left is removed by the next run to the same o
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -130,3 +131,21 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `content` as the file `path`, which appears or is replaced whole, or is left as it was.
+
+    Raises `OutOfSpace`, `ExecutionError`.
+    """
+    partial = path.parent / f".{path.name}.{os.getpid()}.lora-tool-partial"
+    try:
+        try:
+            write_file(partial, content)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpace(f"{path}: the disk is full; nothing was kept") from error
+        raise ExecutionError(f"{path} cannot be written: {error.strerror}") from error
