@@ -70,15 +70,16 @@ def _base(checkpoint: Checkpoint, given: str | None) -> ModelDir | None:
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
     """Return the inspection as JSON data. Names from files are escaped; NaN and infinities are null."""
-    table = _plain(dataclasses.asdict(inspection))
+    table = plain(dataclasses.asdict(inspection))
     return {"schema_version": 1, **table}
 
 
-def _plain(value: object) -> Any:  # noqa: ANN401 - JSON data
+def plain(value: object) -> Any:  # noqa: ANN401 - JSON data
+    """Return frozen data as JSON data: names from files escaped, NaN and infinities null."""
     if isinstance(value, dict):
-        return {printable(str(key)): _plain(inner) for key, inner in value.items()}
+        return {printable(str(key)): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return printable(str(value)) if isinstance(value, str | Path) else value

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.options import wants_colour
+from lora_tool.cli.tables import new_table, number, print_all, ranges
 from lora_tool.display import printable, size
 from lora_tool.inspection.model import (
     AdapterInspection,
@@ -25,8 +23,6 @@ from lora_tool.inspection.model import (
     Training,
 )
 
-_WIDE = 240
-"""Columns where nobody watches: enough that no name is cut."""
 _SHOWN = 8
 """Rows of lists that may be long: shards, whole tensors, problems."""
 _ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,28 +31,8 @@ _MATRIX = 2
 
 def show(inspection: Inspection, out: TextIO) -> None:
     """Write the inspection to `out`."""
-    watched = out.isatty()
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        width=Console(file=out).width if watched else _WIDE,
-        force_terminal=watched,
-        color_system="auto" if wants_colour() else None,
-        highlight=False,
-    )
     title = Text(inspection.kind, style="bold green").append("  ").append(printable(inspection.path), style="bold")
-    console.print(title)
-    console.print()
-    console.print(_facts(facts(inspection)))
-    for table in _tables(inspection):
-        console.print()
-        console.print(table)
-    if inspection.problems:
-        console.print()
-        _show_problems(console, inspection)
-    if isinstance(out, io.TextIOWrapper):
-        out.reconfigure(errors="replace")  # Δ and ‖ on a terminal that has no such letters
-    out.writelines(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+    print_all([title, _facts(facts(inspection)), *_tables(inspection), *_problems(inspection)], out)
 
 
 def _facts(lines: Iterable[tuple[str, str]]) -> Table:
@@ -132,14 +108,14 @@ def _tables(inspection: Inspection) -> Iterator[Table]:
         if any(target.norms for target in targets):
             yield _norm_table(targets)
     if isinstance(inspection, ModelInspection) and len(inspection.files) > 1:
-        table = _table("file", "size>")
+        table = new_table("file", "size>")
         for name, nbytes in inspection.files[:_SHOWN]:
             table.add_row(Text(printable(name)), size(nbytes))
         if len(inspection.files) > _SHOWN:
             table.add_row(f"and {len(inspection.files) - _SHOWN} more", "")
         yield table
     if isinstance(inspection, ShardedInspection):
-        table = _table("tag", "files>", "size>", "")
+        table = new_table("tag", "files>", "size>", "")
         for tag in inspection.tags:
             note = "latest" if tag.latest else ""
             table.add_row(Text(printable(tag.tag)), str(tag.files), size(tag.nbytes), note)
@@ -153,17 +129,8 @@ def _conventional(target: Target) -> int:
     return _ORDER.index(last) if last in _ORDER else len(_ORDER)
 
 
-def _table(*columns: str) -> Table:
-    """Return a borderless table; a column whose name ends in ``>`` is aligned to the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan", pad_edge=False)
-    for column in columns:
-        right = column.endswith(">")
-        table.add_column(column.removesuffix(">"), justify="right" if right else "left", overflow="fold")
-    return table
-
-
 def _target_table(targets: Sequence[Target]) -> Table:
-    table = _table("target", "×>", "layers", "rank>", "scaling>", "in → out", "dtype", "parameters>")
+    table = new_table("target", "×>", "layers", "rank>", "scaling>", "in → out", "dtype", "parameters>")
     for target in targets:
         table.add_row(
             Text(printable(target.name)),
@@ -189,7 +156,7 @@ def _sizes(target: Target) -> str:
 
 def _norm_table(targets: Sequence[Target]) -> Table:
     columns = (f"{norm}\n{what}>" for norm in ("‖A‖", "‖B‖", "‖ΔW‖") for what in ("min", "med", "max"))
-    table = _table("\ntarget", *columns)
+    table = new_table("\ntarget", *columns)
     names = [target.name for target in targets]
     for target in targets:
         if target.norms is not None:
@@ -203,27 +170,8 @@ def _three(spread: Spread | None) -> tuple[str, str, str]:
     return ("?", "?", "?") if spread is None else (number(spread.least), number(spread.median), number(spread.most))
 
 
-def number(value: float) -> str:
-    """Return three significant digits: ``0.490``, ``12.3``, ``1.20e-05``."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "inf"
-    return "0" if value == 0 else f"{value:#.3g}".removesuffix(".")
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers with neighbours joined: ``0-3, 5, 8-11``; what is too irregular to read is cut."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] + 1 == n:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    listed = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(listed[:4] + (["…"] if len(listed) > 4 else [])) or "-"  # noqa: PLR2004 - fits its column
-
-
 def _checkpoint_table(rows: Sequence[CheckpointRow]) -> Table:
-    table = _table("checkpoint", "step>", "epoch>", "loss>", "kind", "size>", "")
+    table = new_table("checkpoint", "step>", "epoch>", "loss>", "kind", "size>", "")
     for row in rows:
         training = row.training
         table.add_row(
@@ -238,11 +186,13 @@ def _checkpoint_table(rows: Sequence[CheckpointRow]) -> Table:
     return table
 
 
-def _show_problems(console: Console, inspection: Inspection) -> None:
-    console.print(Text(_count(len(inspection.problems), "problem"), style="bold red"))
-    for problem in inspection.problems[:_SHOWN]:
-        console.print(Text(f"  {printable(problem)}"))
-    console.print(Text(f"lora-tool validate {printable(inspection.path)} says more"))
+def _problems(inspection: Inspection) -> Iterator[Group]:
+    if inspection.problems:
+        yield Group(
+            Text(_count(len(inspection.problems), "problem"), style="bold red"),
+            *(Text(f"  {printable(problem)}") for problem in inspection.problems[:_SHOWN]),
+            Text(f"lora-tool validate {printable(inspection.path)} says more"),
+        )
 
 
 def _count(n: int, what: str) -> str:

@@ -20,8 +20,9 @@ from lora_tool.errors import LoraToolError
 COMMANDS = {
     "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
-    "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together.",
+    "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
     "merge": "Merge an adapter into its base model.",
+    "diff": "Compare two adapters, or two models, module by module.",
     "rules": "List the rules of `validate`, or explain one.",
 }
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""

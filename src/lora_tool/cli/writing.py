@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from lora_tool.cli.progress import progress_bar
 from lora_tool.display import printable, size
 from lora_tool.plan.model import Plan
 from lora_tool.tensors import DType
@@ -94,23 +93,9 @@ def carry_out(
         return
     from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
 
-    with _progress(plan.data_bytes, show=sys.stderr.isatty() and not (quiet or as_json)) as advance:
+    with progress_bar("writing", plan.data_bytes, quiet=quiet or as_json) as advance:
         execute(plan, out, jobs=jobs, overwrite=overwrite, progress=advance)
     _print_result(plan, out, as_json=as_json, quiet=quiet)
-
-
-@contextlib.contextmanager
-def _progress(total: int, *, show: bool) -> Iterator[Callable[[int], None] | None]:
-    if not show:
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("writing", total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:

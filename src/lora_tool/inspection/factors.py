@@ -27,7 +27,10 @@ def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
 
     bfloat16, which numpy lacks, comes as uint16; `widened` makes numbers of it. The dtype must be in `READABLE`.
     """
-    kind = np.dtype(_STORED[tensor.dtype])
+    return _mapped(tensor, np.dtype(_STORED[tensor.dtype]))
+
+
+def _mapped(tensor: StoredTensor, kind: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
     parts = []
     for span in tensor.spans:
         descriptor = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,3 +63,17 @@ def square_sum(tensor: StoredTensor) -> float:
     """Return the sum of the squares of all elements, ‖W‖². Raises `OSError`."""
     with np.errstate(all="ignore"):  # NaN and infinities are shown as what they are
         return math.fsum(float(np.dot(block, block)) for block in blocks(tensor))
+
+
+def raw_blocks(tensor: StoredTensor) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield the tensor's bytes in order, of whatever type it is. Raises `OSError`."""
+    stored = _mapped(tensor, np.dtype(np.uint8))
+    for at in range(0, stored.size, BLOCK):
+        yield stored[at : at + BLOCK]
+
+
+def triangle(factor: Matrix) -> Matrix:
+    """Return R of the thin factorisation factor = Q·R, for factor [n, r]; NaN where the factor is not finite."""
+    if not np.isfinite(factor).all():
+        return np.full((1, factor.shape[1]), np.nan)
+    return np.asarray(np.linalg.qr(factor, mode="r"))

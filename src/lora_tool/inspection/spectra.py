@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.inspection.factors import READABLE, Matrix, square_sum, values, widened
+from lora_tool.inspection.factors import READABLE, square_sum, triangle, values, widened
 from lora_tool.inspection.folders import lora_modules
 from lora_tool.inspection.model import LoraModule
 from lora_tool.keys import split_layer
@@ -93,17 +93,11 @@ def spectrum(module: LoraModule, base: ModelDir | None = None) -> Spectrum | Non
 
 def _singular_values(a: StoredTensor, b: StoredTensor, rank: int) -> npt.NDArray[np.float64]:
     """Return the singular values of B·A, largest first; NaN where the factors hold NaN or infinity."""
-    right = _triangle(widened(values(a), a.dtype).reshape(rank, -1).T)
-    left = _triangle(widened(values(b), b.dtype).reshape(-1, rank))
+    right = triangle(widened(values(a), a.dtype).reshape(rank, -1).T)
+    left = triangle(widened(values(b), b.dtype).reshape(-1, rank))
     if not (np.isfinite(left).all() and np.isfinite(right).all()):
         return np.full(rank, np.nan)
     found = np.zeros(rank)
     product = np.linalg.svd(left @ right.T, compute_uv=False)
     found[: len(product)] = product
     return found
-
-
-def _triangle(factor: Matrix) -> Matrix:
-    if not np.isfinite(factor).all():
-        return np.full((1, factor.shape[1]), np.nan)
-    return np.asarray(np.linalg.qr(factor, mode="r"))

@@ -1,0 +1,238 @@
+"""What differs between two adapters, or between two models: by module, with norms and cosines.
+
+Adapters are compared by what they do, not by how they are written: of each module's ΔW = scaling·B·A, the norm of the
+difference comes from the triangles of the stacked factors, [s₁B₁, −s₂B₂]·[A₁; A₂], without forming a product; two
+adapters with other factors and the same ΔW are alike.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.inspection.factors import BLOCK, READABLE, Matrix, raw_blocks, square_sum, triangle, values, widened
+from lora_tool.inspection.folders import lora_modules
+from lora_tool.inspection.model import LoraModule
+from lora_tool.keys import Part, split_layer
+from lora_tool.tensors import StoredTensor
+
+Progress = Callable[[int], None]
+"""Called with a number of bytes just compared."""
+
+
+@enum.unique
+class Change(str, enum.Enum):
+    """How a module or tensor of the second differs from the first's."""
+
+    SAME = "same"
+    """The same bytes; for LoRA, the same bytes of both factors and the same scaling."""
+    CHANGED = "changed"
+    FIRST_ONLY = "only in the first"
+    SECOND_ONLY = "only in the second"
+    UNLIKE = "not comparable"
+    """Of another shape, or of a type that is not compared by value; `note` says which."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One module's ΔW, or one tensor, in both. Norms are Frobenius norms; those of the absent are None."""
+
+    name: str
+    kind: str
+    """"LoRA" or "tensor"."""
+    change: Change
+    first: float | None = None
+    second: float | None = None
+    apart: float | None = None
+    """The norm of the second minus the first."""
+    cosine: float | None = None
+    """The cosine of the angle between them; None where one is zero."""
+    note: str = ""
+
+    @property
+    def target(self) -> str:
+        """The name without its layer."""
+        return split_layer(self.name)[1]
+
+    @property
+    def relative(self) -> float | None:
+        """`apart` divided by the first's norm."""
+        return self.apart / self.first if self.apart is not None and self.first else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All modules and tensors of both, in the first's order, and the config fields that differ."""
+
+    fields: Mapping[str, tuple[str, str]]
+    differences: tuple[Difference, ...]
+
+    @property
+    def same(self) -> bool:
+        return not self.fields and all(item.change is Change.SAME for item in self.differences)
+
+
+_FIELDS = ("base_model", "revision", "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
+_MODEL_FIELDS = ("model_type", "architectures", "num_labels", "tie_word_embeddings", "quantization")
+
+
+def compare_adapters(first: AdapterDir, second: AdapterDir, progress: Progress = lambda _: None) -> Comparison:
+    """Return how `second` differs from `first`. Reads both adapters' weights. Raises `OSError`."""
+    modules = [{(item.path, item.adapter): item for item in lora_modules(adapter)} for adapter in (first, second)]
+    differences = []
+    for path, name in dict.fromkeys((*modules[0], *modules[1])):
+        pair = modules[0].get((path, name)), modules[1].get((path, name))
+        differences.append(_lora(path + (f" ({name})" if name else ""), *pair))
+        progress(sum(tensor.nbytes for item in pair if item for tensor in (item.a, item.b) if tensor))
+    whole = [
+        {
+            key.canonical: adapter.tensors[name]
+            for name, key in adapter.keys.items()
+            if not _is_factor(key.part, key.leaf)
+        }
+        for adapter in (first, second)
+    ]
+    return Comparison(
+        fields=_fields(first.config, second.config, _FIELDS),
+        differences=(*differences, *_tensors(whole[0], whole[1], progress)),
+    )
+
+
+def compare_models(first: ModelDir, second: ModelDir, progress: Progress = lambda _: None) -> Comparison:
+    """Return how `second` differs from `first`, tensor by tensor in blocks. Reads all weights. Raises `OSError`."""
+    return Comparison(
+        fields=_fields(first.config, second.config, _MODEL_FIELDS),
+        differences=tuple(_tensors(first.tensors, second.tensors, progress)),
+    )
+
+
+def _fields(first: object, second: object, names: tuple[str, ...]) -> Mapping[str, tuple[str, str]]:
+    if first is None or second is None:
+        return {} if first is second else {"config": ("there" if first else "none", "there" if second else "none")}
+    pairs = {name: (str(getattr(first, name)), str(getattr(second, name))) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _is_factor(part: Part, leaf: str | None) -> bool:
+    return part in (Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B) and leaf != "bias"
+
+
+def _lora(name: str, first: LoraModule | None, second: LoraModule | None) -> Difference:
+    known = [item for item in (first, second) if item is not None]
+    factors = [_factors(item) for item in known]
+    norms = [_product_norm(*pair) if pair else None for pair in factors]
+    if first is None or second is None:
+        return _absent(name, "LoRA", norms[0], in_first=second is None)
+    left, right = factors
+    if left is None or right is None:
+        return Difference(name=name, kind="LoRA", change=Change.UNLIKE, note="a pair is broken or has no scaling")
+    shapes = [f"{item.a.shape[1]} → {item.b.shape[0]}" for item in known if item.a and item.b]
+    if shapes[0] != shapes[1]:
+        return Difference(name=name, kind="LoRA", change=Change.UNLIKE, note=f"in → out {shapes[0]} and {shapes[1]}")
+    ranks = (first.rank, second.rank)
+    note = f"rank {ranks[0]} and {ranks[1]}" if ranks[0] != ranks[1] else ""
+    if first.scaling == second.scaling and all(map(np.array_equal, left, right)):
+        return Difference(
+            name=name, kind="LoRA", change=Change.SAME, first=norms[0], second=norms[1], apart=0.0, cosine=1.0
+        )
+    apart = _product_norm(np.hstack((left[0], -right[0])), np.hstack((left[1], right[1])))
+    return _changed(name, "LoRA", norms[0] or 0.0, norms[1] or 0.0, apart, note)
+
+
+def _factors(module: LoraModule) -> tuple[Matrix, Matrix] | None:
+    """Return scaling·B, [out, r], and Aᵀ, [in, r]; None where they do not fit together."""
+    a, b, rank = module.a, module.b, module.rank
+    if not rank or a is None or b is None or module.scaling is None or not {a.dtype, b.dtype} <= READABLE:
+        return None
+    left, right = widened(values(b), b.dtype).reshape(-1, rank), widened(values(a), a.dtype).reshape(rank, -1).T
+    return module.scaling * left, right
+
+
+def _product_norm(left: Matrix, right: Matrix) -> float:
+    """Return the Frobenius norm of left·rightᵀ; NaN where a factor is not finite."""
+    return float(np.linalg.norm(triangle(left) @ triangle(right).T))
+
+
+def _absent(name: str, kind: str, norm: float | None, *, in_first: bool) -> Difference:
+    if in_first:
+        return Difference(name=name, kind=kind, change=Change.FIRST_ONLY, first=norm)
+    return Difference(name=name, kind=kind, change=Change.SECOND_ONLY, second=norm)
+
+
+def _changed(name: str, kind: str, first: float, second: float, apart: float, note: str = "") -> Difference:
+    # the law of cosines; rounding may leave the range by a hair
+    cosine = (first * first + second * second - apart * apart) / (2 * first * second) if first and second else None
+    return Difference(
+        name=name,
+        kind=kind,
+        change=Change.CHANGED,
+        first=first,
+        second=second,
+        apart=apart,
+        cosine=None if cosine is None else min(max(cosine, -1.0), 1.0) if math.isfinite(cosine) else cosine,
+        note=note,
+    )
+
+
+def _tensors(
+    first: Mapping[str, StoredTensor], second: Mapping[str, StoredTensor], progress: Progress
+) -> Iterator[Difference]:
+    for name in dict.fromkeys((*first, *second)):
+        yield _tensor(name, first.get(name), second.get(name), progress)
+
+
+def _tensor(name: str, first: StoredTensor | None, second: StoredTensor | None, progress: Progress) -> Difference:
+    if first is None or second is None:
+        there = first or second
+        norm = _one_norm(there, progress) if there and there.dtype in READABLE else None
+        return _absent(name, "tensor", norm, in_first=second is None)
+    types = f"{first.dtype} and {second.dtype}" if first.dtype is not second.dtype else ""
+    if first.shape != second.shape:
+        note = f"shape {list(first.shape)} and {list(second.shape)}"
+        return Difference(name=name, kind="tensor", change=Change.UNLIKE, note=note)
+    if not {first.dtype, second.dtype} <= READABLE:
+        return _compared_by_bytes(name, first, second, types)
+    return _by_value(name, first, second, types, progress)
+
+
+def _one_norm(tensor: StoredTensor, progress: Progress) -> float:
+    squares = math.sqrt(square_sum(tensor))
+    progress(tensor.nbytes)
+    return squares
+
+
+def _compared_by_bytes(name: str, first: StoredTensor, second: StoredTensor, types: str) -> Difference:
+    if not types and all(map(np.array_equal, raw_blocks(first), raw_blocks(second))):
+        return Difference(name=name, kind="tensor", change=Change.SAME)
+    note = types or f"{first.dtype}, compared by bytes"
+    return Difference(name=name, kind="tensor", change=Change.CHANGED, note=note)
+
+
+def _by_value(name: str, first: StoredTensor, second: StoredTensor, types: str, progress: Progress) -> Difference:
+    left, right = values(first), values(second)
+    same, sums = not types, [0.0, 0.0, 0.0]
+    for at in range(0, left.size, BLOCK):
+        parts = left[at : at + BLOCK], right[at : at + BLOCK]
+        equal = not types and np.array_equal(parts[0].view(np.uint8), parts[1].view(np.uint8))
+        same = same and equal
+        a = widened(parts[0], first.dtype)
+        b = a if equal else widened(parts[1], second.dtype)
+        with np.errstate(all="ignore"):  # NaN and infinities are shown as what they are
+            squares = [float(np.dot(a, a)), float(np.dot(b, b)), 0.0 if equal else float(np.dot(b - a, b - a))]
+        sums = [total + square for total, square in zip(sums, squares, strict=True)]
+        progress(parts[0].nbytes + parts[1].nbytes)
+    norm, other, apart = (math.sqrt(total) for total in sums)
+    if same:
+        cosine = 1.0 if norm else None
+        return Difference(
+            name=name, kind="tensor", change=Change.SAME, first=norm, second=other, apart=0.0, cosine=cosine
+        )
+    return _changed(name, "tensor", norm, other, apart, types)
