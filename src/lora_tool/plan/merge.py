@@ -31,7 +31,7 @@ from lora_tool.plan.steps import (
     require_all_consumed,
 )
 from lora_tool.plan.task import Task, decide_task, find_head
-from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, untying_steps
+from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, tied_copies, untying_steps
 from lora_tool.tensors import DType, FileStamp
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
@@ -87,7 +87,16 @@ def plan_merge(
         )
     if decided is not Task.CAUSAL_LM:
         head = find_head(adapter, modules, base, arch, num_labels=wanted)
-    merge = Merge(base=base, adapter=adapter, config=config, arch=arch, modules=modules, head=head, dtype=dtype)
+    merge = Merge(
+        base=base,
+        adapter=adapter,
+        config=config,
+        arch=arch,
+        modules=modules,
+        head=head,
+        dtype=dtype,
+        tied_copies=tied_copies(base, arch),
+    )
     adapter_print = fingerprint(adapter.weights)
     _require_not_merged_before(merge, adapter_print)
     require_no_lora_on_tied_ends(merge)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
@@ -33,6 +33,8 @@ class Merge:
     modules: AdapterModules
     head: Head | None
     dtype: DType | None
+    tied_copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the base that are tied copies of another, by name: the output has them once."""
 
 
 def module_and_leaf(name: str) -> tuple[str, str]:
@@ -49,7 +51,7 @@ def base_steps(merge: Merge) -> Iterator[Step]:
 
 
 def _is_dropped(merge: Merge, name: str) -> bool:
-    return merge.head is not None and name in merge.arch.causal_only
+    return name in merge.tied_copies or (merge.head is not None and name in merge.arch.causal_only)
 
 
 def _step(merge: Merge, tensor: StoredTensor) -> Step:
@@ -188,6 +190,8 @@ def dropped_from_base(merge: Merge) -> Iterator[Leftover]:
     for tensor in merge.base.tensors.values():
         if _is_dropped(merge, tensor.name):
             reason = f"a {merge.arch.sequence_classification} has no language model head"
+            if merge.head is None:
+                reason = f"tied to {merge.tied_copies[tensor.name]}, which is written once"
             yield Leftover(path=tensor.path, name=tensor.name, fate=Fate.DROPPED, reason=reason)
 
 

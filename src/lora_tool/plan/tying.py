@@ -6,10 +6,13 @@ on one end, PEFT changes the shared matrix, and with it the end that was not tra
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.model import Fate, Step
 from lora_tool.plan.steps import MATRIX, Merge, copied_as
 from lora_tool.tensors import StoredTensor, TensorSpec
@@ -23,13 +26,54 @@ class TiedEnds:
     output: str
 
 
+def tied_copies(base: ModelDir, arch: Architecture) -> dict[str, str]:
+    """Return tensor name → the tensor that it is a tied copy of, for what transformers ties again and saves once.
+
+    Torch files hold both ends of tied embeddings, and some safetensors files do. transformers ties them where the
+    config does not say otherwise and the values are the same (5.23, `PreTrainedModel.tie_weights`). Reads the two
+    ends where they do not share their bytes.
+    """
+    if base.config is None or base.config.tie_word_embeddings is False:
+        return {}
+    copies = {}
+    for name in arch.causal_only:
+        copy = base.tensors.get(name)
+        if copy is None:
+            continue
+        # `X.decoder.bias` of BERT's kin is tied to `X.bias`, the matrix to the embedding
+        sibling = base.tensors.get(f"{name.removesuffix('.decoder.bias')}.bias")
+        others = [t for t in base.tensors.values() if len(t.shape) == MATRIX and t.name not in arch.causal_only]
+        candidates = [sibling] if sibling is not None and sibling is not copy else others
+        source = next((other for other in candidates if _same_values(copy, other)), None)
+        if source is not None:
+            copies[name] = source.name
+    return copies
+
+
+_READ_BYTES = 4 << 20
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if one.spans == other.spans:
+        return True
+    (left,), (right,) = one.spans, other.spans
+    with left.path.open("rb") as a, right.path.open("rb") as b:
+        for at in range(0, left.nbytes, _READ_BYTES):
+            count = min(_READ_BYTES, left.nbytes - at)
+            if os.pread(a.fileno(), count, left.offset + at) != os.pread(b.fileno(), count, right.offset + at):
+                return False
+    return True
+
+
 def tied_ends(merge: Merge) -> TiedEnds | None:
     """Return the two ends of a causal LM whose output layer is not on disk; None where it is, or there is none.
 
     Raises `UnsupportedAdapter` where the embedding cannot be told from its shape.
     """
     outputs = [name for name in merge.arch.causal_only if name.endswith(".weight")]
-    if merge.head is not None or not outputs or outputs[0] in merge.base.tensors:
+    if merge.head is not None or not outputs or outputs[0] in merge.base.tensors.keys() - merge.tied_copies.keys():
         return None
     vocab_size = merge.base.config.vocab_size if merge.base.config else None
     matrices = (tensor for tensor in merge.base.tensors.values() if len(tensor.shape) == MATRIX)
