@@ -18,8 +18,9 @@ from lora_tool.tensors import StoredTensor
 class AdapterModules:
     """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
 
-    lora: Mapping[str, LoraTerm]
-    lora_bias: Mapping[str, BiasTerm]
+    lora: Mapping[str, tuple[LoraTerm, ...]]
+    """One term of each adapter that has LoRA on the module."""
+    lora_bias: Mapping[str, tuple[BiasTerm, ...]]
     magnitudes: Mapping[str, StoredTensor]
     """DoRA's magnitude vectors, by module path."""
     saved: Mapping[str, StoredTensor]
@@ -69,9 +70,9 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
         else:
             raise _refuse(adapter, name, f"is a `{key.part.value}` tensor, which is not merged here")
     _require_prefix(adapter)
-    lora = {module: _lora_term(adapter, config, module, parts) for module, parts in pairs.items()}
+    lora = {module: (_lora_term(adapter, config, module, parts),) for module, parts in pairs.items()}
     biases = {
-        module: BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module))
+        module: (BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
         for module, parts in pairs.items()
         if (Part.LORA_B, "bias") in parts
     }

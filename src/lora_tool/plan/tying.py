@@ -6,12 +6,12 @@ on one end, PEFT changes the shared matrix, and with it the end that was not tra
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.stored import same_values
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.model import Fate, Step
 from lora_tool.plan.steps import MATRIX, Merge, copied_as
@@ -44,27 +44,10 @@ def tied_copies(base: ModelDir, arch: Architecture) -> dict[str, str]:
         sibling = base.tensors.get(f"{name.removesuffix('.decoder.bias')}.bias")
         others = [t for t in base.tensors.values() if len(t.shape) == MATRIX and t.name not in arch.causal_only]
         candidates = [sibling] if sibling is not None and sibling is not copy else others
-        source = next((other for other in candidates if _same_values(copy, other)), None)
+        source = next((other for other in candidates if same_values(copy, other)), None)
         if source is not None:
             copies[name] = source.name
     return copies
-
-
-_READ_BYTES = 4 << 20
-
-
-def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    if one.spans == other.spans:
-        return True
-    (left,), (right,) = one.spans, other.spans
-    with left.path.open("rb") as a, right.path.open("rb") as b:
-        for at in range(0, left.nbytes, _READ_BYTES):
-            count = min(_READ_BYTES, left.nbytes - at)
-            if os.pread(a.fileno(), count, left.offset + at) != os.pread(b.fileno(), count, right.offset + at):
-                return False
-    return True
 
 
 def tied_ends(merge: Merge) -> TiedEnds | None:
@@ -93,7 +76,7 @@ def require_no_lora_on_tied_ends(merge: Merge) -> None:
     touched = [f"{module}.weight" for module in merge.modules.lora]
     ends = [name for name in touched if name in merge.arch.causal_only or _has_vocabulary_rows(merge, name)]
     if ends and (says_tied or tied_ends(merge) is not None):
-        tensor = merge.modules.lora[ends[0].removesuffix(".weight")].b
+        tensor = merge.modules.lora[ends[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{ends[0]}`, which this base ties to the other end of the model: "
             "PEFT's merge would change both, though only one was trained",
