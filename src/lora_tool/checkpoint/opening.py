@@ -85,6 +85,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     raise _nothing_known(folder)
 
 
+def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the adapter folders in the folder `path` where it is no checkpoint itself, by name.
+
+    `PeftModel.save_pretrained` puts an adapter that is not called `default` into a folder of its name.
+    """
+    root = Path(path)
+    names = set(_listed(root))
+    if names & {adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE, model_config.FILE_NAME, MODEL_WEIGHTS}:
+        return ()
+    if any(name.startswith("checkpoint-") for name in names):
+        return ()  # a run: its checkpoints are states of one adapter
+    return tuple(root / name for name in sorted(names) if adapter_config.FILE_NAME in _listed(root / name))
+
+
 def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
     """Return the DeepSpeed or FSDP checkpoint in the folder `path`, also where an adapter or model lies beside it.
 

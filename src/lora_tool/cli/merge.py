@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
+from lora_tool.display import printable
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
@@ -97,7 +98,16 @@ def _require_reward(task: str, num_labels: int | None) -> None:
 
 
 def _open_adapter(source: Source) -> AdapterDir:
-    opened = open_checkpoint(source.path)
+    inner = adapters_below(source.path)
+    if len(inner) == 1:  # PEFT saves an adapter that is not called `default` one folder down
+        click.echo(f"note: the adapter is {printable(str(inner[0]))}", err=True)
+    elif inner:
+        listed = ", ".join(folder.name for folder in inner)
+        raise NotACheckpoint(
+            f"{source.path} holds {len(inner)} adapters: {listed}",
+            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
+        )
+    opened = open_checkpoint(inner[0] if inner else source.path)
     if not isinstance(opened, AdapterDir):
         raise NotACheckpoint(
             f"{source.path} is not an adapter but: {opened.kind}", hint=_not_an_adapter(opened.kind.value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.keys import Part
+from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, ReplaceRows, Step
@@ -210,11 +210,19 @@ def adapter_leftovers(merge: Merge) -> Iterator[Leftover]:
             path = part.adapter.tensors[name].path
             if name in part.modules.dropped:
                 yield Leftover(path=path, name=name, fate=Fate.DROPPED, reason=part.modules.dropped[name])
-            elif key.part is not Part.PLAIN:
-                target = f"{key.module}.{key.leaf if key.leaf == 'bias' else 'weight'}"
-                yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"in {target}")
             else:
-                yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"is {key.tensor}")
+                how = "is" if key.part in _WHOLE else "in"
+                yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"{how} {_destination(key)}")
+
+
+_WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
+
+
+def _destination(key: AdapterKey) -> str:
+    """Return the model's tensor that an adapter's tensor is, or goes into."""
+    if key.part in _WHOLE or key.part is Part.BASE_LAYER:
+        return key.tensor
+    return f"{key.module}.{'bias' if key.leaf == 'bias' else 'weight'}"
 
 
 def require_all_consumed(merge: Merge, steps: tuple[Step, ...], leftovers: tuple[Leftover, ...]) -> None:
@@ -226,9 +234,7 @@ def require_all_consumed(merge: Merge, steps: tuple[Step, ...], leftovers: tuple
         for name, key in part.adapter.keys.items():
             tensor = part.adapter.tensors[name]
             if (tensor.path, name) not in accounted:
-                leaf = "bias" if key.leaf == "bias" else "weight"
-                wanted = key.tensor if key.part is Part.PLAIN else f"{key.module}.{leaf}"
-                raise _unplaced(merge, tensor, wanted)
+                raise _unplaced(merge, tensor, _destination(key))
         forgotten = [module for module in _targeted(merge, part.config) if module not in part.modules.lora]
         if forgotten:
             raise UnsupportedAdapter(
