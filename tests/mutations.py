@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, PREFIX, WEIGHTS, fields, lora, raw, tensors
 
@@ -145,7 +148,13 @@ def _elsewhere(folder: Path) -> None:
 @_breaks("LT110", CAUSAL)
 def _pickle(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
-    (folder / "adapter_model.bin").write_bytes(b"PK\3\4not read")
+    (folder / "adapter_model.bin").write_bytes(b"\x80\x02}q\x00.")
+
+
+@_breaks("LT110 readable", CAUSAL)
+def _torch_file(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
 
 
 @_breaks("LT111", SHARDED)

@@ -24,6 +24,11 @@ class Wanted(str, enum.Enum):
     MODEL = "*.safetensors"
     ADAPTER = "adapter_model*.safetensors"
 
+    @property
+    def torch_files(self) -> str:
+        """The pattern of the weights where there is no safetensors file."""
+        return "pytorch_model*.bin" if self is Wanted.MODEL else "adapter_model.bin"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -104,16 +109,21 @@ def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bo
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    try:
-        path = Path(
+    def fetch(*patterns: str, commit: str | None) -> Path:
+        return Path(
             snapshot_download(
                 hub_id,
-                revision=revision,
-                allow_patterns=[wanted.value, *_BESIDE_WEIGHTS],
+                revision=commit,
+                allow_patterns=list(patterns),
                 ignore_patterns=list(_UNWANTED),
                 local_files_only=not download,
             )
         )
+
+    try:
+        path = fetch(wanted.value, *_BESIDE_WEIGHTS, commit=revision)
+        if download and not any(path.glob(wanted.value)):
+            path = fetch(wanted.torch_files, commit=path.name)
     except HFValidationError as error:
         raise NotACheckpoint(f"{reference}: no such folder, and no Hub id either") from error
     except LocalEntryNotFoundError as error:

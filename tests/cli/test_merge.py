@@ -218,3 +218,21 @@ def test_help_ends_with_an_example(call: Caller) -> None:
     called = call("merge", "--help")
     assert called.code == 0
     assert called.out.rstrip().splitlines()[-1].strip().startswith("Example: lora-tool merge")
+
+
+def test_several_adapters_need_a_name_and_are_all_in_the_manifest(copies: Path, call: Caller) -> None:
+    first = copies / "causal-llama" / "adapter"
+    second = copies / "causal-llama" / "second"
+    shutil.copytree(first, second)
+    assert call("merge", first, second).code == 2
+    twice = call("merge", first, second, "-o", copies / "out")
+    assert twice.code == 3
+    assert "holds the same weights" in twice.err
+    weights = second / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\x01\x01")
+    done = call("merge", first, second, "-o", copies / "out")
+    assert done.code == 0, done.err
+    assert {"adapter", "adapter 2", "base"} == manifest(copies / "out")["inputs"].keys()
+    again = call("merge", second, "--base", copies / "out", "-o", copies / "again")
+    assert again.code == 3
+    assert "this very adapter" in again.err

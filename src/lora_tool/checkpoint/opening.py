@@ -45,8 +45,9 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
-_MODEL_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors\Z")
-_MODEL_PICKLE = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin\Z")
+MODEL_PICKLE = "pytorch_model.bin"
+MODEL_PICKLE_INDEX = "pytorch_model.bin.index.json"
+_MODEL_SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
 _DCP_METADATA = ".metadata"
 _OTHER_RANK_FILES = (
@@ -70,8 +71,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     names = set(folder.files)
     if names & {adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE}:
         return _open_adapter(folder)
-    has_weights = bool(names & {MODEL_WEIGHTS, MODEL_INDEX}) or any(
-        _MODEL_SHARD.match(name) or _MODEL_PICKLE.match(name) for name in names
+    has_weights = bool(names & {MODEL_WEIGHTS, MODEL_INDEX, MODEL_PICKLE, MODEL_PICKLE_INDEX}) or any(
+        map(_MODEL_SHARD.match, names)
     )
     for open_sharded in (_open_zero, _open_dcp):
         sharded = None if has_weights else open_sharded(folder)
@@ -82,6 +83,20 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if has_weights or model_config.FILE_NAME in names:
         return _open_model(folder)
     raise _nothing_known(folder)
+
+
+def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the adapter folders in the folder `path` where it is no checkpoint itself, by name.
+
+    `PeftModel.save_pretrained` puts an adapter that is not called `default` into a folder of its name.
+    """
+    root = Path(path)
+    names = set(_listed(root))
+    if names & {adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE, model_config.FILE_NAME, MODEL_WEIGHTS}:
+        return ()
+    if any(name.startswith("checkpoint-") for name in names):
+        return ()  # a run: its checkpoints are states of one adapter
+    return tuple(root / name for name in sorted(names) if adapter_config.FILE_NAME in _listed(root / name))
 
 
 def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
@@ -144,10 +159,9 @@ def _read_config(
 
 def _open_adapter(folder: Folder) -> AdapterDir:
     config, problems = _read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
-    if ADAPTER_WEIGHTS in folder.files:
-        weights = read_single(folder.root / ADAPTER_WEIGHTS)
-    else:
-        weights = _no_weights(folder, ADAPTER_WEIGHTS, [ADAPTER_PICKLE] if ADAPTER_PICKLE in folder.files else [])
+    # safetensors first, as PEFT does where both are there
+    name = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in folder.files), None)
+    weights = read_single(folder.root / name) if name else _no_weights(folder, ADAPTER_WEIGHTS)
     return AdapterDir(
         folder=folder,
         config=config,
@@ -181,17 +195,19 @@ def _open_model(folder: Folder) -> ModelDir:
 
 def _model_weights(folder: Folder) -> Weights:
     shards = [name for name in folder.files if _MODEL_SHARD.match(name)]
-    # the single file first: that is what transformers loads where both are there
-    if MODEL_WEIGHTS in folder.files:
-        weights = read_single(folder.root / MODEL_WEIGHTS)
-    elif MODEL_INDEX in folder.files:
-        weights = read_sharded(folder.root / MODEL_INDEX)
-    elif shards:
-        message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
-        path = str(folder.root / MODEL_INDEX)
-        return Weights(files=(), tensors={}, problems=(Problem(defect=Defect.NO_WEIGHTS, path=path, message=message),))
+    # the single file before the shards, safetensors before torch files: what transformers loads where several are there
+    ways = (MODEL_WEIGHTS, read_single), (MODEL_INDEX, read_sharded), (MODEL_PICKLE, read_single)
+    for name, read_weights in (*ways, (MODEL_PICKLE_INDEX, read_sharded)):
+        if name in folder.files:
+            weights = read_weights(folder.root / name)
+            break
     else:
-        return _no_weights(folder, MODEL_WEIGHTS, [name for name in folder.files if _MODEL_PICKLE.match(name)])
+        if not shards:
+            return _no_weights(folder, MODEL_WEIGHTS)
+        message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
+        index = MODEL_INDEX if shards[0].endswith(".safetensors") else MODEL_PICKLE_INDEX
+        problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / index), message=message)
+        return Weights(files=(), tensors={}, problems=(problem,))
     read = {file.path.name for file in weights.files}
     broken = any(problem.fatal for problem in weights.problems)
     stray = [name for name in shards if name not in read and not broken]
@@ -212,12 +228,8 @@ def _model_weights(folder: Folder) -> Weights:
     )
 
 
-def _no_weights(folder: Folder, expected: str, pickles: list[str]) -> Weights:
-    if pickles:
-        message = "is a pickle, which can run code when it is loaded; it is not read"
-        problem = Problem(defect=Defect.PICKLE, path=str(folder.root / pickles[0]), message=message)
-    else:
-        problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / expected), message="is missing")
+def _no_weights(folder: Folder, expected: str) -> Weights:
+    problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / expected), message="is missing")
     return Weights(files=(), tensors={}, problems=(problem,))
 
 

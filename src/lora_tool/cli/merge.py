@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
-from lora_tool.errors import CheckpointError, NotACheckpoint
+from lora_tool.display import printable
+from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.sources import Source, Wanted, resolve
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
-@click.argument("adapter", default=".")
+@click.argument("adapters", nargs=-1, metavar="[ADAPTER]...")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: ADAPTER-merged]")
 @click.option("--base", help="Base model: path or Hub id.  [default: what adapter_config.json names]")
 @click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
@@ -37,7 +39,7 @@ from lora_tool.sources import Source, Wanted, resolve
 )
 @writing_options("files as in the base")
 def command(
-    adapter: str,
+    adapters: tuple[str, ...],
     output: Path | None,
     base: str | None,
     reward: bool,  # noqa: FBT001 - click passes flags by name
@@ -52,7 +54,7 @@ def command(
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
 ) -> None:
-    """Merge ADAPTER (a folder or Hub id; by default this folder) into its base model.
+    """Merge ADAPTER (a folder or Hub id; by default this folder) into its base model. Of several, the sum is merged.
 
     The result loads as AutoModelForSequenceClassification or AutoModelForCausalLM. It appears under its name when it
     is complete, or not at all.
@@ -60,12 +62,14 @@ def command(
     if reward:
         _require_reward(task, num_labels)
         task = Task.REWARD.value
-    adapter_source = resolve(adapter, download=True, wanted=Wanted.ADAPTER)
-    adapter_dir = _open_adapter(adapter_source)
-    base_source = _base_source(adapter_dir, base)
+    if len(adapters) > 1 and output is None:
+        raise click.UsageError("of several adapters the output has no name of its own: give it with -o OUT")
+    adapter_sources = [resolve(name, download=True, wanted=Wanted.ADAPTER) for name in adapters or (".",)]
+    adapter_dirs = [_open_adapter(source) for source in adapter_sources]
+    base_source = _base_source(adapter_dirs, base)
     plan = _plan(
-        adapter_dir,
-        adapter_source,
+        adapter_dirs,
+        adapter_sources,
         base_source,
         task=task,
         num_labels=num_labels,
@@ -75,9 +79,9 @@ def command(
     )
     carry_out(
         plan,
-        output or _default_output(adapter_source),
-        inputs=(adapter_source.path, base_source.path),
-        warnings=_another_base(adapter_dir, base_source),
+        output or _default_output(adapter_sources[0]),
+        inputs=(*(source.path for source in adapter_sources), base_source.path),
+        warnings=[warning for each in adapter_dirs for warning in _another_base(each, base_source)],
         jobs=jobs,
         overwrite=overwrite,
         dry_run=dry_run,
@@ -94,7 +98,16 @@ def _require_reward(task: str, num_labels: int | None) -> None:
 
 
 def _open_adapter(source: Source) -> AdapterDir:
-    opened = open_checkpoint(source.path)
+    inner = adapters_below(source.path)
+    if len(inner) == 1:  # PEFT saves an adapter that is not called `default` one folder down
+        click.echo(f"note: the adapter is {printable(str(inner[0]))}", err=True)
+    elif inner:
+        listed = ", ".join(folder.name for folder in inner)
+        raise NotACheckpoint(
+            f"{source.path} holds {len(inner)} adapters: {listed}",
+            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
+        )
+    opened = open_checkpoint(inner[0] if inner else source.path)
     if not isinstance(opened, AdapterDir):
         raise NotACheckpoint(
             f"{source.path} is not an adapter but: {opened.kind}", hint=_not_an_adapter(opened.kind.value)
@@ -106,10 +119,22 @@ def _not_an_adapter(kind: str) -> str:
     return "name one of its checkpoint folders" if kind == "run folder" else "lora-tool merge ADAPTER --base MODEL"
 
 
-def _base_source(adapter: AdapterDir, base: str | None) -> Source:
-    config = adapter.config
+def _base_source(adapters: Sequence[AdapterDir], base: str | None) -> Source:
     if base is not None:
         return resolve(base, download=True)
+    found = [_named_base(adapter) for adapter in adapters]
+    for adapter, source in zip(adapters[1:], found[1:], strict=True):
+        if not source.path.samefile(found[0].path):
+            raise IncompatibleBase(
+                f"{adapters[0].root} was trained on {found[0].reference}, {adapter.root} on {source.reference}: "
+                "their deltas do not belong to one model",
+                hint="if the two are the same model, say which to take: --base MODEL",
+            )
+    return found[0]
+
+
+def _named_base(adapter: AdapterDir) -> Source:
+    config = adapter.config
     if config is None or not config.base_model:
         raise NotACheckpoint(
             f"{adapter.root}: adapter_config.json names no base model",
@@ -136,7 +161,7 @@ def _another_base(adapter: AdapterDir, base: Source) -> tuple[str, ...]:
     return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)
 
 
-def _plan(adapter: AdapterDir, adapter_source: Source, base_source: Source, **choices: object) -> Plan:
+def _plan(adapters: Sequence[AdapterDir], sources: Sequence[Source], base_source: Source, **choices: object) -> Plan:
     from lora_tool.plan.merge import HubOrigin, plan_merge  # noqa: PLC0415 - after the usage is known to be right
 
     base = open_checkpoint(base_source.path)
@@ -144,9 +169,9 @@ def _plan(adapter: AdapterDir, adapter_source: Source, base_source: Source, **ch
         raise NotACheckpoint(f"{base_source.path} is not a model but: {base.kind}", hint="give a model: --base MODEL")
     return plan_merge(
         base,
-        adapter,
+        adapters,
         base_origin=HubOrigin(hub_id=base_source.hub_id, revision=base_source.revision),
-        adapter_origin=HubOrigin(hub_id=adapter_source.hub_id, revision=adapter_source.revision),
+        adapter_origin=[HubOrigin(hub_id=source.hub_id, revision=source.revision) for source in sources],
         **choices,  # type: ignore[arg-type]
     )
 

@@ -1,7 +1,7 @@
-"""The weights of one folder: one safetensors file, or shards and their index, as one table.
+"""The weights of one folder: one file, or shards and their index, as one table.
 
-The index (`model.safetensors.index.json`) is transformers' format: `weight_map` gives the shard of each tensor,
-`metadata.total_size` the sum of their bytes.
+The index (`model.safetensors.index.json`, `pytorch_model.bin.index.json`) is transformers' format: `weight_map` gives
+the shard of each tensor, `metadata.total_size` the sum of their bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import Any
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import inside, read_json
 from lora_tool.formats.safetensors import SafetensorsFile, scan_file
+from lora_tool.formats.torch_weights import SUFFIX, TorchWeightsFile, scan_torch_weights
 from lora_tool.tensors import FileStamp, StoredTensor
+
+WeightsFile = SafetensorsFile | TorchWeightsFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """All tensors of one set of weight files, in file order, and everything that is wrong with the files."""
 
-    files: tuple[SafetensorsFile, ...]
+    files: tuple[WeightsFile, ...]
     tensors: Mapping[str, StoredTensor]
     index: Path | None = None
     problems: tuple[Problem, ...] = ()
@@ -42,17 +45,17 @@ class _Gathering:
     """What is collected while the files of one set are read, one after the other."""
 
     root: Path
-    files: list[SafetensorsFile] = field(default_factory=list)
+    files: list[WeightsFile] = field(default_factory=list)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, name: str) -> SafetensorsFile | None:
+    def add(self, name: str) -> WeightsFile | None:
         path = self.root / name
         if not inside(self.root, path):
             self.note(Defect.NOT_A_FILE, path, "is a link out of its folder", None)
             return None
         try:
-            file = scan_file(path)
+            file = scan_torch_weights(path) if name.endswith(SUFFIX) else scan_file(path)
         except CorruptFile as error:
             self.problems.append(error.problem)
             return None
@@ -73,7 +76,7 @@ class _Gathering:
 
 
 def read_single(path: Path) -> Weights:
-    """Return the weights in the one safetensors file `path`. Defects are in `problems`."""
+    """Return the weights in the one file `path`: a torch file if it ends in `.bin`, else safetensors. Defects are in `problems`."""
     gathering = _Gathering(path.parent)
     gathering.add(path.name)
     return gathering.weights()
@@ -99,8 +102,9 @@ def read_sharded(index: Path) -> Weights:
         else:
             gathering.add(name)
     _compare(gathering, index, weight_map)
-    held_bytes = sum(tensor.nbytes for tensor in gathering.tensors.values())
-    if not gathering.problems and total_size != held_bytes:
+    # tensors of a torch file may share their bytes, which transformers counts once
+    held_bytes = sum(span.nbytes for span in {s for tensor in gathering.tensors.values() for s in tensor.spans})
+    if not any(problem.fatal for problem in gathering.problems) and total_size != held_bytes:
         message = f"is {total_size!r}, the shards hold {held_bytes} bytes"
         gathering.note(Defect.TOTAL_SIZE, index, message, "metadata.total_size", fatal=False)
     return gathering.weights(index)
@@ -125,7 +129,8 @@ def _compare(gathering: _Gathering, index: Path, weight_map: Mapping[str, str]) 
     read = {file.path.name: file for file in gathering.files}
     for name, shard in weight_map.items():
         # a shard that is missing or broken has its own problem already
-        if shard in read and not read[shard].problems and name not in read[shard].tensors:
+        broken = shard not in read or any(problem.fatal for problem in read[shard].problems)
+        if not broken and name not in read[shard].tensors:
             gathering.note(Defect.INDEX_MISMATCH, index, f"the index puts it in {shard}, which does not hold it", name)
     for name, tensor in gathering.tensors.items():
         if name not in weight_map:

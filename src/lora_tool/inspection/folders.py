@@ -278,8 +278,7 @@ def _model(model: ModelDir) -> ModelInspection:
 
 def _merged_from(model: ModelDir) -> Iterator[str]:
     inputs = model.manifest.raw.get("inputs") if model.manifest else None
-    for role in ("base", "adapter"):
-        described = inputs.get(role) if isinstance(inputs, dict) else None
+    for role, described in inputs.items() if isinstance(inputs, dict) else ():
         if isinstance(described, dict):
             name, revision = described.get("hub_id") or described.get("path"), described.get("revision")
             yield f"{role} {name}" + (f" @ {revision}" if revision else "")

@@ -88,18 +88,28 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
+    """Return file name → hash; with the input's name before it where several inputs have files of one name."""
+    names = {path: plan.input_names.get(path.parent) for path in hashes}
+    return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
+
+
 def manifest_bytes(plan: Plan, hashes: Mapping[Path, str]) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes. `hashes` are those of `plan.hashed`."""
     packages = ["lora-tool", "numpy"] + (["torch"] if plan.precision.value == "peft" else [])
     table = {
         "schema_version": SCHEMA_VERSION,
         **plan.manifest,
-        "sha256": {path.name: digest for path, digest in hashes.items()},
+        "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "versions": installed_versions(packages),
         "warnings": list(plan.warnings),
         "counts": plan.counts(),
-        "ledger": [{**step_json(step), "shard": shard.filename} for shard in plan.shards for step in shard.steps],
+        "ledger": [
+            {**step_json(step, plan.input_names), "shard": shard.filename}
+            for shard in plan.shards
+            for step in shard.steps
+        ],
         "leftovers": [
             {"file": item.path.name, "name": item.name, "fate": item.fate.value, "reason": item.reason}
             for item in plan.leftovers

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.plan import layout
+from lora_tool.plan.adapters import Adapted, join
 from lora_tool.plan.architectures import Architecture, architecture_of
 from lora_tool.plan.features import require_mergeable
 from lora_tool.plan.manifest import describe_input, fingerprint
@@ -20,6 +22,7 @@ from lora_tool.plan.side_files import (
     copied_files,
     dtype_changes,
     left_out,
+    other_tokenizers,
     pad_token,
 )
 from lora_tool.plan.steps import (
@@ -31,7 +34,7 @@ from lora_tool.plan.steps import (
     require_all_consumed,
 )
 from lora_tool.plan.task import Task, decide_task, find_head
-from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, untying_steps
+from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, tied_copies, untying_steps
 from lora_tool.tensors import DType, FileStamp
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
@@ -50,7 +53,7 @@ LOCAL = HubOrigin()
 
 def plan_merge(
     base: ModelDir,
-    adapter: AdapterDir,
+    adapter: AdapterDir | Sequence[AdapterDir],
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
@@ -58,27 +61,25 @@ def plan_merge(
     precision: Precision | str = Precision.FLOAT32,
     max_shard_bytes: int | None = None,
     base_origin: HubOrigin = LOCAL,
-    adapter_origin: HubOrigin = LOCAL,
+    adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL,
 ) -> Plan:
-    """Return the plan that merges `adapter` into `base`. Reads headers and a few KB of samples; writes nothing.
+    """Return the plan that merges `adapter`, or several of them, into `base`. Reads headers and a few KB of samples;
+    writes nothing.
 
-    `task` "reward" means one label. `dtype` None keeps every tensor's own. `max_shard_bytes` None keeps the base's
-    grouping into files. Every tensor of both inputs is in the plan, as a step or as a leftover with its reason.
-    Raises `CorruptFile` or `BadConfig` for a broken input, `UnsupportedAdapter` for what cannot be merged exactly,
-    `IncompatibleBase` where the two do not fit.
+    The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
+    every tensor's own. `max_shard_bytes` None keeps the base's grouping into files. Every tensor of all inputs is in
+    the plan, as a step or as a leftover with its reason. `adapter_origin` has one entry per adapter where there are
+    several. Raises `CorruptFile` or `BadConfig` for a broken input, `UnsupportedAdapter` for what cannot be merged
+    exactly, `IncompatibleBase` where base and adapter do not fit.
     """
+    adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
     require_whole(base)
-    require_whole(adapter)
-    config = _require_config(adapter)
-    require_mergeable(config)
+    for each in adapters:
+        require_whole(each)
+        require_mergeable(_require_config(each))
     arch = _require_architecture(base)
-    modules = adapter_modules(adapter, config)
-    if not modules.lora and not modules.saved:
-        raise UnsupportedAdapter(
-            f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
-            hint=f"lora-tool validate {adapter.root}",
-        )
-    decided = decide_task(Task(task), adapter, config, base, arch)
+    adapted, modules = join([_adapted(each) for each in adapters])
+    decided = _decide_task(Task(task), adapted, base, arch)
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -86,10 +87,18 @@ def plan_merge(
             f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=_WITH_PEFT
         )
     if decided is not Task.CAUSAL_LM:
-        head = find_head(adapter, modules, base, arch, num_labels=wanted)
-    merge = Merge(base=base, adapter=adapter, config=config, arch=arch, modules=modules, head=head, dtype=dtype)
-    adapter_print = fingerprint(adapter.weights)
-    _require_not_merged_before(merge, adapter_print)
+        head = find_head(adapters[0], modules, base, arch, num_labels=wanted)
+    merge = Merge(
+        base=base,
+        adapted=adapted,
+        arch=arch,
+        modules=modules,
+        head=head,
+        dtype=dtype,
+        tied_copies=tied_copies(base, arch),
+    )
+    prints = [fingerprint(each.weights) for each in adapters]
+    _require_not_merged_before(base, adapters, prints)
     require_no_lora_on_tied_ends(merge)
     steps = (*base_steps(merge), *added_steps(merge), *untying_steps(merge))
     leftovers = (*dropped_from_base(merge), *adapter_leftovers(merge))
@@ -101,6 +110,8 @@ def plan_merge(
         index = SideFile(filename=layout.INDEX, content=layout.index_json(shards), reason="written for the new weights")
         side_files = (*side_files, index)
     earlier = base.manifest.merged_adapters if base.manifest else ()
+    origins = (adapter_origin,) * len(adapters) if isinstance(adapter_origin, HubOrigin) else tuple(adapter_origin)
+    names = _adapter_names(adapters)
     return Plan(
         shards=shards,
         side_files=side_files,
@@ -109,13 +120,14 @@ def plan_merge(
         precision=Precision(precision),
         warnings=warnings,
         notes=(_task_note(merge), *notes),
-        hashed=tuple(file.path for file in adapter.weights.files),
+        input_names=_input_names(base, adapters),
+        hashed=tuple(file.path for each in adapters for file in each.weights.files),
         manifest={
             "operation": "merge",
             "task": decided.value if decided is Task.CAUSAL_LM else Task.SEQ_CLS.value,
             "num_labels": head.num_labels if head else None,
             "dtype": dtype.value if dtype else "as in the base",
-            "merged_adapters": [*earlier, adapter_print],
+            "merged_adapters": [*earlier, *prints],
             "inputs": {
                 "base": describe_input(
                     base.root,
@@ -124,16 +136,49 @@ def plan_merge(
                     revision=base_origin.revision,
                     print_=fingerprint(base.weights),
                 ),
-                "adapter": describe_input(
-                    adapter.root,
-                    adapter.weights,
-                    hub_id=adapter_origin.hub_id,
-                    revision=adapter_origin.revision,
-                    print_=adapter_print,
-                ),
+                **{
+                    name: describe_input(
+                        each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_
+                    )
+                    for name, each, origin, print_ in zip(names, adapters, origins, prints, strict=True)
+                },
             },
         },
     )
+
+
+def _adapted(adapter: AdapterDir) -> Adapted:
+    config = _require_config(adapter)
+    modules = adapter_modules(adapter, config)
+    if not modules.lora and not modules.saved:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
+            hint=f"lora-tool validate {adapter.root}",
+        )
+    return Adapted(adapter=adapter, config=config, modules=modules)
+
+
+def _adapter_names(adapters: Sequence[AdapterDir]) -> tuple[str, ...]:
+    """Return each adapter's name in the manifest: `adapter`, then `adapter 2` and so on."""
+    return tuple("adapter" if number == 1 else f"adapter {number}" for number in range(1, len(adapters) + 1))
+
+
+def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, str]:
+    """Return folder → name in the manifest where there are several adapters; tensors of one need no telling apart."""
+    if len(adapters) == 1:
+        return {}
+    return {base.root: "base", **dict(zip((each.root for each in adapters), _adapter_names(adapters), strict=True))}
+
+
+def _decide_task(task: Task, adapted: Sequence[Adapted], base: ModelDir, arch: Architecture) -> Task:
+    """Return what all adapters say; one that says nothing follows the others. Raises `UnsupportedAdapter`."""
+    votes = [decide_task(task, part.adapter, part.config, base, arch) for part in adapted]
+    silent = [vote is Task.CAUSAL_LM and not part.config.task_type for vote, part in zip(votes, adapted, strict=True)]
+    heard = {vote for vote, says_nothing in zip(votes, silent, strict=True) if not says_nothing} or set(votes)
+    if len(heard) > 1:
+        tasks = ", ".join(f"{part.adapter.root}: {vote}" for part, vote in zip(adapted, votes, strict=True))
+        raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
+    return heard.pop()
 
 
 def _require_config(adapter: AdapterDir) -> AdapterConfig:
@@ -175,14 +220,20 @@ def _require_architecture(base: ModelDir) -> Architecture:
     return arch
 
 
-def _require_not_merged_before(merge: Merge, adapter_print: str) -> None:
-    manifest = merge.base.manifest
-    if manifest is not None and adapter_print in manifest.merged_adapters:
-        raise IncompatibleBase(
-            f"{merge.base.root} is a merged model that holds this very adapter already: "
-            "merging again would apply it twice",
-            hint="give the model that the adapter was trained on: --base MODEL",
-        )
+def _require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir], prints: Sequence[str]) -> None:
+    for at, (adapter, print_) in enumerate(zip(adapters, prints, strict=True)):
+        if print_ in prints[:at]:
+            raise IncompatibleBase(
+                f"{adapter.root} holds the same weights as {adapters[prints.index(print_)].root}: "
+                "they would be merged twice",
+                hint="give each adapter once",
+            )
+        if base.manifest is not None and print_ in base.manifest.merged_adapters:
+            raise IncompatibleBase(
+                f"{base.root} is a merged model that holds this very adapter already ({adapter.root}): "
+                "merging again would apply it twice",
+                hint="give the model that the adapter was trained on: --base MODEL",
+            )
 
 
 def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
@@ -190,9 +241,10 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
     if is_untied(merge):
         changes["tie_word_embeddings"] = False
+    adapters = [part.adapter for part in merge.adapted]
     warnings: list[str] = []
     if merge.head is not None:
-        pad = pad_token(merge.adapter, merge.base)
+        pad = pad_token(adapters, merge.base)
         pad_id = pad.id if pad else merge.base.config.pad_token_id if merge.base.config else None
         if pad_id is None:
             warnings.append(
@@ -201,25 +253,24 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
             )
         class_name = merge.arch.sequence_classification or ""
         changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
-    files = (config_file(merge.base, changes), *copied_files(merge.adapter, merge.base, generation=merge.head is None))
+    files = (config_file(merge.base, changes), *copied_files(adapters, merge.base, generation=merge.head is None))
+    warnings += other_tokenizers(adapters)
     left = left_out(merge.base, {file.filename for file in files})
     notes = (f"not copied from the base: {', '.join(left)}",) if left else ()
     return files, notes, tuple(warnings)
 
 
 def _task_note(merge: Merge) -> str:
+    sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
     if merge.head is None:
-        return f"merging {merge.adapter.root} into {merge.base.root} as {merge.arch.causal_lm}"
+        return f"merging {sources} into {merge.base.root} as {merge.arch.causal_lm}"
     labels = "1 label" if merge.head.num_labels == 1 else f"{merge.head.num_labels} labels"
     head = f"head from {merge.head.weight.path.parent}"
-    return (
-        f"merging {merge.adapter.root} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
-    )
+    return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
 
 
 def _inputs(merge: Merge, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:
-    stamps: Mapping[str, FileStamp] = {
-        str(stamp.path): stamp for stamp in (*merge.base.weights.stamps, *merge.adapter.weights.stamps)
-    }
+    weights = (merge.base.weights, *(part.adapter.weights for part in merge.adapted))
+    stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
     extra = {str(file.source): FileStamp.of(file.source) for file in side_files if file.source is not None}
     return tuple({**stamps, **extra}.values())

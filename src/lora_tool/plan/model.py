@@ -187,6 +187,8 @@ class Plan:
     inputs: tuple[FileStamp, ...]
     precision: Precision
     manifest: Mapping[str, Any]
+    input_names: Mapping[Path, str] = field(default_factory=dict)
+    """Folder → its name in the manifest's `inputs`, where a tensor's name alone does not tell which adapter's it is."""
     hashed: tuple[Path, ...] = ()
     """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     warnings: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.model import BiasTerm, LoraTerm
 from lora_tool.tensors import StoredTensor
@@ -18,8 +19,9 @@ from lora_tool.tensors import StoredTensor
 class AdapterModules:
     """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
 
-    lora: Mapping[str, LoraTerm]
-    lora_bias: Mapping[str, BiasTerm]
+    lora: Mapping[str, tuple[LoraTerm, ...]]
+    """One term of each adapter that has LoRA on the module."""
+    lora_bias: Mapping[str, tuple[BiasTerm, ...]]
     magnitudes: Mapping[str, StoredTensor]
     """DoRA's magnitude vectors, by module path."""
     saved: Mapping[str, StoredTensor]
@@ -46,11 +48,13 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
     config, for a tensor that the config does not explain (PEFT would drop it without a word), and for parts that are
     not merged here.
     """
+    _require_one_name(adapter)
     pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]] = defaultdict(dict)
     saved: dict[str, StoredTensor] = {}
     frozen: dict[str, StoredTensor] = {}
     tokens: dict[str, StoredTensor] = {}
     dropped: dict[str, str] = {}
+    copies: list[AdapterKey] = []
     for name, key in adapter.keys.items():
         tensor = adapter.tensors[name]
         _require_floats(adapter, tensor)
@@ -64,14 +68,19 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
             (saved if trained else frozen)[f"{key.module}.{key.leaf}"] = tensor
         elif key.part is Part.TOKENS_DELTA:
             tokens[key.module] = tensor
-        elif key.part is Part.ORIGINAL_MODULE:
-            dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
+        elif key.part is Part.SAVED_MODULE:
+            copies.append(key)
         else:
-            raise _refuse(adapter, name, f"is a `{key.part.value}` tensor, which is not merged here")
+            dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
+    for key in copies:
+        tensor = adapter.tensors[key.text]
+        if saved.setdefault(_plain(adapter, config, key), tensor) is not tensor:
+            _require_copy(adapter, tensor, saved[key.tensor])
+            dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
     _require_prefix(adapter)
-    lora = {module: _lora_term(adapter, config, module, parts) for module, parts in pairs.items()}
+    lora = {module: (_lora_term(adapter, config, module, parts),) for module, parts in pairs.items()}
     biases = {
-        module: BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module))
+        module: (BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
         for module, parts in pairs.items()
         if (Part.LORA_B, "bias") in parts
     }
@@ -102,6 +111,21 @@ def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:
         )
     if not tensor.dtype.is_float:
         raise _refuse(adapter, tensor.name, f"is {tensor.dtype}, expected F32, BF16, F16 or F64")
+
+
+def _require_one_name(adapter: AdapterDir) -> None:
+    """Raise unless all tensors are of one adapter: a raw state dict may hold several, under their names."""
+    names = sorted({key.adapter_name for key in adapter.keys.values() if key.adapter_name})
+    if len(names) > 1:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: the file holds {len(names)} adapters: {', '.join(names)}: one config cannot be for all",
+            hint='save each by itself: model.save_pretrained(folder, selected_adapters=["NAME"])',
+        )
+
+
+def _require_copy(adapter: AdapterDir, copy: StoredTensor, tensor: StoredTensor) -> None:
+    if not same_values(copy, tensor):
+        raise _refuse(adapter, copy.name, f"has other values than `{tensor.name}`, and both are the same module's")
 
 
 def _require_prefix(adapter: AdapterDir) -> None:

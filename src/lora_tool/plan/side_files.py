@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
@@ -23,9 +23,9 @@ _CONFIG_DTYPES = {
 }
 
 
-def pad_token(adapter: AdapterDir, base: ModelDir) -> PadToken | None:
-    """Return the pad token of the tokenizer that goes with the model: the adapter folder's, else the base's."""
-    for folder in (adapter.folder, base.folder):
+def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> PadToken | None:
+    """Return the pad token of the tokenizer that goes with the model: an adapter folder's, else the base's."""
+    for folder in (*(adapter.folder for adapter in adapters), base.folder):
         if folder.tokenizer_files:
             found, _ = read_pad_token(folder.root, folder.tokenizer_files)
             if found is not None:
@@ -73,13 +73,16 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
     return {name: _CONFIG_DTYPES[dtype]}
 
 
-def copied_files(adapter: AdapterDir, base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
-    """Yield the tokenizer's files, from the adapter first and the base second, licences and generation config.
+def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
+    """Yield the tokenizer's files, from the adapters first and the base last, licences and generation config.
 
     Raises `CorruptFile` for one that is no regular file inside its folder.
     """
     taken = set()
-    for folder, whose in ((adapter.folder, "adapter"), (base.folder, "base")):
+    owners = [(adapter.folder, "adapter") for adapter in adapters]
+    if len(adapters) > 1:
+        owners = [(folder, f"adapter {folder.root}") for folder, _ in owners]
+    for folder, whose in (*owners, (base.folder, "base")):
         for name in folder.tokenizer_files:
             if name not in taken:
                 taken.add(name)
@@ -87,6 +90,17 @@ def copied_files(adapter: AdapterDir, base: ModelDir, *, generation: bool) -> It
     for name in base.folder.files:
         if name.upper().startswith(_LICENCES) or (generation and name == GENERATION_CONFIG):
             yield _copied(base.folder, name, "base")
+
+
+def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+    """Yield a warning for each tokenizer file of which the adapters have different ones: the first is copied."""
+    names = dict.fromkeys(name for adapter in adapters for name in adapter.folder.tokenizer_files)
+    for name in names:
+        holders = [adapter.root for adapter in adapters if name in adapter.folder.tokenizer_files]
+        contents = {(holder / name).read_bytes() for holder in holders}
+        if len(contents) > 1:
+            others = ", ".join(str(holder) for holder in holders[1:])
+            yield f"{name} is copied from {holders[0]}; {others} has another one"
 
 
 def _copied(folder: Folder, name: str, whose: str) -> SideFile:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.keys import Part
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, ReplaceRows, Step
 from lora_tool.plan.modules import AdapterModules
@@ -27,12 +28,14 @@ class Merge:
     """Everything that the steps are made from."""
 
     base: ModelDir
-    adapter: AdapterDir
-    config: AdapterConfig
+    adapted: tuple[Adapted, ...]
     arch: Architecture
     modules: AdapterModules
+    """What all adapters do together."""
     head: Head | None
     dtype: DType | None
+    tied_copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the base that are tied copies of another, by name: the output has them once."""
 
 
 def module_and_leaf(name: str) -> tuple[str, str]:
@@ -49,7 +52,7 @@ def base_steps(merge: Merge) -> Iterator[Step]:
 
 
 def _is_dropped(merge: Merge, name: str) -> bool:
-    return merge.head is not None and name in merge.arch.causal_only
+    return name in merge.tied_copies or (merge.head is not None and name in merge.arch.causal_only)
 
 
 def _step(merge: Merge, tensor: StoredTensor) -> Step:
@@ -66,15 +69,18 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
         _require_same_shape(source, tensor)
         return _lora_step(merge, source, tensor.name, module)
     if leaf == "bias" and module in modules.lora_bias:
-        term = modules.lora_bias[module]
-        _require_same_shape(term.bias, tensor)
-        op: Op = BiasDelta(source=tensor, terms=(term,))
-        return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=f"lora_B bias, scaling {term.scaling:g}")
+        terms = modules.lora_bias[module]
+        for term in terms:
+            _require_same_shape(term.bias, tensor)
+        op: Op = BiasDelta(source=tensor, terms=terms)
+        reason = " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
+        return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=reason)
     return _kept_step(merge, tensor)
 
 
 def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
-    rows, indices = merge.modules.tokens[module], merge.config.tokens(module)
+    rows = merge.modules.tokens[module]
+    indices = next(part.tokens[module] for part in merge.adapted if module in part.tokens)
     out = _spec(merge, tensor)
     try:
         op = ReplaceRows(source=tensor, rows=rows, indices=indices)
@@ -118,23 +124,27 @@ def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
 
 
 def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
-    term = merge.modules.lora[module]
+    terms = merge.modules.lora[module]
     embedding = module in merge.modules.embeddings
     transposed = embedding or module.rpartition(".")[2] in merge.arch.conv1d
-    needed = (term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])
-    if source.shape != needed:
-        raise IncompatibleBase(
-            f"{source.path}: `{source.name}` is {list(source.shape)}, the adapter's lora_B·lora_A is {list(needed)}",
-            hint=_OTHER_BASE,
-        )
+    for term in terms:
+        needed = (term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])
+        if source.shape != needed:
+            raise IncompatibleBase(
+                f"{source.path}: `{source.name}` is {list(source.shape)}, the adapter's lora_B·lora_A is "
+                f"{list(needed)} ({term.a.path})",
+                hint=_OTHER_BASE,
+            )
     if not source.dtype.is_float:
         raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
     out = TensorSpec(name=name, dtype=merge.dtype or _home_dtype(merge, source, name), shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    op: Op = LoraDelta(source=source, terms=(term,), transposed=transposed, embedding=embedding)
+    op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, embedding=embedding)
     if magnitude is not None:
+        (term,) = terms
         op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
-    reason = f"{'LoRA' if magnitude is None else 'DoRA'} rank {term.a.shape[0]}, scaling {term.scaling:g}"
+    kind = "LoRA" if magnitude is None else "DoRA"
+    reason = " + ".join(f"{kind} rank {term.a.shape[0]}, scaling {term.scaling:g}" for term in terms)
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
 
 
@@ -188,38 +198,50 @@ def dropped_from_base(merge: Merge) -> Iterator[Leftover]:
     for tensor in merge.base.tensors.values():
         if _is_dropped(merge, tensor.name):
             reason = f"a {merge.arch.sequence_classification} has no language model head"
+            if merge.head is None:
+                reason = f"tied to {merge.tied_copies[tensor.name]}, which is written once"
             yield Leftover(path=tensor.path, name=tensor.name, fate=Fate.DROPPED, reason=reason)
 
 
 def adapter_leftovers(merge: Merge) -> Iterator[Leftover]:
-    """Yield every tensor of the adapter with the output tensor that it is in, or why it is in none."""
-    for name, key in merge.adapter.keys.items():
-        path = merge.adapter.tensors[name].path
-        if name in merge.modules.dropped:
-            yield Leftover(path=path, name=name, fate=Fate.DROPPED, reason=merge.modules.dropped[name])
-        elif key.part is not Part.PLAIN:
-            target = f"{key.module}.{key.leaf if key.leaf == 'bias' else 'weight'}"
-            yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"in {target}")
-        else:
-            yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"is {key.tensor}")
+    """Yield every tensor of the adapters with the output tensor that it is in, or why it is in none."""
+    for part in merge.adapted:
+        for name, key in part.adapter.keys.items():
+            path = part.adapter.tensors[name].path
+            if name in part.modules.dropped:
+                yield Leftover(path=path, name=name, fate=Fate.DROPPED, reason=part.modules.dropped[name])
+            else:
+                how = "is" if key.part in _WHOLE else "in"
+                yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"{how} {_destination(key)}")
+
+
+_WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
+
+
+def _destination(key: AdapterKey) -> str:
+    """Return the model's tensor that an adapter's tensor is, or goes into."""
+    if key.part in _WHOLE or key.part is Part.BASE_LAYER:
+        return key.tensor
+    return f"{key.module}.{'bias' if key.leaf == 'bias' else 'weight'}"
 
 
 def require_all_consumed(merge: Merge, steps: tuple[Step, ...], leftovers: tuple[Leftover, ...]) -> None:
-    """Raise unless every adapter tensor is in a step or dropped by name, and every target of the config has tensors."""
-    used = {tensor.name for step in steps for tensor in _adapter_tensors(step.op)}
-    dropped = {item.name for item in leftovers if item.fate is Fate.DROPPED and item.name in merge.adapter.tensors}
-    for name, key in merge.adapter.keys.items():
-        if name not in used and name not in dropped:
-            leaf = "bias" if key.leaf == "bias" else "weight"
-            wanted = key.tensor if key.part is Part.PLAIN else f"{key.module}.{leaf}"
-            raise _unplaced(merge, merge.adapter.tensors[name], wanted)
-    forgotten = [module for module in _targeted(merge) if module not in merge.modules.lora]
-    if forgotten:
-        raise UnsupportedAdapter(
-            f"{merge.adapter.root}: `target_modules` names {len(forgotten)} modules of the base that have no LoRA "
-            f"tensors in the adapter, the first is `{forgotten[0]}`: the adapter is incomplete",
-            hint=f"lora-tool validate {merge.adapter.root} --base {merge.base.root}",
-        )
+    """Raise unless every adapter tensor is in a step or dropped by name, and every target of a config has tensors."""
+    used = {(tensor.path, tensor.name) for step in steps for tensor in _adapter_tensors(step.op)}
+    dropped = {(item.path, item.name) for item in leftovers if item.fate is Fate.DROPPED}
+    accounted = used | dropped
+    for part in merge.adapted:
+        for name, key in part.adapter.keys.items():
+            tensor = part.adapter.tensors[name]
+            if (tensor.path, name) not in accounted:
+                raise _unplaced(merge, tensor, _destination(key))
+        forgotten = [module for module in _targeted(merge, part.config) if module not in part.modules.lora]
+        if forgotten:
+            raise UnsupportedAdapter(
+                f"{part.adapter.root}: `target_modules` names {len(forgotten)} modules of the base that have no LoRA "
+                f"tensors in the adapter, the first is `{forgotten[0]}`: the adapter is incomplete",
+                hint=f"lora-tool validate {part.adapter.root} --base {merge.base.root}",
+            )
 
 
 def _unplaced(merge: Merge, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
@@ -253,9 +275,9 @@ def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
                 yield bias.bias
 
 
-def _targeted(merge: Merge) -> Iterator[str]:
+def _targeted(merge: Merge, config: AdapterConfig) -> Iterator[str]:
     for tensor in merge.base.tensors.values():
         module, leaf = module_and_leaf(tensor.name)
         matrix = leaf == "weight" and len(tensor.shape) == MATRIX
-        if matrix and not _is_dropped(merge, tensor.name) and merge.config.targets(module):
+        if matrix and not _is_dropped(merge, tensor.name) and config.targets(module):
             yield module

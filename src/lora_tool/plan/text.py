@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lora_tool.display import printable, size
 from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, ReplaceRows, Step
+from lora_tool.tensors import StoredTensor
 
 _SHOWN = 12
 
@@ -47,7 +49,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             {
                 "filename": shard.filename,
                 "bytes": len(shard.header) + shard.data_bytes,
-                "steps": [step_json(step) for step in shard.steps],
+                "steps": [step_json(step, plan.input_names) for step in shard.steps],
             }
             for shard in plan.shards
         ],
@@ -62,33 +64,50 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def step_json(step: Step) -> dict[str, Any]:
-    """Return one step as JSON data; also the ledger's entry of the manifest."""
+def step_json(step: Step, input_names: Mapping[Path, str]) -> dict[str, Any]:
+    """Return one step as JSON data; also the ledger's entry of the manifest. See `Plan.input_names`."""
     return {
         "name": step.out.name,
         "dtype": step.out.dtype.value,
         "shape": list(step.out.shape),
         "fate": step.fate.value,
         "reason": step.reason,
-        **_op_json(step.op),
+        **_op_json(step.op, input_names),
     }
 
 
-def _op_json(op: Op) -> Mapping[str, Any]:
-    common = {"op": type(op).__name__, "source": op.source.name, "file": op.source.path.name}
+def _op_json(op: Op, input_names: Mapping[Path, str]) -> Mapping[str, Any]:
+    common = {
+        "op": type(op).__name__,
+        "source": op.source.name,
+        "file": op.source.path.name,
+        **_input_of(op.source, input_names),
+    }
     match op:
         case Copy() | Cast():
             return common
         case LoraDelta():
-            return {**common, "transposed": op.transposed, "terms": [_term_json(term) for term in op.terms]}
+            terms = [_term_json(term, input_names) for term in op.terms]
+            return {**common, "transposed": op.transposed, "terms": terms}
         case DoraDelta():
-            terms = [_term_json(op.term)]
+            terms = [_term_json(op.term, input_names)]
             return {**common, "transposed": op.transposed, "terms": terms, "magnitude": op.magnitude.name}
         case ReplaceRows():
-            return {**common, "rows": op.rows.name, "indices": list(op.indices)}
+            rows = {"rows": op.rows.name, **_input_of(op.rows, input_names)}
+            return {**common, **rows, "indices": list(op.indices)}
         case BiasDelta():
-            return {**common, "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms]}
+            biases = [
+                {"bias": term.bias.name, "scaling": term.scaling, **_input_of(term.bias, input_names)}
+                for term in op.terms
+            ]
+            return {**common, "terms": biases}
 
 
-def _term_json(term: LoraTerm) -> dict[str, Any]:
-    return {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
+def _term_json(term: LoraTerm, input_names: Mapping[Path, str]) -> dict[str, Any]:
+    found = {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
+    return {**found, **_input_of(term.a, input_names)}
+
+
+def _input_of(tensor: StoredTensor, input_names: Mapping[Path, str]) -> dict[str, str]:
+    name = input_names.get(tensor.path.parent)
+    return {"input": name} if name else {}

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.stored import same_values
+from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.model import Fate, Step
 from lora_tool.plan.steps import MATRIX, Merge, copied_as
 from lora_tool.tensors import StoredTensor, TensorSpec
@@ -23,13 +26,37 @@ class TiedEnds:
     output: str
 
 
+def tied_copies(base: ModelDir, arch: Architecture) -> dict[str, str]:
+    """Return tensor name → the tensor that it is a tied copy of, for what transformers ties again and saves once.
+
+    Torch files hold both ends of tied embeddings, and some safetensors files do. transformers ties them where the
+    config does not say otherwise and the values are the same (5.23, `PreTrainedModel.tie_weights`). Reads the two
+    ends where they do not share their bytes.
+    """
+    if base.config is None or base.config.tie_word_embeddings is False:
+        return {}
+    copies = {}
+    for name in arch.causal_only:
+        copy = base.tensors.get(name)
+        if copy is None:
+            continue
+        # `X.decoder.bias` of BERT's kin is tied to `X.bias`, the matrix to the embedding
+        sibling = base.tensors.get(f"{name.removesuffix('.decoder.bias')}.bias")
+        others = [t for t in base.tensors.values() if len(t.shape) == MATRIX and t.name not in arch.causal_only]
+        candidates = [sibling] if sibling is not None and sibling is not copy else others
+        source = next((other for other in candidates if same_values(copy, other)), None)
+        if source is not None:
+            copies[name] = source.name
+    return copies
+
+
 def tied_ends(merge: Merge) -> TiedEnds | None:
     """Return the two ends of a causal LM whose output layer is not on disk; None where it is, or there is none.
 
     Raises `UnsupportedAdapter` where the embedding cannot be told from its shape.
     """
     outputs = [name for name in merge.arch.causal_only if name.endswith(".weight")]
-    if merge.head is not None or not outputs or outputs[0] in merge.base.tensors:
+    if merge.head is not None or not outputs or outputs[0] in merge.base.tensors.keys() - merge.tied_copies.keys():
         return None
     vocab_size = merge.base.config.vocab_size if merge.base.config else None
     matrices = (tensor for tensor in merge.base.tensors.values() if len(tensor.shape) == MATRIX)
@@ -49,7 +76,7 @@ def require_no_lora_on_tied_ends(merge: Merge) -> None:
     touched = [f"{module}.weight" for module in merge.modules.lora]
     ends = [name for name in touched if name in merge.arch.causal_only or _has_vocabulary_rows(merge, name)]
     if ends and (says_tied or tied_ends(merge) is not None):
-        tensor = merge.modules.lora[ends[0].removesuffix(".weight")].b
+        tensor = merge.modules.lora[ends[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{ends[0]}`, which this base ties to the other end of the model: "
             "PEFT's merge would change both, though only one was trained",

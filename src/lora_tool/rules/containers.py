@@ -198,18 +198,23 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
     """Weights in a pickle.
 
     ## What it does
-    Looks for `adapter_model.bin` and `pytorch_model*.bin` where no safetensors file is.
+    Looks for `adapter_model.bin` and `pytorch_model*.bin` where no safetensors file is. A torch file from 1.6 on is
+    a warning: lora-tool reads it without running its pickle. An older one, or a bare pickle, is an error.
 
     ## Why it matters
-    A pickle can run any code when it is loaded. lora-tool does not open it.
+    A pickle can run any code when another tool loads it.
 
     ## Example
     A folder with `adapter_config.json` and `adapter_model.bin`.
 
     ## What to do
-    Load it where you trust it and save it again: `model.save_pretrained(folder)` writes safetensors.
+    `lora-tool merge` writes safetensors. To convert the file itself, load it where you trust it and save it again:
+    `model.save_pretrained(folder)`.
     """
-    yield from defects(subject, Defect.PICKLE)
+    for problem in subject.problems:
+        if problem.defect is Defect.PICKLE:
+            severity = Severity.ERROR if problem.fatal else Severity.WARNING
+            yield Fault(message=problem.message, subject=problem.subject, path=problem.path, severity=severity)
 
 
 @rule("LT111", Severity.WARNING, on=Subject)

@@ -1,0 +1,70 @@
+"""Weights in a torch zip file (`pytorch_model.bin`, `adapter_model.bin`): a flat dict of tensors, as a tensor table.
+
+Nothing of the file is run: `torch_zip` reads its pickle with an interpreter that knows tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.files import open_regular
+from lora_tool.formats.torch_zip import LazyTensor, read_torch_file
+from lora_tool.tensors import FileStamp, StoredTensor
+
+SUFFIX = ".bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchWeightsFile:
+    """The tensors of one file, and everything that is wrong with it."""
+
+    stamp: FileStamp
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return self.stamp.path
+
+
+def scan_torch_weights(path: Path) -> TorchWeightsFile:
+    """Return the tensors of `path` with all that is wrong; a file that cannot be read safely has none.
+
+    A good file has one problem that is not fatal: that it is a pickle, which other tools run. Tensors that share a
+    storage, as tied weights do, share their spans. Raises `CorruptFile` only where `path` is no readable regular file.
+    """
+    with open_regular(path):
+        stamp = FileStamp.of(path)
+    try:
+        value = read_torch_file(path).value
+    except CorruptFile as error:
+        return TorchWeightsFile(stamp=stamp, problems=(error.problem,))
+    if not isinstance(value, dict):
+        message = f"holds a {type(value).__name__}, expected a dict of tensors"
+        return TorchWeightsFile(stamp=stamp, problems=(_problem(path, Defect.BAD_HEADER, message),))
+    message = "is a pickle, which can run code when other tools load it; it was read without running it"
+    problems = [_problem(path, Defect.PICKLE, message, fatal=False)]
+    tensors: dict[str, StoredTensor] = {}
+    for name, item in value.items():
+        try:
+            tensors[name] = _tensor(path, name, item)
+        except CorruptFile as error:
+            problems.append(error.problem)
+    return TorchWeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
+
+
+def _tensor(path: Path, name: object, item: object) -> StoredTensor:
+    if not isinstance(name, str):
+        raise CorruptFile(_problem(path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name"))
+    if not isinstance(item, LazyTensor):
+        kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"
+        message = f"is {kind}, expected a tensor: it is no model's or adapter's state dict"
+        raise CorruptFile(_problem(path, Defect.BAD_HEADER, message, name))
+    return item.stored(name)
+
+
+def _problem(path: Path, defect: Defect, message: str, subject: str | None = None, *, fatal: bool = True) -> Problem:
+    return Problem(defect=defect, path=str(path), message=message, subject=subject, fatal=fatal)
