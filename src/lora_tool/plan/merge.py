@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.plan import layout
-from lora_tool.plan.architectures import Architecture, architecture_of
 from lora_tool.plan.features import require_mergeable
 from lora_tool.plan.manifest import describe_input, fingerprint
-from lora_tool.plan.model import Plan, Precision, SideFile
+from lora_tool.plan.model import ExpertLayout, Plan, Precision, SideFile
 from lora_tool.plan.modules import adapter_modules
 from lora_tool.plan.side_files import (
     classifier_changes,
@@ -30,9 +30,13 @@ from lora_tool.plan.steps import (
     dropped_from_base,
     require_all_consumed,
 )
+from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision
 from lora_tool.plan.task import Task, decide_task, find_head
 from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, untying_steps
 from lora_tool.tensors import DType, FileStamp
+
+if TYPE_CHECKING:
+    from lora_tool.plan.mapped import Mapped
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
@@ -57,6 +61,7 @@ def plan_merge(
     dtype: DType | None = None,
     precision: Precision | str = Precision.FLOAT32,
     max_shard_bytes: int | None = None,
+    expert_layout: ExpertLayout | None = None,
     base_origin: HubOrigin = LOCAL,
     adapter_origin: HubOrigin = LOCAL,
 ) -> Plan:
@@ -71,14 +76,15 @@ def plan_merge(
     require_whole(adapter)
     config = _require_config(adapter)
     require_mergeable(config)
-    arch = _require_architecture(base)
-    modules = adapter_modules(adapter, config)
-    if not modules.lora and not modules.saved:
+    require_full_precision(base)
+    named = _named(base, adapter, config, Task(task))
+    arch, decided = named.arch, named.task
+    modules = adapter_modules(named.adapter, config, facts=named.facts, expert_layout=expert_layout)
+    if not modules.lora and not modules.parameters and not modules.saved:
         raise UnsupportedAdapter(
             f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
             hint=f"lora-tool validate {adapter.root}",
         )
-    decided = decide_task(Task(task), adapter, config, base, arch)
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -86,15 +92,26 @@ def plan_merge(
             f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=_WITH_PEFT
         )
     if decided is not Task.CAUSAL_LM:
-        head = find_head(adapter, modules, base, arch, num_labels=wanted)
-    merge = Merge(base=base, adapter=adapter, config=config, arch=arch, modules=modules, head=head, dtype=dtype)
+        head = find_head(adapter, modules, named.base, arch, num_labels=wanted)
+    modules, per_expert = named.parts_of_fused(modules)
+    merge = Merge(
+        base=named.base,
+        adapter=named.adapter,
+        config=config,
+        arch=arch,
+        modules=modules,
+        head=head,
+        dtype=dtype,
+        facts=named.facts,
+        fresh=named.fresh,
+    )
     adapter_print = fingerprint(adapter.weights)
     _require_not_merged_before(merge, adapter_print)
     require_no_lora_on_tied_ends(merge)
-    steps = (*base_steps(merge), *added_steps(merge), *untying_steps(merge))
-    leftovers = (*dropped_from_base(merge), *adapter_leftovers(merge))
+    steps = named.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
+    leftovers = (*dropped_from_base(merge), *named.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
-    homes = {name: tensor.path.name for name, tensor in base.tensors.items()}
+    homes = layout.homes(steps, base.tensors)
     shards = layout.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge)
     if len(shards) > 1:
@@ -136,43 +153,22 @@ def plan_merge(
     )
 
 
+def _named(base: ModelDir, adapter: AdapterDir, config: AdapterConfig, task: Task) -> AsStored | Mapped:
+    """Return both inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
+    arch = plainly_stored(base, adapter, config)
+    if arch is not None:
+        decided = decide_task(task, adapter, config, base, arch)
+        return AsStored(base=base, adapter=adapter, arch=arch, task=decided)
+    from lora_tool.plan.mapped import mapped, read_names  # noqa: PLC0415 - imports torch and transformers
+
+    readings = read_names(base, adapter)
+    return mapped(readings, adapter, decide_task(task, adapter, config, base, readings.architecture))
+
+
 def _require_config(adapter: AdapterDir) -> AdapterConfig:
     if adapter.config is None:
         raise AssertionError("a whole adapter has a config")
     return adapter.config
-
-
-def _require_architecture(base: ModelDir) -> Architecture:
-    """Return what is known of the base's model type. Raises `UnsupportedAdapter` for what is not stored plainly."""
-    config = base.config
-    if config is None:
-        raise AssertionError("a whole model has a config")
-    if config.quantization:
-        raise UnsupportedAdapter(
-            f"{config.path}: the base is quantised ({config.quantization}): merging into rounded weights is not exact",
-            hint="give the full-precision model that it was made from: --base MODEL",
-        )
-    arch = architecture_of(config.model_type or "")
-    if arch is None or config.custom_code:
-        why = "has its own code (auto_map)" if arch is not None else "is not known to be stored as it is in memory"
-        raise UnsupportedAdapter(
-            f"{config.path}: model_type {config.model_type} {why}",
-            hint=_WITH_PEFT,
-        )
-    known = {arch.causal_lm, arch.sequence_classification} - {None}
-    if config.architectures and not known & set(config.architectures):
-        raise UnsupportedAdapter(
-            f"{config.path}: architectures: expected {' or '.join(sorted(map(str, known)))}, "
-            f"found {', '.join(config.architectures)}: not known to be stored as it is in memory",
-            hint=_WITH_PEFT,
-        )
-    quantised = next((t for t in base.tensors.values() if t.dtype.value.startswith(("F8", "F4", "F6"))), None)
-    if quantised is not None:
-        raise UnsupportedAdapter(
-            f"{quantised.path}: `{quantised.name}` is {quantised.dtype}: the base is quantised",
-            hint="give the full-precision model that it was made from: --base MODEL",
-        )
-    return arch
 
 
 def _require_not_merged_before(merge: Merge, adapter_print: str) -> None:
@@ -188,6 +184,8 @@ def _require_not_merged_before(merge: Merge, adapter_print: str) -> None:
 def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
+    if merge.facts is not None:
+        changes["architectures"] = [merge.facts.class_name]
     if is_untied(merge):
         changes["tie_word_embeddings"] = False
     warnings: list[str] = []

@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_tool.display import printable, size
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, ReplaceRows, Step
+from lora_tool.plan.model import (
+    Assemble,
+    BiasDelta,
+    Cast,
+    Copy,
+    DoraDelta,
+    LoraDelta,
+    LoraTerm,
+    Op,
+    Plan,
+    ReplaceRows,
+    Step,
+)
 
 _SHOWN = 12
 
@@ -88,7 +100,12 @@ def _op_json(op: Op) -> Mapping[str, Any]:
             return {**common, "rows": op.rows.name, "indices": list(op.indices)}
         case BiasDelta():
             return {**common, "terms": [{"bias": term.bias.name, "scaling": term.scaling} for term in op.terms]}
+        case Assemble():
+            return {**common, "parts": [{"rows": part.source.shape[0], **_op_json(part)} for part in op.parts]}
 
 
 def _term_json(term: LoraTerm) -> dict[str, Any]:
-    return {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
+    common = {"a": term.a.name, "b": term.b.name, "rank": term.rank, "scaling": term.scaling}
+    if term.experts > 1:
+        common |= {"experts": term.experts, "expert": term.expert, "layout": term.layout.value}
+    return {**common, "first": term.first} if term.first else common
