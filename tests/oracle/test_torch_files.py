@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.checkpoint import open_checkpoint, open_model
 from lora_tool.errors import CorruptFile
-from lora_tool.inspection import inspect_checkpoint
-from lora_tool.inspection_model import AdapterInspection
+from lora_tool.inspection.folders import inspect_checkpoint
+from lora_tool.inspection.model import AdapterInspection
 from lora_tool.report import Severity
 from tests.judging import judge
 from tests.oracle.peft_merge import (

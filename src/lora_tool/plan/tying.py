@@ -58,6 +58,9 @@ def tied_ends(merge: Merge) -> TiedEnds | None:
     outputs = [name for name in merge.arch.causal_only if name.endswith(".weight")]
     if merge.head is not None or not outputs or outputs[0] in merge.base.tensors.keys() - merge.tied_copies.keys():
         return None
+    if merge.facts is not None:
+        shared = merge.base.tensors.get(merge.facts.tied.get(outputs[0], ""))
+        return TiedEnds(embedding=shared, output=outputs[0]) if shared else None
     vocab_size = merge.base.config.vocab_size if merge.base.config else None
     matrices = (tensor for tensor in merge.base.tensors.values() if len(tensor.shape) == MATRIX)
     candidates = [tensor for tensor in matrices if tensor.shape[0] == vocab_size]
