@@ -57,6 +57,8 @@ def command(
 
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """
+    ignored = tuple(code for codes in ignore for code in codes)
+    _require_codes(ignored)
     opened = open_sharded(checkpoint)
     plan = plan_consolidate(
         opened,
@@ -65,7 +67,7 @@ def command(
         adapter_config=adapter_config,
         dtype=DTYPES[dtype] if dtype else None,
         max_shard_bytes=max_shard_size,
-        ignore=[code for codes in ignore for code in codes],
+        ignore=ignored,
         check_values=not dry_run,
     )
     carry_out(
@@ -78,6 +80,18 @@ def command(
         as_json=as_json,
         quiet=quiet,
     )
+
+
+def _require_codes(codes: tuple[str, ...]) -> None:
+    """Return if each is a rule's code or the beginning of some. Raises a usage error naming the closest."""
+    if codes:
+        import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+        from lora_tool.rules.registry import UnknownRule, expand  # noqa: PLC0415
+
+        try:
+            expand(codes)
+        except UnknownRule as error:
+            raise click.UsageError(str(error)) from error
 
 
 def _default_output(opened: ZeroDir | DcpDir, what: str) -> Path:

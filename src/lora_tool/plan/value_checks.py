@@ -15,19 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lora_tool.formats.files import open_regular
-from lora_tool.formats.partitions import Role, entries
 from lora_tool.formats.torch_zip import Record
-from lora_tool.formats.zero import ZeroTag
-from lora_tool.plan.zero_checks import Fault, Severity
+from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, StoredTensor
 
 BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
-
-_SAMPLE = 1 << 14
 
 
 class _Piece(NamedTuple):
@@ -41,7 +36,7 @@ class _Piece(NamedTuple):
 
 def value_faults(
     tensors: Mapping[str, StoredTensor], records: Iterable[Record], *, masters: frozenset[str]
-) -> list[Fault]:
+) -> list[Finding]:
     """Return what is wrong with the values of `tensors`: LT411 CRC, LT412 not finite, LT413 a rank's masters all zero.
 
     `records` are the archive members that hold them; `masters` the names of the trained tensors.
@@ -58,7 +53,7 @@ def value_faults(
         return [fault for run in runs for fault in run]
 
 
-def _file_faults(path: Path, records: list[Record], pieces: list[_Piece], masters: frozenset[str]) -> Iterator[Fault]:
+def _file_faults(path: Path, records: list[Record], pieces: list[_Piece], masters: frozenset[str]) -> Iterator[Finding]:
     bad: dict[str, None] = {}
     trained = nonzero = False
     buffer = bytearray(BLOCK_BYTES)
@@ -99,8 +94,8 @@ def _overlapping(pieces: list[_Piece], at: int, end: int) -> Iterator[_Piece]:
         at += 1
 
 
-def _error(code: str, path: Path, message: str, subject: str | None, hint: str | None) -> Fault:
-    return Fault(code=code, severity=Severity.ERROR, path=str(path), message=message, subject=subject, hint=hint)
+def _error(code: str, path: Path, message: str, subject: str | None, hint: str | None) -> Finding:
+    return Finding(code=code, severity=Severity.ERROR, path=str(path), message=message, subject=subject, hint=hint)
 
 
 _BITS: Mapping[DType, tuple[Any, int]] = {
@@ -124,51 +119,3 @@ def _look_at(block: memoryview, dtype: DType) -> tuple[bool, bool]:
     storage, exponent = _BITS[dtype]
     bits = np.frombuffer(block, storage)
     return not bool(((bits & exponent) == exponent).any()), True
-
-
-def rounding_faults(tag: ZeroTag, tensors: Mapping[str, StoredTensor]) -> Iterator[Fault]:
-    """LT414: yield trained tensors whose masters are not what the model's own 16-bit copy was rounded from.
-
-    Stages 1 and 2 save both. A sample of every rank's part is compared: it proves order, step and run of the ranks.
-    """
-    first = tag.first
-    if first is None or tag.stage not in (1, 2):
-        return
-    for name, entry in entries(tag).items():
-        copy = first.module.get(name)
-        if entry.role is not Role.TRAINED or copy is None or copy.shape != entry.shape or name not in tensors:
-            continue
-        whole = copy.stored(name).spans[0]
-        done = 0
-        for span in tensors[name].spans:
-            count = min(_SAMPLE, span.nbytes // 4)
-            size = copy.dtype.bits // 8
-            master = _read(span.path, span.offset, count * 4, "<f4")
-            held = _read(whole.path, whole.offset + done // 4 * size, count * size, f"<u{size}")
-            done += span.nbytes
-            rounded = _rounded(master, copy.dtype)
-            if rounded is not None and not np.array_equal(rounded, held):
-                message = f"the masters do not round to the {copy.dtype} weights saved with them: another run or step"
-                yield _error(
-                    "LT414", span.path, message, name, "copy this rank's file again, or use another tag: --tag T"
-                )
-                break
-
-
-def _read(path: Path, offset: int, nbytes: int, dtype: str) -> NDArray[Any]:
-    with open_regular(path) as fd:
-        return np.frombuffer(os.pread(fd, nbytes, offset), dtype)
-
-
-def _rounded(master: NDArray[Any], dtype: DType) -> NDArray[Any] | None:
-    """Return the bits of `master` rounded to nearest even in `dtype`; None for types that are not compared."""
-    bits = master.view(np.uint32)
-    if dtype is DType.F32:
-        return bits
-    if dtype is DType.BF16:
-        with np.errstate(all="ignore"):
-            return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    if dtype is DType.F16:
-        with np.errstate(all="ignore"):
-            return master.astype(np.float16).view(np.uint16)
-    return None
