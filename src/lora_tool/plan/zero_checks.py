@@ -173,9 +173,9 @@ def frozen_not_saved(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
     HF Trainer saves PEFT models with `exclude_frozen_parameters=True`; DeepSpeed before 0.9.1 never saved them.
     """
     if lost:
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        more = f" and {len(lost) - 1} more were" if len(lost) > 1 else " was"
         hint = "the adapter can still be taken out; a new head that was frozen is lost"
-        yield _fault("LT410", path, f"`{lost[0]}`{more} was frozen and not saved", hint=hint, warning=True)
+        yield _fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint, warning=True)
 
 
 def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
