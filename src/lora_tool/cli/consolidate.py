@@ -8,7 +8,9 @@ import click
 
 from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
 from lora_tool.cli.options import comma_list
+from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
+from lora_tool.execution.folder import check_output
 from lora_tool.plan.consolidate import What, plan_consolidate
 
 
@@ -60,6 +62,8 @@ def command(
     ignored = tuple(code for codes in ignore for code in codes)
     _require_codes(ignored)
     opened = open_sharded(checkpoint)
+    if output:
+        check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
     plan = plan_consolidate(
         opened,
         what=what,
@@ -69,6 +73,7 @@ def command(
         max_shard_bytes=max_shard_size,
         ignore=ignored,
         check_values=not dry_run,
+        watch=lambda nbytes: progress_bar("checking", nbytes, quiet=quiet or as_json),
     )
     carry_out(
         plan,

@@ -19,7 +19,7 @@ from lora_tool.plan import layout
 from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
 from lora_tool.plan.model import Cast, Copy, Fate, Leftover, Op, Plan, Precision, Shard, SideFile, Step
 from lora_tool.plan.side_files import GENERATION_CONFIG
-from lora_tool.plan.training_state import TrainingState, training_state
+from lora_tool.plan.training_state import TrainingState, Watch, training_state, unwatched
 from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
@@ -64,11 +64,13 @@ def plan_consolidate(
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
     check_values: bool = True,
+    watch: Watch = unwatched,
 ) -> Plan:
     """Return the plan that puts the checkpoint's tensors together. Nothing is written.
 
     `dtype` None keeps each tensor's own: float32 for trained ones, the model's for frozen ones. With `check_values`
-    every byte that will be used is read once, unless all of that is ignored: CRC32, NaN, all-zero parts. Raises `FindingsFound` for faults that are
+    every byte that will be used is read once, unless all of that is ignored: CRC32, NaN, all-zero parts;
+    `watch` is told of it. Raises `FindingsFound` for faults that are
     errors and whose codes do not begin with one of `ignore`; `UnsupportedCheckpoint` and `CheckpointError` for what
     cannot be put together at all.
     """
@@ -82,7 +84,7 @@ def plan_consolidate(
     kept += _refuse_errors(choice.faults, ignored)
     tensors = state.assemble(frozenset(choice.names.values()))
     if check_values and not all(code.startswith(ignored or "-") for code in _VALUE_CODES):
-        kept += _refuse_errors(state.look_at(tensors), ignored)
+        kept += _refuse_errors(state.look_at(tensors, watch), ignored)
     steps = tuple(_steps(choice.names, tensors, state.entries, dtype))
     shards = _shards(decided, steps, max_shard_bytes)
     side_files = choice.side_files

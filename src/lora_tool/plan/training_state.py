@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,13 @@ from lora_tool.report import Finding
 from lora_tool.tensors import FileStamp, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Asked once for how many bytes are going to be read, it gives what is told of each block, from any thread."""
+
+
+def unwatched(_: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Return what to be told where nobody watches."""
+    return contextlib.nullcontext(lambda _: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +47,7 @@ class TrainingState:
     faults: tuple[Finding, ...]
     """What its structure has wrong."""
     assemble: Callable[[Container[str]], dict[str, StoredTensor]]
-    look_at: Callable[[Tensors], list[Finding]]
+    look_at: Callable[[Tensors, Watch], list[Finding]]
     """Reads the values of these tensors and returns what is wrong with them."""
     stamps: Mapping[Path, FileStamp]
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +91,7 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
             *zero_checks.frozen_not_saved(first.file.path if first else folder, lost),
         ),
         assemble=lambda wanted: assemble(found, wanted),
-        look_at=lambda tensors: _look_at(checkpoint.root, found, tensors),
+        look_at=lambda tensors, watch: _look_at(checkpoint.root, found, tensors, watch),
         stamps={states.file.path: states.file.stamp for states in files},
         facts={
             "format": f"DeepSpeed ZeRO-{found.stage}",
@@ -120,10 +129,11 @@ def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Fi
     pieces, problems = read_pieces(found)
     lost = zero_checks.base_layers_left_out(found.tensors)
 
-    def look_at(tensors: Tensors) -> list[Finding]:
+    def look_at(tensors: Tensors, watch: Watch) -> list[Finding]:
         from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415 - numpy, only where values are read
 
-        return value_faults(tensors, [lazy.record for name in tensors for lazy in pieces[name]], masters=frozenset())
+        records = [lazy.record for name in tensors for lazy in pieces[name]]
+        return value_faults(tensors, records, masters=frozenset(), watch=watch)
 
     return TrainingState(
         root=checkpoint.root,
@@ -167,13 +177,14 @@ def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
     )
 
 
-def _look_at(root: Path, tag: ZeroTag, tensors: Tensors) -> list[Finding]:
+def _look_at(root: Path, tag: ZeroTag, tensors: Tensors, watch: Watch) -> list[Finding]:
     from lora_tool.plan.rounding import rounding_faults  # noqa: PLC0415 - numpy, only where values are read
     from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415
 
     known = entries(tag)
     masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
-    return [*value_faults(tensors, _records(tag, tensors), masters=masters), *rounding_faults(root, tag, tensors)]
+    faults = value_faults(tensors, _records(tag, tensors), masters=masters, watch=watch)
+    return [*faults, *rounding_faults(root, tag, tensors)]
 
 
 def _records(tag: ZeroTag, tensors: Tensors) -> list[Record]:

@@ -7,9 +7,11 @@ memory that happened to be there.
 from __future__ import annotations
 
 import os
+import re
+import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +20,16 @@ import numpy as np
 
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.torch_zip import Record
+from lora_tool.plan.training_state import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, StoredTensor
 
 BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
+
+
+_STARTS_AT_ZERO = re.compile(r"\.lora_B\.|\.lora_embedding_A\.|bias\Z")
+"""Tensors of which a rank's part may be all zero: the learning rate of the first steps of a warm-up is 0."""
 
 
 class _Piece(NamedTuple):
@@ -35,7 +42,11 @@ class _Piece(NamedTuple):
 
 
 def value_faults(
-    tensors: Mapping[str, StoredTensor], records: Iterable[Record], *, masters: frozenset[str]
+    tensors: Mapping[str, StoredTensor],
+    records: Iterable[Record],
+    *,
+    masters: frozenset[str],
+    watch: Watch,
 ) -> list[Finding]:
     """Return what is wrong with the values of `tensors`: LT411 CRC, LT412 not finite, LT413 a rank's masters all zero.
 
@@ -48,43 +59,82 @@ def value_faults(
     by_path: dict[Path, list[Record]] = defaultdict(list)
     for record in dict.fromkeys(records):
         by_path[record.path].append(record)
-    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as workers:
-        runs = workers.map(lambda path: list(_file_faults(path, by_path[path], sorted(pieces[path]), masters)), by_path)
-        return [fault for run in runs for fault in run]
+    stop = threading.Event()
+    nbytes = sum(record.nbytes for listed in by_path.values() for record in listed)
+    with watch(nbytes) as advance, ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as workers:
+
+        def go_on(done: int) -> bool:
+            advance(done)
+            return not stop.is_set()
+
+        def look(path: Path) -> list[Finding]:
+            values = _Values(sorted(pieces.get(path, ())), masters)
+            return [*_file_faults(path, by_path[path], values, go_on), *values.faults(path)]
+
+        try:
+            return [fault for run in workers.map(look, by_path) for fault in run]
+        except BaseException:
+            stop.set()
+            raise
 
 
-def _file_faults(path: Path, records: list[Record], pieces: list[_Piece], masters: frozenset[str]) -> Iterator[Finding]:
-    bad: dict[str, None] = {}
-    trained = nonzero = False
-    buffer = bytearray(BLOCK_BYTES)
-    at = 0
+def _file_faults(
+    path: Path, records: Iterable[Record], values: _Values, go_on: Callable[[int], bool]
+) -> Iterator[Finding]:
+    """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
         for start, record in sorted((record.data_at(), record) for record in records):
-            crc, done = 0, 0
-            while done < record.nbytes:
-                view = memoryview(buffer)[: min(BLOCK_BYTES, record.nbytes - done)]
-                if os.preadv(fd, [view], start + done) != len(view):
-                    break
-                crc = zlib.crc32(view, crc)
-                begin, end = start + done, start + done + len(view)
-                while at < len(pieces) and pieces[at].end <= begin:
-                    at += 1
-                for piece in _overlapping(pieces, at, end):
-                    block = view[max(piece.begin, begin) - begin : min(piece.end, end) - begin]
-                    finite, some = _look_at(block, piece.dtype)
-                    bad.update({} if finite else {piece.name: None})
-                    if piece.name in masters:
-                        trained, nonzero = True, nonzero or some
-                done += len(view)
+            crc = 0
+            for begin, block in _blocks(fd, start, record.nbytes):
+                crc = zlib.crc32(block, crc)
+                values.look_at(begin, block)
+                if not go_on(len(block)):
+                    return
             if crc != record.crc:
                 message = (
                     f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
                 )
                 yield _error("LT411", path, message, record.name, "copy the file again from where it was saved")
-    for name in bad:
-        yield _error("LT412", path, "holds NaN or infinity", name, "the run had diverged; take an earlier tag: --tag T")
-    if trained and not nonzero:
-        yield _error("LT413", path, "every master weight of this rank is zero: it was never written", None, None)
+
+
+def _blocks(fd: int, start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield offset and content of each block, in one buffer; a file that has become shorter ends early."""
+    buffer = bytearray(min(BLOCK_BYTES, nbytes))
+    for done in range(0, nbytes, BLOCK_BYTES):
+        view = memoryview(buffer)[: nbytes - done]
+        if os.preadv(fd, [view], start + done) != len(view):
+            return
+        yield start + done, view
+
+
+class _Values:
+    """What the values of one file are like, block by block in the order of the file."""
+
+    def __init__(self, pieces: list[_Piece], masters: frozenset[str]) -> None:
+        self._pieces, self._masters = pieces, masters
+        self._at = 0
+        self._not_finite: dict[str, None] = {}
+        self._trained = self._nonzero = False
+
+    def look_at(self, begin: int, block: memoryview) -> None:
+        """Judge the pieces of tensors in the block that begins at the file's byte `begin`; padding is in none."""
+        pieces, end = self._pieces, begin + len(block)
+        while self._at < len(pieces) and pieces[self._at].end <= begin:
+            self._at += 1
+        for piece in _overlapping(pieces, self._at, end):
+            part = block[max(piece.begin - begin, 0) : min(piece.end, end) - begin]
+            finite, some = _look_at(part, piece.dtype)
+            self._not_finite.update({} if finite else {piece.name: None})
+            if piece.name in self._masters and not _STARTS_AT_ZERO.search(piece.name):
+                self._trained, self._nonzero = True, self._nonzero or some
+
+    def faults(self, path: Path) -> Iterator[Finding]:
+        """Yield LT412 and LT413 for what was seen."""
+        for name in self._not_finite:
+            hint = "the run had diverged; take an earlier tag: --tag T"
+            yield _error("LT412", path, "holds NaN or infinity", name, hint)
+        if self._trained and not self._nonzero:
+            yield _error("LT413", path, "every master weight of this rank is zero: it was never written", None, None)
 
 
 def _overlapping(pieces: list[_Piece], at: int, end: int) -> Iterator[_Piece]:

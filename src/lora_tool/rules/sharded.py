@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.checkpoint import DcpDir, ZeroDir
 from lora_tool.errors import CheckpointError
-from lora_tool.plan.training_state import TrainingState, dcp_state, zero_state
+from lora_tool.plan.training_state import TrainingState, dcp_state, unwatched, zero_state
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.registry import Fault
 from lora_tool.rules.subject import Subject
@@ -47,7 +47,7 @@ class ShardedSubject(Subject):
 
     def _look(self) -> list[Finding]:
         try:
-            return self.state.look_at(self.state.assemble(self.state.entries))
+            return self.state.look_at(self.state.assemble(self.state.entries), unwatched)
         except CheckpointError as error:  # damage inside of a file whose outside is good
             path = str(self.state.folder)
             return [
