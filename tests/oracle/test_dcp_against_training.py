@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lora_tool.checkpoint import DcpDir, open_sharded
-from lora_tool.errors import CorruptFile, FindingsFound, IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.model import Plan
+from lora_tool.rules.validation import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 BASE = FIXTURES / "reward-qwen2" / "base"
@@ -27,6 +28,10 @@ def plan(folder: Path, what: str = "auto") -> Plan:
     checkpoint = open_sharded(folder)
     assert isinstance(checkpoint, DcpDir)
     return plan_consolidate(checkpoint, what=what)
+
+
+def codes(folder: Path) -> set[str]:
+    return {finding.code for finding in validate(open_sharded(folder), deep=True).findings}
 
 
 @pytest.fixture
@@ -65,14 +70,16 @@ def test_the_model_loads_in_transformers(tmp_path: Path) -> None:
 
 def test_a_missing_file(full: Path) -> None:
     (full / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
-    with pytest.raises(IncompleteCheckpoint, match=r"__1_0\.distcp is missing"):
+    assert codes(full) == {"LT401"}
+    with pytest.raises(FindingsFound, match=r"LT401 .*__1_0\.distcp: is missing"):
         plan(full)
 
 
 def test_a_truncated_file(full: Path) -> None:
     path = full / "pytorch_model_fsdp_0" / "__1_0.distcp"
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(CorruptFile, match=r"__1_0\.distcp"):
+    assert codes(full) == {"LT402"}
+    with pytest.raises(FindingsFound, match=r"LT402 .*__1_0\.distcp"):
         plan(full)
 
 
@@ -81,6 +88,7 @@ def test_a_flipped_bit(full: Path) -> None:
     with span.path.open("r+b") as file:
         file.seek(span.offset + 3)
         file.write(b"\xee")
+    assert codes(full) == {"LT411"}
     with pytest.raises(FindingsFound, match="LT411"):
         plan(full)
 
@@ -90,8 +98,7 @@ def test_swapped_files_are_seen_where_shapes_differ(full: Path) -> None:
     (folder / "__2_0.distcp").rename(folder / "x")
     (folder / "__0_0.distcp").rename(folder / "__2_0.distcp")
     (folder / "x").rename(folder / "__0_0.distcp")
-    with pytest.raises(CorruptFile):
-        plan(full)
+    assert codes(full) == {"LT402"}
 
 
 @pytest.mark.parametrize("name", ["model_world_size_8_rank_0.pt", "pytorch_model_fsdp_rank0.bin"])
@@ -106,6 +113,7 @@ def test_a_command_in_the_metadata_is_not_run(full: Path) -> None:
     command = f"touch {mark}".encode()
     pickled = b"\x80\x02cos\nsystem\nX" + len(command).to_bytes(4, "little") + command + b"\x85R."
     (full / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickled)
-    with pytest.raises(CorruptFile):
+    assert codes(full) == {"LT402"}
+    with pytest.raises(FindingsFound, match="LT402"):
         plan(full)
     assert not mark.exists()

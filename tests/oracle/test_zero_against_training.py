@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lora_tool import keys
 from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
-from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.merge import plan_merge
@@ -90,7 +90,7 @@ def test_peft_loads_every_tensor_of_the_adapter(tmp_path: Path, name: str) -> No
 
 
 def test_an_adapter_without_its_head_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="`score` is lost: LoRA was put on it"):
+    with pytest.raises(FindingsFound, match="LT415 .*`score`: the head is lost: LoRA was put on it"):
         plan_consolidate(opened("stage3-headless"))
 
 

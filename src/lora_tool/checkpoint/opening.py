@@ -49,6 +49,7 @@ MODEL_PICKLE = "pytorch_model.bin"
 MODEL_PICKLE_INDEX = "pytorch_model.bin.index.json"
 _MODEL_SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
+_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
 _DCP_METADATA = ".metadata"
 _OTHER_RANK_FILES = (
     (
@@ -238,7 +239,7 @@ def _open_zero(folder: Folder) -> ZeroDir | None:
     if here:
         return ZeroDir(folder=folder, latest=None, rank_files={".": here}, problems=folder.problems)
     rank_files = {}
-    for tag in folder.folders:
+    for tag in sorted(folder.folders, key=_step_of):
         names = tuple(sorted(filter(_RANK_FILE.match, _listed(folder.root / tag))))
         if names:
             rank_files[tag] = names
@@ -252,6 +253,12 @@ def _open_zero(folder: Folder) -> ZeroDir | None:
         except CorruptFile:
             latest = None
     return ZeroDir(folder=folder, latest=latest, rank_files=rank_files, problems=folder.problems)
+
+
+def _step_of(tag: str) -> tuple[int, str]:
+    """Return what sorts tags and checkpoints by their step: the number that the name ends with, 0 without one."""
+    match = _LAST_NUMBER.search(tag)
+    return int(match[0]) if match else 0, tag
 
 
 def _open_dcp(folder: Folder) -> DcpDir | None:

@@ -8,7 +8,9 @@ import click
 
 from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
 from lora_tool.cli.options import comma_list
+from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
+from lora_tool.execution.folder import check_output
 from lora_tool.plan.consolidate import What, plan_consolidate
 
 
@@ -57,7 +59,11 @@ def command(
 
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """
+    ignored = tuple(code for codes in ignore for code in codes)
+    _require_codes(ignored)
     opened = open_sharded(checkpoint)
+    if output:
+        check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
     plan = plan_consolidate(
         opened,
         what=what,
@@ -65,8 +71,9 @@ def command(
         adapter_config=adapter_config,
         dtype=DTYPES[dtype] if dtype else None,
         max_shard_bytes=max_shard_size,
-        ignore=[code for codes in ignore for code in codes],
+        ignore=ignored,
         check_values=not dry_run,
+        watch=lambda nbytes: progress_bar("checking", nbytes, quiet=quiet or as_json),
     )
     carry_out(
         plan,
@@ -78,6 +85,18 @@ def command(
         as_json=as_json,
         quiet=quiet,
     )
+
+
+def _require_codes(codes: tuple[str, ...]) -> None:
+    """Return if each is a rule's code or the beginning of some. Raises a usage error naming the closest."""
+    if codes:
+        import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+        from lora_tool.rules.registry import UnknownRule, expand  # noqa: PLC0415
+
+        try:
+            expand(codes)
+        except UnknownRule as error:
+            raise click.UsageError(str(error)) from error
 
 
 def _default_output(opened: ZeroDir | DcpDir, what: str) -> Path:

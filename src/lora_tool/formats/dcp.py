@@ -11,12 +11,12 @@ import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import inside, open_regular
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Stub, load
-from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
+from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, read_torch_file, refuse
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
@@ -60,10 +60,10 @@ class DcpFolder:
 
 
 def read_dcp(folder: Path) -> DcpFolder:
-    """Return the structure of the checkpoint in `folder`.
+    """Return the structure of the checkpoint in `folder`; chunks that `.metadata` places nowhere are left out.
 
-    Raises `CorruptFile` for a broken `.metadata`, `IncompleteCheckpoint` where rows of a tensor are in no chunk, and
-    `UnsupportedCheckpoint` for flat parameters (FSDP1), tensors cut along another dimension, and compressed chunks.
+    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1), tensors cut
+    along another dimension, and compressed chunks.
     """
     path = folder / METADATA
     with open_regular(path) as fd:
@@ -90,10 +90,18 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
         raise ValueError("has no tables of tensors and of their storage")  # noqa: TRY004
     # what is no tensor (counters, random states) has no size
     entries = {
-        name: entry for name, entry in stored.items() if isinstance(entry, Stub) and entry.get("size") is not None
+        name: entry
+        for name, entry in stored.items()
+        if isinstance(name, str) and isinstance(entry, Stub) and entry.get("size") is not None
     }
     names = _module_names(entries, found.get("planner_data"))
-    places = {(key.get("fqn"), key.get("offset")): info for key, info in storage.items() if isinstance(key, Stub)}
+    if len(set(names.values())) != len(names):
+        raise ValueError("gives two tensors one name")
+    places = {
+        (str(key.get("fqn")), key.get("offset")): info
+        for key, info in storage.items()
+        if isinstance(key, Stub) and _is_sizes(key.get("offset"))
+    }
     tensors = {name: _tensor(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta")
     save_id = meta.get("save_id") if isinstance(meta, Stub) else None
@@ -125,14 +133,18 @@ def _tensor(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> D
     dtype = _dtype(properties)
     if dtype is None or not _is_sizes(shape):
         raise ValueError(f"gives `{fqn}` no type or no shape that we know")
+    TensorSpec(name=fqn, dtype=dtype, shape=shape)  # raises ValueError for impossible sizes
     chunks = []
-    for piece in entry.get("chunks") or ():
-        offsets, sizes = piece.get("offsets"), piece.get("sizes")
+    pieces = entry.get("chunks")
+    for piece in pieces if isinstance(pieces, list | tuple) else ():
+        offsets, sizes = (piece.get("offsets"), piece.get("sizes")) if isinstance(piece, Stub) else (None, None)
         if not _is_sizes(offsets) or not _is_sizes(sizes) or not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"gives a chunk of `{fqn}` no offsets and sizes")
-        chunks.append(_chunk(folder, fqn, offsets, sizes, places.get((fqn, offsets))))
+        info = places.get((fqn, offsets))
+        # a rank that has no row of a small tensor may write an empty chunk
+        if isinstance(info, Stub) and 0 not in sizes:
+            chunks.append(_chunk(folder, fqn, shape, offsets, sizes, info))
     chunks.sort(key=lambda chunk: chunk.offsets)
-    _require_rows(folder, fqn, shape, chunks)
     return DcpTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
 
 
@@ -143,13 +155,18 @@ def _dtype(properties: object) -> DType | None:
     return next((value.dtype for value in values if isinstance(value, ElementType)), None)
 
 
-def _is_sizes(values: object) -> bool:
+def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
     return isinstance(values, tuple) and all(type(n) is int and n >= 0 for n in values)
 
 
-def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: object) -> Chunk:
-    if not isinstance(info, Stub):
-        raise IncompleteCheckpoint(f"{folder / METADATA}: the rows of `{fqn}` from {list(offsets)} are stored nowhere")
+def _chunk(
+    folder: Path, fqn: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub
+) -> Chunk:
+    if sizes[1:] != shape[1:] or any(offsets[1:]):
+        raise UnsupportedCheckpoint(
+            f"{folder}: `{fqn}` {list(shape)} is cut along more than its rows: tensor parallel checkpoints are not put together",
+            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE",
+        )
     if info.get("transform_descriptors"):
         raise UnsupportedCheckpoint(f"{folder}: `{fqn}` is stored compressed ({info.get('transform_descriptors')})")
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -158,56 +175,80 @@ def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, .
     return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes)
 
 
-def _require_rows(folder: Path, fqn: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Raise unless the chunks are whole rows that cover the tensor once, in order."""
-    row = 0
-    for chunk in chunks:
-        if chunk.sizes[1:] != shape[1:] or any(chunk.offsets[1:]):
-            raise UnsupportedCheckpoint(
-                f"{folder}: `{fqn}` {list(shape)} is cut along more than its rows: tensor parallel checkpoints are not put together",
-                hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE",
-            )
-        if shape and chunk.offsets[0] != row:
-            message = f"rows {row} to {chunk.offsets[0]} of `{fqn}` are in no file"
-            raise IncompleteCheckpoint(f"{folder / METADATA}: {message}")
-        row += chunk.sizes[0] if shape else 1
-    if row != (shape[0] if shape else 1) and 0 not in shape:
-        raise IncompleteCheckpoint(f"{folder / METADATA}: `{fqn}` has {shape[:1]} rows, {row} are in its files")
+def uncovered(tensor: DcpTensor) -> str | None:
+    """Return which of the tensor's rows are in no chunk, or in two; None where all are there once."""
+    rows, row = (tensor.shape[0] if tensor.shape else 1), 0
+    for chunk in tensor.chunks:
+        first = chunk.offsets[0] if tensor.shape else 0
+        if first > row:
+            return f"rows {row} to {first} are in no file"
+        if first < row:
+            return f"rows {first} to {row} are in two places"
+        row += chunk.sizes[0] if tensor.shape else 1
+    return None if row == rows or 0 in tensor.shape else f"rows {row} to {rows} are in no file"
 
 
-def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> tuple[dict[str, StoredTensor], list[Record]]:
-    """Return the tensors whose names are in `wanted`, as spans, and the archive members that hold them.
+Pieces = Mapping[str, tuple[LazyTensor, ...]]
+"""Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
 
-    Raises `IncompleteCheckpoint` for a missing file, `CorruptFile` for a broken one.
-    """
-    tensors, records = {}, []
+
+def read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
+    """Return the tensors inside the `.distcp` files that are there, and the first problem of each broken file."""
+    pieces: dict[str, tuple[LazyTensor, ...]] = {}
+    problems: dict[str, Problem] = {}
+    missing = set(missing_files(found))
     for name, tensor in found.tensors.items():
-        if name in wanted:
-            pieces = [_piece(found.folder, name, tensor, chunk) for chunk in tensor.chunks]
-            spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
-            spans = tuple(span for stored, _ in pieces for span in stored.spans)
-            tensors[name] = StoredTensor(spec=spec, spans=spans or (_nothing(found.folder),))
-            records += [record for _, record in pieces]
-    return tensors, records
+        read: list[LazyTensor] = []
+        for chunk in tensor.chunks:
+            if chunk.filename in problems or chunk.filename in missing:
+                break
+            try:
+                read.append(_piece(found.folder, name, tensor, chunk))
+            except CorruptFile as error:
+                problems[chunk.filename] = error.problem
+                break
+        else:
+            pieces[name] = tuple(read)
+    return pieces, tuple(problems.values())
 
 
-def _nothing(folder: Path) -> Span:
-    return Span(path=folder / METADATA, offset=0, nbytes=0)
+def missing_files(found: DcpFolder) -> tuple[str, ...]:
+    """Return the `.distcp` files that `.metadata` names and that are not there."""
+    return tuple(name for name in found.filenames if not (found.folder / name).exists())
 
 
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> tuple[StoredTensor, Record]:
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> LazyTensor:
     path = folder / chunk.filename
-    if not path.exists():
-        raise IncompleteCheckpoint(
-            f"{path} is missing: it holds rows of `{name}`",
-            hint="copy it from the machine that wrote it: every node writes its own ranks",
-        )
     if not inside(folder, path):
         refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
     lazy = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes).value
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         refuse(path, Defect.WRONG_SIZE, f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}", name)
-    return lazy.stored(name), lazy.record
+    return lazy
+
+
+def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> dict[str, StoredTensor]:
+    """Return the tensors whose names are in `wanted`, as spans.
+
+    Raises `IncompleteCheckpoint` for a tensor of which a part is missing or cannot be read.
+    """
+    tensors = {}
+    for name, tensor in found.tensors.items():
+        if name not in wanted:
+            continue
+        if name not in pieces or uncovered(tensor):
+            raise IncompleteCheckpoint(
+                f"{found.folder}: `{name}` {list(tensor.shape)} is not whole",
+                hint="copy the .distcp files from the machines that wrote them: every node writes its own ranks",
+            )
+        spans = tuple(span for lazy in pieces[name] for span in lazy.stored(name).spans)
+        spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
+        tensors[name] = StoredTensor(spec=spec, spans=spans or (_nothing(found.folder),))
+    return tensors
+
+
+def _nothing(folder: Path) -> Span:
+    return Span(path=folder / METADATA, offset=0, nbytes=0)
 
 
 def stamps(found: DcpFolder) -> dict[Path, FileStamp]:

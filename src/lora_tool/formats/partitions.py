@@ -56,7 +56,8 @@ def entries(tag: ZeroTag) -> dict[str, Entry]:
         trained = {}
     found = {name: Entry(role=Role.TRAINED, shape=shape) for name, shape in trained.items()}
     frozen = _frozen_shapes(tag)
-    found |= {name: Entry(role=Role.FROZEN, shape=shape) for name, shape in frozen.items() if name not in found}
+    other = Role.FROZEN if tag.stage else Role.SAVED
+    found |= {name: Entry(role=other, shape=shape) for name, shape in frozen.items() if name not in found}
     for name in first.buffer_names:
         if name in first.module and name not in found:
             found[name] = Entry(role=Role.BUFFER, shape=first.module[name].shape)

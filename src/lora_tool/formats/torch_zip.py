@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -265,11 +266,16 @@ def _storages(records: Mapping[str, Record]) -> Callable[[Any], _Storage]:
 
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
     """`torch._utils._rebuild_tensor_v2`, and v3, whose seventh argument is the type of an untyped storage's tensor."""
-    if not isinstance(storage, _Storage) or not _is_sizes((start, *shape, *stride)) or len(shape) != len(stride):
+    # a checkpoint has thousands of tensors: this is written for speed
+    sizes = (start, *shape, *stride)
+    if not isinstance(storage, _Storage) or not _is_sizes(sizes) or len(shape) != len(stride):
         raise ValueError("a tensor is not built from a storage, an offset, a shape and strides")
-    dtype = next((extra.dtype for extra in rest if isinstance(extra, ElementType)), storage.dtype)
+    dtype = storage.dtype
+    for extra in rest:
+        if type(extra) is ElementType:
+            dtype = extra.dtype
     held = storage.numel * storage.dtype.bits // dtype.bits
-    last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    last = start + sum(map(mul, shape, stride)) - sum(stride)
     if (0 not in shape and last >= held) or start > held:
         raise ValueError(f"a tensor of shape {list(shape)} at element {start:,} lies beyond its storage of {held:,}")
     if math.prod(shape) > MAX_BYTES:
@@ -278,7 +284,8 @@ def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> La
 
 
 def _is_sizes(values: tuple[Any, ...]) -> bool:
-    return all(type(n) is int and n >= 0 for n in values)
+    # bool is an int, and no size
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0)
 
 
 def _first(value: Any, *_: Any) -> Any:  # noqa: ANN401

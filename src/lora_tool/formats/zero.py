@@ -21,13 +21,16 @@ from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read
 Shape = tuple[int, ...]
 States = TypeVar("States")
 
-_OPTIM = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
-_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
+_RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
+_OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
+_MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
 _REFUSED = (
     (re.compile(r"layer_\d+_expert_\d+_|expp_rank_"), "holds the experts of a mixture (MoE) in files of their own"),
     (re.compile(r"layer_\d+-model_"), "was trained with pipeline parallelism: every layer has its own files"),
     (re.compile(r"offloaded_tensors\Z"), "keeps optimizer state in NVMe swap files"),
+    (re.compile(r"zero\Z"), "is a universal one (ds_to_universal.py), with a folder for every parameter"),
 )
+_MAX_RANKS = 1_000_000
 _USE_DEEPSPEED = "convert it with DeepSpeed's own ds_to_universal.py, on the machine it was trained on"
 
 
@@ -37,6 +40,8 @@ class ModelStates:
 
     file: TorchFile
     rank: int
+    stage: int
+    """The ZeRO stage, as the file's name and the config in it tell."""
     module: Mapping[str, LazyTensor]
     """Stage 1 and 2: the weights in the model's type. Stage 3: placeholders of shape [0], and real buffers."""
     buffer_names: frozenset[str]
@@ -75,14 +80,17 @@ class ZeroTag:
     name: str
     model: Mapping[int, ModelStates]
     optim: Mapping[int, OptimStates]
-    listed: tuple[str, ...]
-    """Names of all rank files, the unreadable ones too."""
+    model_files: Mapping[int, str]
+    """Rank → name of its model file, the unreadable ones too."""
+    optim_files: Mapping[int, str]
     problems: tuple[Problem, ...] = ()
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage: 0 where no rank has optimizer files (the weights are then whole in `module`)."""
-        return next((states.stage for states in self.optim.values()), 0)
+        """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
+        first = self.first
+        told = first.stage if first else 0
+        return next((states.stage for states in self.optim.values()), told)
 
     @property
     def world_size(self) -> int:
@@ -90,7 +98,8 @@ class ZeroTag:
         counts = [states.partition_count for states in self.optim.values() if states.partition_count]
         if counts:
             return max(counts, key=counts.count)
-        return max(1, len(self.optim))
+        told = self.first.dp_world_size if self.first and self.stage else None
+        return max(1, told or 1, *(rank + 1 for rank in (*self.optim_files, *self.model_files)))
 
     @property
     def first(self) -> ModelStates | None:
@@ -106,6 +115,7 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     """
     names = sorted(entry.name for entry in folder.iterdir())
     _require_supported(folder, names)
+    # stages 1 and 2 write one model file, and no rank in its name
     model = [(int(match["rank"] or 0), match[0]) for match in map(_MODEL.match, names) if match]
     optim = [(int(match["rank"]), match[0]) for match in map(_OPTIM.match, names) if match]
     if not model and not optim:
@@ -116,7 +126,8 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
         name=name,
         model=reading.all(model, _model_states),
         optim=reading.all(optim, _optim_states),
-        listed=tuple(file for _, file in (*model, *optim)),
+        model_files=dict(model),
+        optim_files=dict(optim),
         problems=tuple(reading.problems),
     )
     _require_plain_data_parallel(tag)
@@ -135,6 +146,13 @@ def _require_supported(folder: Path, names: Sequence[str]) -> None:
                 hint=_USE_DEEPSPEED,
             )
     prefixes = {match["prefix"] or "" for match in map(_OPTIM.match, names) if match}
+    models = [match for match in map(_MODEL.match, names) if match]
+    if len({match["rank"] is None for match in models}) > 1:
+        raise UnsupportedCheckpoint(
+            f"{folder} holds `{models[0][0]}` and `{models[-1][0]}`: "
+            "two runs, one with ZeRO-3 and one without, were saved into one folder",
+            hint="move the files of the other run away; their dates tell",
+        )
     if len(prefixes) > 1:
         raise UnsupportedCheckpoint(
             f"{folder} holds optimizer files of two sorts, with and without `{max(prefixes)}` in front: "
@@ -193,9 +211,11 @@ def _model_states(file: TorchFile, rank: int) -> ModelStates:
         shapes = []
     groups = [shapes] if isinstance(shapes, dict) else shapes
     frozen_shapes, frozen = table.get("frozen_param_shapes"), table.get("frozen_param_fragments")
+    config = table["ds_config"] if isinstance(table.get("ds_config"), dict) else {}
     return ModelStates(
         file=file,
         rank=rank,
+        stage=3 if file.path.name.startswith("zero_") else _configured_stage(config),
         module=_tensors(file, table.get("module") or {}, "module"),
         buffer_names=frozenset(name for name in table.get("buffer_names") or () if isinstance(name, str)),
         param_shapes=tuple(_shapes(file, group, "param_shapes") for group in groups),
@@ -203,10 +223,17 @@ def _model_states(file: TorchFile, rank: int) -> ModelStates:
         frozen=None if frozen is None else _tensors(file, frozen, "frozen_param_fragments"),
         shared=_shared(table.get("shared_params")),
         global_steps=_integer(table.get("global_steps")),
-        dp_world_size=_integer(table.get("dp_world_size")),
+        dp_world_size=_count_of_ranks(table.get("dp_world_size")),
         version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
-        config=table["ds_config"] if isinstance(table.get("ds_config"), dict) else {},
+        config=config,
     )
+
+
+def _configured_stage(config: Mapping[str, Any]) -> int:
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    # stage 3 would be in the file's name
+    return stage if type(stage) is int and stage in (1, 2) else 0
 
 
 def _optim_states(file: TorchFile, rank: int) -> OptimStates:
@@ -227,7 +254,7 @@ def _optim_states(file: TorchFile, rank: int) -> OptimStates:
         rank=rank,
         stage=stage,
         groups=tuple(groups),
-        partition_count=_partition_count(table.get("partition_count")),
+        partition_count=_count_of_ranks(table.get("partition_count")),
         step=_step(optimizer),
         config=file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {},
     )
@@ -269,10 +296,10 @@ def _nonzero(padding: object) -> bool:
     return any(map(_nonzero, padding)) if isinstance(padding, list) else bool(padding)
 
 
-def _partition_count(value: object) -> int | None:
+def _count_of_ranks(value: object) -> int | None:
     """Stage 3 writes one number, stages 1 and 2 one for each group."""
-    counts = [count for count in value if type(count) is int] if isinstance(value, list) else [value]
-    return max((count for count in counts if type(count) is int), default=None)
+    counts = value if isinstance(value, list) else [value]
+    return max((count for count in counts if type(count) is int and 0 < count < _MAX_RANKS), default=None)
 
 
 def _step(optimizer: object) -> float | None:

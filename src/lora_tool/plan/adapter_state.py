@@ -21,7 +21,10 @@ from lora_tool.formats.partitions import Entry, Role
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.architectures import ARCHITECTURES
 from lora_tool.plan.model import SideFile
+from lora_tool.plan.training_state import TrainingState
+from lora_tool.report import Finding, Severity
 from lora_tool.sources import resolve
+from lora_tool.tensors import StoredTensor, TensorTable
 
 HEADS = frozenset(
     {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
@@ -41,6 +44,8 @@ class AdapterSelection:
     names: Mapping[str, str]
     """Name in the adapter → name in the training module."""
     config: SideFile
+    faults: tuple[Finding, ...]
+    """LT415, where the head is lost."""
     notes: tuple[str, ...]
 
 
@@ -62,12 +67,13 @@ def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> Adapte
     return read_adapter_config(path)
 
 
-def select_adapter(entries: Mapping[str, Entry], config: AdapterConfig) -> AdapterSelection:
+def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelection:
     """Return the adapter's tensors by their PEFT names, a frozen head among them.
 
-    Raises `UnsupportedCheckpoint` where the head is lost, where several adapters were trained, and for trained
-    tensors that an adapter has no place for.
+    Raises `UnsupportedCheckpoint` where several adapters were trained, where the config is another run's, and for
+    trained tensors that an adapter has no place for.
     """
+    entries = state.entries
     parsed = {name: keys.parse(_unwrapped(name)) for name in entries}
     chosen = _adapter_name(entries, parsed)
     names: dict[str, str] = {}
@@ -82,8 +88,12 @@ def select_adapter(entries: Mapping[str, Entry], config: AdapterConfig) -> Adapt
         elif key.part not in _LORA and entries[name].role is Role.TRAINED:
             names[key.canonical] = name
     _require_ranks(entries, parsed, config)
-    heads, saved, notes = _heads(parsed, config, names)
-    return AdapterSelection(names={**names, **heads}, config=_config_file(config, saved), notes=notes)
+    heads = find_heads(state, config)
+    notes = tuple(
+        f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in heads.names
+    )
+    config_file = _config_file(config, heads.whole_modules)
+    return AdapterSelection(names={**names, **heads.names}, config=config_file, faults=heads.faults, notes=notes)
 
 
 def _unwrapped(name: str) -> str:
@@ -124,57 +134,91 @@ def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey
             )
 
 
-def _heads(
-    parsed: Mapping[str, AdapterKey],
-    config: AdapterConfig,
-    names: Mapping[str, str],
-) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
-    """Return the frozen head's tensors by PEFT name, the modules to add to `modules_to_save`, and notes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The frozen random heads of a PEFT module: where they are, and which are lost."""
+
+    names: Mapping[str, str]
+    """Name in the adapter → name in the training module."""
+    whole_modules: tuple[str, ...]
+    """Modules among them without LoRA: PEFT loads them only if `modules_to_save` names them."""
+    faults: tuple[Finding, ...]
+    """LT415, for each head that is nowhere."""
+
+
+def find_heads(state: TrainingState, config: AdapterConfig | None) -> Heads:
+    """Return the heads that `save_pretrained` would not save; `config` None is an adapter of which nothing is known."""
+    parsed = {name: keys.parse(_unwrapped(name)) for name in (*state.entries, *state.without_values)}
+    trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
-    frozen = {name: key for name, key in parsed.items() if key.part in (Part.PLAIN, Part.BASE_LAYER)}
-    plain = {key.module for key in frozen.values() if key.part is Part.PLAIN and _is_head(key.module)}
-    plain -= {module for module in plain if any(f"{keys.PREFIX}{module}." in name for name in names)}
-    trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE and _is_head(key.module)}
-    classifier = config.task_type == "SEQ_CLS"
-    if not adapted and not plain and (trained or not classifier):
-        return {}, (), ()
-    base = _base_names(config)
-    found: dict[str, str] = {}
+    plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and _is_head(key.module)} - trained
+    base = _base_tensors(config)
+    names: dict[str, str] = {}
+    faults: list[Finding] = []
     for module in sorted(adapted | plain):
         part = Part.BASE_LAYER if module in adapted else Part.PLAIN
-        held = {key.canonical: name for name, key in frozen.items() if key.module == module and key.part is part}
-        if f"{module}.weight" in base:
+        held = {
+            key.canonical: name
+            for name, key in parsed.items()
+            if key.module == module and key.part is part and name in state.entries
+        }
+        if base is not None and _fits(base.get(f"{module}.weight"), module, parsed, state.entries):
             continue
-        if not any(name.endswith(".weight") for name in held):
-            raise _lost(module, "LoRA was put on it, and its frozen random weights were not saved with the checkpoint")
-        found |= held
-    if not adapted and not plain and not any(_is_head(name.rpartition(".")[0]) for name in base):
-        raise _lost("score", "task_type is SEQ_CLS, and neither the checkpoint nor the base model has a head")
-    carried = tuple(f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in found)
-    return found, tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in found)), carried
+        if any(name.endswith(".weight") for name in held):
+            names |= held
+        else:
+            what = "LoRA was put on it" if module in adapted else "it was frozen"
+            faults.append(_lost(state, config, module, f"{what}, and its weights were not saved with the checkpoint"))
+    in_base = base is not None and any(_is_head(name.rpartition(".")[0]) for name in base)
+    has_head = adapted or plain or in_base or any(map(_is_head, trained))
+    if config is not None and config.task_type == "SEQ_CLS" and not has_head:
+        faults.append(_lost(state, config, "score", "task_type is SEQ_CLS, and the checkpoint has no head"))
+    whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
+    return Heads(names=names, whole_modules=whole, faults=tuple(faults))
 
 
 def _is_head(module: str) -> bool:
     return module.rpartition(".")[2] in HEADS
 
 
-def _lost(module: str, why: str) -> UnsupportedCheckpoint:
-    return UnsupportedCheckpoint(
-        f"LT415 the head `{module}` is lost: {why}. Every reward of this adapter would be wrong",
-        hint="look for a tag saved without exclude_frozen_parameters; or train again with modules_to_save. "
-        "--what state writes the tensors that are there",
+def _fits(
+    weight: StoredTensor | None, module: str, parsed: Mapping[str, AdapterKey], entries: Mapping[str, Entry]
+) -> bool:
+    """Return whether the base's weight of the head can be the trained model's: a new head may have other labels."""
+    if weight is None:
+        return False
+    shapes = {key.part: entries[name].shape for name, key in parsed.items() if key.module == module and name in entries}
+    own = shapes.get(Part.BASE_LAYER) or shapes.get(Part.PLAIN)
+    if own is None and len(shapes.get(Part.LORA_A, ())) == len(shapes.get(Part.LORA_B, ())) == 2:  # noqa: PLR2004 - matrices
+        own = (shapes[Part.LORA_B][0], shapes[Part.LORA_A][1])
+    return own is None or own == weight.shape
+
+
+def _lost(state: TrainingState, config: AdapterConfig | None, module: str, why: str) -> Finding:
+    named = config.base_model if config else None
+    elsewhere = "no base model is known"
+    if named:
+        missing = "is not on this disk" if _base_tensors(config) is None else "has none that fits"
+        elsewhere = f"the base model {named} {missing}"
+    return Finding(
+        code="LT415",
+        severity=Severity.ERROR,
+        path=str(state.folder),
+        subject=module,
+        message=f"the head is lost: {why}, and {elsewhere}. Every reward would be wrong",
+        hint="look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save",
     )
 
 
-def _base_names(config: AdapterConfig) -> frozenset[str]:
-    """Return the base model's tensor names if it is on this disk, else nothing."""
-    if not config.base_model:
-        return frozenset()
+def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:
+    """Return the base model's tensors, None if it is not on this disk."""
+    if config is None or not config.base_model:
+        return None
     try:
         base = open_checkpoint(resolve(config.base_model, near=config.path.parent, revision=config.revision).path)
-    except CheckpointError:
-        return frozenset()
-    return frozenset(base.tensors) if isinstance(base, ModelDir) else frozenset()
+    except (CheckpointError, UnsupportedCheckpoint):
+        return None
+    return base.tensors if isinstance(base, ModelDir) else None
 
 
 def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
@@ -197,5 +241,7 @@ def left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator
                 yield name, "the frozen original of a module that was trained whole"
             elif part in _LORA:
                 yield name, "of another, frozen adapter"
+            elif entries[name].role is Role.SAVED:
+                yield name, "not LoRA: the base model has it, unless it was trained, which the checkpoint does not say"
             else:
                 yield name, "frozen: the base model has it"

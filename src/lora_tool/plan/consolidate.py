@@ -19,10 +19,11 @@ from lora_tool.plan import layout
 from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
 from lora_tool.plan.model import Cast, Copy, Fate, Leftover, Op, Plan, Precision, Shard, SideFile, Step
 from lora_tool.plan.side_files import GENERATION_CONFIG
-from lora_tool.plan.training_state import TrainingState, training_state
-from lora_tool.plan.zero_checks import Fault, Severity
+from lora_tool.plan.training_state import TrainingState, Watch, training_state, unwatched
+from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
+_VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 _CONFIG_DTYPES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}
 
 
@@ -48,6 +49,7 @@ class _Choice:
     names: Mapping[str, str]
     leftovers: tuple[tuple[str, Fate, str], ...] = ()
     side_files: tuple[SideFile, ...] = ()
+    faults: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -62,11 +64,13 @@ def plan_consolidate(
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
     check_values: bool = True,
+    watch: Watch = unwatched,
 ) -> Plan:
     """Return the plan that puts the checkpoint's tensors together. Nothing is written.
 
     `dtype` None keeps each tensor's own: float32 for trained ones, the model's for frozen ones. With `check_values`
-    every byte that will be used is read once: CRC32, NaN, all-zero parts. Raises `FindingsFound` for faults that are
+    every byte that will be used is read once, unless all of that is ignored: CRC32, NaN, all-zero parts;
+    `watch` is told of it. Raises `FindingsFound` for faults that are
     errors and whose codes do not begin with one of `ignore`; `UnsupportedCheckpoint` and `CheckpointError` for what
     cannot be put together at all.
     """
@@ -77,9 +81,10 @@ def plan_consolidate(
     if decided is What.AUTO:
         decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
     choice = _choose(decided, state, adapter_config, dtype)
+    kept += _refuse_errors(choice.faults, ignored)
     tensors = state.assemble(frozenset(choice.names.values()))
-    if check_values and not {"LT411", "LT412", "LT413", "LT414"} <= set(ignored):
-        kept += _refuse_errors(state.look_at(tensors), ignored)
+    if check_values and not all(code.startswith(ignored or "-") for code in _VALUE_CODES):
+        kept += _refuse_errors(state.look_at(tensors, watch), ignored)
     steps = tuple(_steps(choice.names, tensors, state.entries, dtype))
     shards = _shards(decided, steps, max_shard_bytes)
     side_files = choice.side_files
@@ -108,7 +113,7 @@ def plan_consolidate(
     )
 
 
-def _refuse_errors(faults: Iterable[Fault], ignored: tuple[str, ...]) -> list[Fault]:
+def _refuse_errors(faults: Iterable[Finding], ignored: tuple[str, ...]) -> list[Finding]:
     """Return the faults that do not stop us. Raises `FindingsFound` with the errors that are not ignored."""
     faults = list(faults)
     errors = [f for f in faults if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
@@ -143,17 +148,14 @@ def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype
 def _choose_adapter(state: TrainingState, adapter_config: Path | None) -> _Choice:
     if not has_lora(state.entries):
         raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint="--what model, or --what state")
-    config = find_adapter_config(adapter_config, near=_near(state))
-    selection = select_adapter(state.entries, config)
+    config = find_adapter_config(adapter_config, near=state.near)
+    selection = select_adapter(state, config)
     taken = frozenset(selection.names.values())
     left = tuple((name, Fate.DROPPED, reason) for name, reason in left_behind(state.entries, taken))
     files = (selection.config, *_tokenizer_files(state))
-    return _Choice(names=selection.names, leftovers=left, side_files=files, notes=selection.notes)
-
-
-def _near(state: TrainingState) -> tuple[Path, ...]:
-    """Where what belongs to the checkpoint may lie: HF Trainer writes it beside the tags, others above or inside."""
-    return tuple(dict.fromkeys((state.root, state.folder, state.root.absolute().parent)))
+    return _Choice(
+        names=selection.names, leftovers=left, side_files=files, faults=selection.faults, notes=selection.notes
+    )
 
 
 def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
@@ -169,7 +171,7 @@ def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ..
     path = _find(state, model_config.FILE_NAME)
     tokenizers = tuple(_tokenizer_files(state))
     if path is None:
-        places = ", ".join(map(str, _near(state)))
+        places = ", ".join(map(str, state.near))
         return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
     raw: dict[str, Any] = dict(read_json(path))
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
@@ -195,7 +197,7 @@ def _usual_dtype(state: TrainingState) -> DType:
 
 
 def _find(state: TrainingState, name: str) -> Path | None:
-    return next((folder / name for folder in _near(state) if _is_own_file(folder, name)), None)
+    return next((folder / name for folder in state.near if _is_own_file(folder, name)), None)
 
 
 def _is_own_file(folder: Path, name: str) -> bool:
@@ -203,7 +205,7 @@ def _is_own_file(folder: Path, name: str) -> bool:
 
 
 def _tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
-    for folder in _near(state):
+    for folder in state.near:
         names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_own_file(folder, name)]
         if names:
             for name in names:

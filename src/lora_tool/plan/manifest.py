@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from lora_tool.formats.manifest import SCHEMA_VERSION
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.model import Plan
 from lora_tool.plan.text import step_json
+from lora_tool.version import __version__
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -77,15 +78,10 @@ def describe_input(
     }
 
 
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return package → version for those that are installed."""
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return our version, and those of the packages that did the arithmetic: they are loaded."""
+    loaded = {package: sys.modules[package] for package in packages if package in sys.modules}
+    return {"lora-tool": __version__, **{name: str(module.__version__) for name, module in loaded.items()}}
 
 
 def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
@@ -96,13 +92,13 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
 
 def manifest_bytes(plan: Plan, hashes: Mapping[Path, str]) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes. `hashes` are those of `plan.hashed`."""
-    packages = ["lora-tool", "numpy"] + (["torch"] if plan.precision.value == "peft" else [])
+    packages = ["numpy"] + (["torch"] if plan.precision.value == "peft" else [])
     table = {
         "schema_version": SCHEMA_VERSION,
         **plan.manifest,
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
-        "versions": installed_versions(packages),
+        "versions": _versions(packages),
         "warnings": list(plan.warnings),
         "counts": plan.counts(),
         "ledger": [

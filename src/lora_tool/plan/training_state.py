@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import DcpDir, ZeroDir
-from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
-from lora_tool.formats.dcp import assemble_dcp, read_dcp, stamps
-from lora_tool.formats.partitions import Entry, Role, assemble, entries
+from lora_tool.errors import CorruptFile, NotACheckpoint
+from lora_tool.formats.dcp import DcpFolder, assemble_dcp, read_dcp, read_pieces, stamps
+from lora_tool.formats.partitions import Entry, Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
-from lora_tool.plan.zero_checks import Fault, newer_tag, structure_faults
-from lora_tool.plan.zero_values import rounding_faults, value_faults
+from lora_tool.plan import dcp_checks, zero_checks
+from lora_tool.report import Finding
 from lora_tool.tensors import FileStamp, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Asked once for how many bytes are going to be read, it gives what is told of each block, from any thread."""
+
+
+def unwatched(_: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Return what to be told where nobody watches."""
+    return contextlib.nullcontext(lambda _: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +42,26 @@ class TrainingState:
     entries: Mapping[str, Entry]
     shared: Mapping[str, str]
     """Tied tensors: other name → the name under which it is in `entries`."""
-    faults: tuple[Fault, ...]
+    without_values: tuple[str, ...]
+    """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
+    faults: tuple[Finding, ...]
     """What its structure has wrong."""
     assemble: Callable[[Container[str]], dict[str, StoredTensor]]
-    look_at: Callable[[Tensors], list[Fault]]
+    look_at: Callable[[Tensors, Watch], list[Finding]]
     """Reads the values of these tensors and returns what is wrong with them."""
     stamps: Mapping[Path, FileStamp]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the manifest records about it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, about: what is not yet looked at counts as float32."""
+        return sum(4 * math.prod(entry.shape) for entry in self.entries.values())
+
+    @property
+    def near(self) -> tuple[Path, ...]:
+        """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside."""
+        return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
 
 
 def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
@@ -50,31 +72,33 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
     name = _choose_tag(checkpoint, tag)
     folder = checkpoint.root if name == "." else checkpoint.root / name
     found = read_tag(folder, name)
-    if found.first is None:
-        problem = str(found.problems[0]) if found.problems else f"{folder} has no model file"
-        raise IncompleteCheckpoint(
-            f"{problem}: names and shapes are in the model files, and none can be read",
-            hint="copy the files again, or use another tag: --tag T",
-        )
-    older = newer_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
-    steps = found.first.global_steps
+    older = zero_checks.latest_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
+    first = found.first
+    known = entries(found)
+    lost = tuple(dict.fromkeys((*unaccounted(found), *zero_checks.base_layers_left_out(known))))
     files: list[ModelStates | OptimStates] = [*found.model.values(), *found.optim.values()]
+    steps = first.global_steps if first else None
     return TrainingState(
         root=checkpoint.root,
         folder=folder,
         title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {found.world_size} ranks, step {steps}",
-        entries=entries(found),
-        shared=found.first.shared,
-        faults=(*structure_faults(found), *older),
+        entries=known,
+        shared=first.shared if first else {},
+        without_values=lost,
+        faults=(
+            *zero_checks.structure_faults(found),
+            *older,
+            *zero_checks.frozen_not_saved(first.file.path if first else folder, lost),
+        ),
         assemble=lambda wanted: assemble(found, wanted),
-        look_at=lambda tensors: _look_at(found, tensors),
+        look_at=lambda tensors, watch: _look_at(checkpoint.root, found, tensors, watch),
         stamps={states.file.path: states.file.stamp for states in files},
         facts={
             "format": f"DeepSpeed ZeRO-{found.stage}",
             "tag": name,
             "world_size": found.world_size,
             "global_steps": steps,
-            "deepspeed": found.first.version,
+            "deepspeed": first.version if first else None,
             "serialization_ids": {states.file.path.name: states.file.serialization_id for states in files},
         },
     )
@@ -83,7 +107,8 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
 def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
     """Return the state of the module in a folder of torch distributed checkpoints; `part` is the sub-folder.
 
-    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, and what `read_dcp` raises.
+    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, `UnsupportedCheckpoint` for layouts
+    that are refused.
     """
     # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
     parts = [name for name in checkpoint.parts if not name.startswith("optimizer")] if part is None else [part]
@@ -91,22 +116,41 @@ def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
         listed = ", ".join(checkpoint.parts)
         raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
-    found = read_dcp(folder)
+    try:
+        found = read_dcp(folder)
+    except CorruptFile as error:
+        found = DcpFolder(folder=folder, tensors={})
+        faults = tuple(dcp_checks.unreadable([error.problem]))
+        return _dcp_state(checkpoint, parts[0], found, faults)
+    return _dcp_state(checkpoint, parts[0], found)
 
-    def look_at(tensors: Tensors) -> list[Fault]:
-        return value_faults(tensors, assemble_dcp(found, tensors)[1], masters=frozenset())
+
+def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
+    pieces, problems = read_pieces(found)
+    lost = zero_checks.base_layers_left_out(found.tensors)
+
+    def look_at(tensors: Tensors, watch: Watch) -> list[Finding]:
+        from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415 - numpy, only where values are read
+
+        records = [lazy.record for name in tensors for lazy in pieces[name]]
+        return value_faults(tensors, records, masters=frozenset(), watch=watch)
 
     return TrainingState(
         root=checkpoint.root,
-        folder=folder,
-        title=f"FSDP2 checkpoint {folder}, {len(found.filenames)} files",
+        folder=found.folder,
+        title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
         entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         shared={},
-        faults=(),
-        assemble=lambda wanted: assemble_dcp(found, wanted)[0],
+        without_values=lost,
+        faults=(
+            *faults,
+            *dcp_checks.structure_faults(found, problems),
+            *zero_checks.frozen_not_saved(found.folder, lost),
+        ),
+        assemble=lambda wanted: assemble_dcp(found, pieces, wanted),
         look_at=look_at,
         stamps=stamps(found),
-        facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
+        facts={"format": "torch distributed checkpoint", "tag": part, "save_id": found.save_id},
     )
 
 
@@ -133,11 +177,14 @@ def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
     )
 
 
-def _look_at(tag: ZeroTag, tensors: Tensors) -> list[Fault]:
+def _look_at(root: Path, tag: ZeroTag, tensors: Tensors, watch: Watch) -> list[Finding]:
+    from lora_tool.plan.rounding import rounding_faults  # noqa: PLC0415 - numpy, only where values are read
+    from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415
+
     known = entries(tag)
     masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
-    faults = value_faults(tensors, _records(tag, tensors), masters=masters)
-    return faults + list(rounding_faults(tag, tensors))
+    faults = value_faults(tensors, _records(tag, tensors), masters=masters, watch=watch)
+    return [*faults, *rounding_faults(root, tag, tensors)]
 
 
 def _records(tag: ZeroTag, tensors: Tensors) -> list[Record]:

@@ -1,88 +1,59 @@
-"""What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters alone: pure generators of faults.
+"""What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters alone: pure generators of findings.
 
-`zero_to_fp32` accepts most of these without a word. `values` has the checks that read the weights.
+`zero_to_fp32` accepts most of these without a word. `value_checks` and `rounding` read the weights.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lora_tool.formats.partitions import leftover, unaccounted
+from lora_tool.formats.partitions import leftover
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag
+from lora_tool.report import Finding, Severity
 
 _TAG = re.compile(r"global_step(\d+)\Z")
+_LORA = re.compile(r"\.lora_(embedding_)?A\.")
 
 
-@enum.unique
-class Severity(str, enum.Enum):
-    """How bad a fault is. ERROR: the weights put together would not be those that were trained."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One thing that is wrong, with the code of its rule."""
-
-    code: str
-    severity: Severity
-    path: str
-    message: str
-    subject: str | None = None
-    hint: str | None = None
-
-    def __str__(self) -> str:
-        where = f"{self.path}: `{self.subject}`" if self.subject else self.path
-        return f"{self.code} {where}: {self.message}"
-
-
-def _fault(code: str, path: Path, message: str, *, hint: str | None = None, warning: bool = False) -> Fault:
+def _fault(code: str, path: Path, message: str, *, hint: str | None = None, warning: bool = False) -> Finding:
     severity = Severity.WARNING if warning else Severity.ERROR
-    return Fault(code=code, severity=severity, path=str(path), message=message, hint=hint)
+    return Finding(code=code, severity=severity, path=str(path), subject=None, message=message, hint=hint)
 
 
-def missing_rank_files(tag: ZeroTag) -> Iterator[Fault]:
+def missing_rank_files(tag: ZeroTag) -> Iterator[Finding]:
     """LT401: yield the ranks whose files are not there.
 
     Every node writes its own ranks' files: a folder copied from one node lacks the others'.
     """
     hint = "copy them from the other machines of the run: every node writes its own ranks"
     ranks = range(tag.world_size)
-    present = {name for problem in tag.problems for name in [Path(problem.path).name]}
-    optim = [rank for rank in ranks if tag.stage and rank not in tag.optim and not _broken(present, rank, "optim")]
+    optim = [rank for rank in ranks if tag.stage and rank not in tag.optim_files]
     if optim:
-        listed = ", ".join(map(str, optim[:8]))
-        yield _fault(
-            "LT401", tag.folder, f"of {tag.world_size} ranks the optimizer files of {listed} are missing", hint=hint
-        )
-    wanted = ranks if tag.stage == 3 else [0]  # noqa: PLR2004 - the stage
-    model = [rank for rank in wanted if rank not in tag.model and not _broken(present, rank, "model")]
+        message = f"of {tag.world_size} ranks the optimizer files of {_some(optim)} are missing"
+        yield _fault("LT401", tag.folder, message, hint=hint)
+    model = [rank for rank in (ranks if tag.stage == 3 else [0]) if rank not in tag.model_files]  # noqa: PLR2004 - the stage
     if model:
         # without frozen parameters every rank's model file says the same, tied names apart, which rank 0 knows
-        harmless = 0 not in model and not (tag.first and tag.first.frozen)
-        listed = ", ".join(map(str, model[:8]))
-        message = f"of {tag.world_size} ranks the model files of {listed} are missing"
+        harmless = 0 not in model and tag.first is not None and not tag.first.frozen
+        message = f"of {tag.world_size} ranks the model files of {_some(model)} are missing"
         yield _fault("LT401", tag.folder, message, hint=hint, warning=harmless)
 
 
-def _broken(names: Iterable[str], rank: int, sort: str) -> bool:
-    return any(re.search(rf"zero_pp_rank_{rank}_mp_rank_00_{sort}_states", name) for name in names)
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")  # noqa: PLR2004 - enough to recognise
 
 
-def unreadable_rank_files(tag: ZeroTag) -> Iterator[Fault]:
+def unreadable_rank_files(tag: ZeroTag) -> Iterator[Finding]:
     """LT402: yield the rank files that are truncated, empty or no torch files."""
     for problem in tag.problems:
         yield _fault("LT402", Path(problem.path), problem.message, hint="copy it again, or use another tag: --tag T")
 
 
-def wrong_world_size(tag: ZeroTag) -> Iterator[Fault]:
+def wrong_world_size(tag: ZeroTag) -> Iterator[Finding]:
     """LT403: yield rank files beyond the world size, and ranks that count the world differently."""
     hint = "a run with more ranks was saved into the same folder: move its files away"
     for rank, states in tag.optim.items():
@@ -94,7 +65,7 @@ def wrong_world_size(tag: ZeroTag) -> Iterator[Fault]:
             yield _fault("LT403", states.file.path, message, hint=hint)
 
 
-def moved_rank_files(tag: ZeroTag) -> Iterator[Fault]:
+def moved_rank_files(tag: ZeroTag) -> Iterator[Finding]:
     """LT404: yield rank files that were written under another name: swapped, or copied over another rank's.
 
     `torch.save` calls the archive's folder after the file; DeepSpeed's other writers call it ``archive``.
@@ -106,7 +77,7 @@ def moved_rank_files(tag: ZeroTag) -> Iterator[Fault]:
             yield _fault("LT404", states.file.path, message, hint=f"give it its name back: {root}.pt")
 
 
-def copied_rank_files(tag: ZeroTag) -> Iterator[Fault]:
+def copied_rank_files(tag: ZeroTag) -> Iterator[Finding]:
     """LT405: yield optimizer files of two ranks with the same content."""
     seen: dict[Hashable, OptimStates] = {}
     for states in tag.optim.values():
@@ -118,7 +89,7 @@ def copied_rank_files(tag: ZeroTag) -> Iterator[Fault]:
             yield _fault("LT405", states.file.path, f"has the same content as {other.file.path.name}, of another rank")
 
 
-def different_steps(tag: ZeroTag) -> Iterator[Fault]:
+def different_steps(tag: ZeroTag) -> Iterator[Finding]:
     """LT406: yield rank files that were saved at another step than most."""
     hint = "the checkpoint mixes two saves; use another tag: --tag T"
     by_optim = {states.file.path: states.step for states in tag.optim.values() if states.step is not None}
@@ -128,7 +99,7 @@ def different_steps(tag: ZeroTag) -> Iterator[Fault]:
             yield _fault("LT406", path, f"was saved after {step:g} {what}, the other ranks after {usual:g}", hint=hint)
 
 
-def different_runs(tag: ZeroTag) -> Iterator[Fault]:
+def different_runs(tag: ZeroTag) -> Iterator[Finding]:
     """LT407: yield rank files whose config, names or shapes are not those of the other ranks."""
     hint = "files of another run were mixed in: copy this run's again"
     for states in (tag.model, tag.optim):
@@ -156,7 +127,7 @@ def _odd_ones_out(values: Mapping[Path, Hashable]) -> Iterator[tuple[Path, Hasha
         yield from ((path, value, usual) for path, value in values.items() if value != usual)
 
 
-def leftover_elements(tag: ZeroTag) -> Iterator[Fault]:
+def leftover_elements(tag: ZeroTag) -> Iterator[Finding]:
     """LT408: yield groups whose flat partitions do not have as many elements as the shapes need."""
     first = tag.first
     if first is None or tag.stage == 0 or len(tag.optim) != tag.world_size:
@@ -178,38 +149,40 @@ def leftover_elements(tag: ZeroTag) -> Iterator[Fault]:
             )
 
 
-def newer_tag(root: Path, latest: str | None, tags: Iterable[str]) -> Iterator[Fault]:
-    """LT409: yield a fault if `latest` names an older tag than the newest that is there."""
+def latest_tag(root: Path, latest: str | None, tags: Collection[str]) -> Iterator[Finding]:
+    """LT409: yield a finding if `latest` does not name the newest tag that is there."""
     steps = {name: int(match[1]) for name in tags if (match := _TAG.match(name))}
     newest = max(steps, key=steps.__getitem__, default=None)
-    if latest in steps and newest is not None and steps[newest] > steps[latest]:
+    listed = ", ".join(tags)
+    if latest is None and len(tags) > 1:
+        message = f"there is no file `latest`, and several tags: {listed}"
+        yield _fault("LT409", root, message, hint="choose one: lora-tool consolidate CKPT --tag T", warning=True)
+    elif latest is not None and latest not in tags:
+        message = f"`latest` names {latest}, which is not there; there is: {listed}"
+        yield _fault("LT409", root, message, hint="copy that tag too, or choose one that is there: --tag T")
+    elif latest in steps and newest is not None and steps[newest] > steps[latest]:
         message = (
             f"`latest` names {latest}, but {newest} is there too: was its saving interrupted, or `latest` restored?"
         )
         yield _fault("LT409", root, message, hint=f"to take the newer one: --tag {newest}", warning=True)
 
 
-def frozen_not_saved(tag: ZeroTag) -> Iterator[Fault]:
-    """LT410: yield a fault if parameters of the training module are not in the checkpoint.
+def frozen_not_saved(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
+    """LT410: yield a finding if there are parameters, `lost`, that the module has and the checkpoint has not.
 
     HF Trainer saves PEFT models with `exclude_frozen_parameters=True`; DeepSpeed before 0.9.1 never saved them.
     """
-    first = tag.first
-    if first is None:
-        return
-    trained = [name for group in first.param_shapes for name in group]
-    adapted = {name.partition(".lora_A.")[0] for name in trained if ".lora_A." in name}
-    held = {*(first.frozen or {}), *first.module}
-    lost = [f"{module}.base_layer.weight" for module in sorted(adapted)]
-    lost = [name for name in lost if name not in held] or list(unaccounted(tag))
     if lost:
-        message = (
-            f"frozen parameters were not saved, `{lost[0]}` and {len(lost) - 1} more"
-            if len(lost) > 1
-            else f"`{lost[0]}` was not saved"
-        )
+        more = f" and {len(lost) - 1} more were" if len(lost) > 1 else " was"
         hint = "the adapter can still be taken out; a new head that was frozen is lost"
-        yield _fault("LT410", first.file.path, message, hint=hint, warning=True)
+        yield _fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint, warning=True)
+
+
+def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
+    adapted = {name[: match.start()] for name in names if (match := _LORA.search(name))}
+    weights = (f"{module}.base_layer.weight" for module in sorted(adapted))
+    return tuple(name for name in weights if name not in names)
 
 
 def _files(tag: ZeroTag) -> Iterator[ModelStates | OptimStates]:
@@ -217,21 +190,19 @@ def _files(tag: ZeroTag) -> Iterator[ModelStates | OptimStates]:
     yield from tag.optim.values()
 
 
-STRUCTURE: Mapping[str, Callable[[ZeroTag], Iterator[Fault]]] = {
-    "LT401": missing_rank_files,
-    "LT402": unreadable_rank_files,
-    "LT403": wrong_world_size,
-    "LT404": moved_rank_files,
-    "LT405": copied_rank_files,
-    "LT406": different_steps,
-    "LT407": different_runs,
-    "LT408": leftover_elements,
-    "LT410": frozen_not_saved,
-}
-"""Code → check, for all that need only the structure of one tag."""
+_CHECKS = (
+    missing_rank_files,
+    unreadable_rank_files,
+    wrong_world_size,
+    moved_rank_files,
+    copied_rank_files,
+    different_steps,
+    different_runs,
+    leftover_elements,
+)
 
 
-def structure_faults(tag: ZeroTag) -> Iterator[Fault]:
-    """Yield everything that is wrong with the tag, no tensor read."""
-    for check in STRUCTURE.values():
+def structure_faults(tag: ZeroTag) -> Iterator[Finding]:
+    """Yield what is wrong with the rank files of one tag, no tensor read."""
+    for check in _CHECKS:
         yield from check(tag)

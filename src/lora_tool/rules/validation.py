@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -17,9 +16,8 @@ from lora_tool.checkpoint import (
     open_sharded,
 )
 from lora_tool.display import size
-from lora_tool.errors import CheckpointError, NotACheckpoint
+from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.formats.zero import read_tag
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
 from lora_tool.rules import (  # noqa: F401 - importing a family registers its rules
@@ -32,9 +30,11 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     model_head,
     weights,
     zero,
+    zero_values,
 )
 from lora_tool.rules.base_match import match_base
 from lora_tool.rules.registry import RULES, Need, Rule, chosen
+from lora_tool.rules.sharded import ShardedSubject, sharded_subject
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject, bare_path, layers_of
 
 DEEP_BYTES = 256 << 20
@@ -83,37 +83,32 @@ def _subjects(
         yield adapter_subject(checkpoint, base=base, num_labels=num_labels, task=task)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=num_labels)
-    elif isinstance(checkpoint, ZeroDir):
-        yield _zero_subject(checkpoint)
+    elif isinstance(checkpoint, ZeroDir | DcpDir):
+        yield sharded_subject(checkpoint)
     else:
         yield Subject(checkpoint=checkpoint)
     if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.tags:
-        with contextlib.suppress(NotACheckpoint):  # folders of that name without rank files
-            yield _zero_subject(open_sharded(checkpoint.root))
+        yield from _beside(checkpoint)
     for name in checkpoint.folder.checkpoints if isinstance(checkpoint, RunDir) else ():
         path = checkpoint.root / name
         try:
             inner = open_checkpoint(path)
-        except CheckpointError as error:
+            yield from list(_subjects(inner, base=base, num_labels=num_labels, task=task))
+        except (CheckpointError, UnsupportedCheckpoint) as error:
             yield _unopened(str(path), error)
-        else:
-            yield from _subjects(inner, base=base, num_labels=num_labels, task=task)
 
 
-def _zero_subject(checkpoint: ZeroDir | DcpDir) -> Subject:
-    """Return the tag that would be used; the bare folder where it cannot be looked into."""
-    if isinstance(checkpoint, DcpDir):
-        return Subject(checkpoint=checkpoint)
-    tags = list(checkpoint.rank_files)
-    name = checkpoint.latest if checkpoint.latest is not None and checkpoint.latest in tags else tags[-1]
-    folder = checkpoint.root if name == "." else checkpoint.root / name
+def _beside(checkpoint: AdapterDir | ModelDir) -> Iterator[Subject | Report]:
+    """Yield the training checkpoint that lies in the folder of an adapter or model, as HF Trainer writes it."""
     try:
-        return zero.ZeroSubject(checkpoint=checkpoint, tag=read_tag(folder, name))
-    except CheckpointError:
-        return Subject(checkpoint=checkpoint)
+        yield sharded_subject(open_sharded(checkpoint.root))
+    except NotACheckpoint:  # folders of that name without rank files
+        return
+    except (CheckpointError, UnsupportedCheckpoint) as error:
+        yield Report(skipped=(Skipped(code="LT402", path=str(checkpoint.root), reason=str(error)),))
 
 
-def _unopened(path: str, error: CheckpointError) -> Report:
+def _unopened(path: str, error: LoraToolError) -> Report:
     no_weights = RULES["LT115"]
     finding = Finding(
         code=no_weights.code,
@@ -148,9 +143,10 @@ def adapter_subject(
 def _judge(subject: Subject, rules: Iterable[Rule], *, deep: bool | None, why_no_base: str) -> Report:
     path = str(subject.checkpoint.root)
     findings: list[Finding] = []
-    skipped: list[Skipped] = list(_unread(subject))
+    skipped: list[Skipped] = []
     for rule in rules:
-        if not isinstance(subject, rule.on) or (rule.deep and (deep is False or not subject.tensors)):
+        has_values = bool(subject.tensors) or rule.on is ShardedSubject
+        if not isinstance(subject, rule.on) or (rule.deep and (deep is False or not has_values)):
             continue
         reason = _why_not(rule, subject, deep=deep, why_no_base=why_no_base)
         if reason is None:
@@ -164,6 +160,8 @@ def _judge(subject: Subject, rules: Iterable[Rule], *, deep: bool | None, why_no
 def _why_not(rule: Rule, subject: Subject, *, deep: bool | None, why_no_base: str) -> str | None:
     """Return why the rule would say nothing true about the subject; None if it can run."""
     checkpoint = subject.checkpoint
+    if isinstance(subject, ShardedSubject) and rule.deep:
+        return subject.why_no_values or (_too_large(subject.nbytes) if deep is None else None)
     if isinstance(checkpoint, AdapterDir | ModelDir):
         if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
             return "the weights cannot be read; that is reported above"
@@ -177,7 +175,10 @@ def _why_not(rule: Rule, subject: Subject, *, deep: bool | None, why_no_base: st
 def _why_not_deep(checkpoint: AdapterDir | ModelDir) -> str | None:
     if isinstance(checkpoint, ModelDir):
         return "a model's weights are read only with --deep"
-    nbytes = checkpoint.weights.nbytes
+    return _too_large(checkpoint.weights.nbytes)
+
+
+def _too_large(nbytes: int) -> str | None:
     return f"weights of {size(nbytes)} are read only with --deep" if nbytes > DEEP_BYTES else None
 
 
@@ -189,10 +190,3 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
     if isinstance(config, AdapterConfig) and config.peft_type != "LORA":
         return f"peft_type is {config.peft_type}, not LORA"
     return None
-
-
-def _unread(subject: Subject) -> Iterator[Skipped]:
-    """Say of the folders whose contents no rule reads that nothing in them was checked."""
-    if isinstance(subject.checkpoint, ZeroDir | DcpDir) and not isinstance(subject, zero.ZeroSubject):
-        reason = f"the contents of this {subject.checkpoint.kind} are not checked; `lora-tool consolidate` reads them"
-        yield Skipped(code="LT402", path=str(subject.checkpoint.root), reason=reason)

@@ -1,45 +1,29 @@
-"""LT4xx: rank files of DeepSpeed checkpoints, judged by names, shapes and counters; no weight is read.
+"""LT401 to LT410: the files of DeepSpeed and FSDP2 checkpoints, judged by names, shapes and counters.
 
-The checks are those that `lora-tool consolidate` refuses on. It also looks at values: LT411 (checksum), LT412 (NaN),
-LT413 (a rank of zeros), LT414 (masters against the 16-bit copy) and LT415 (a lost head) are found while it reads.
+No weight is read. `lora-tool consolidate` refuses on the same findings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from lora_tool.checkpoint import ZeroDir
-from lora_tool.formats.zero import ZeroTag
-from lora_tool.plan import zero_checks
+from lora_tool.plan.zero_checks import latest_tag
 from lora_tool.report import Severity
 from lora_tool.rules.registry import Fault, rule
-from lora_tool.rules.subject import Subject
+from lora_tool.rules.sharded import ShardedSubject, as_fault
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroSubject(Subject):
-    """The tag of a DeepSpeed checkpoint that would be used: the one that `latest` names, else the newest."""
-
-    checkpoint: ZeroDir
-    tag: ZeroTag
-
-
-def _faults(found: Iterator[zero_checks.Fault]) -> Iterator[Fault]:
-    for fault in found:
-        severity = Severity(fault.severity.value)
-        yield Fault(message=fault.message, subject=fault.subject, path=fault.path, hint=fault.hint, severity=severity)
-
-
-@rule("LT401", Severity.ERROR, on=ZeroSubject)
-def rank_file_missing(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT401", Severity.ERROR, on=ShardedSubject)
+def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
     """Rank files are missing.
 
     ## What it does
-    Compares the rank files that are there with the number of processes that the others count.
+    Compares the rank files that are there with the number of processes that the others count, and the `.distcp` files
+    with those that `.metadata` names.
 
     ## Why it matters
-    Under ZeRO each process holds its own part of every weight. Without one of them no weight is whole.
+    Under ZeRO and FSDP each process holds its own part of every weight. Without one of them no weight is whole.
 
     ## Example
     Of 4 ranks the optimizer files of ranks 2 and 3 are missing: the folder was copied from the first of two machines.
@@ -47,11 +31,11 @@ def rank_file_missing(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Copy them from the other machines of the run: every node writes its own ranks' files.
     """
-    yield from _faults(zero_checks.missing_rank_files(subject.tag))
+    yield from subject.structure("LT401")
 
 
-@rule("LT402", Severity.ERROR, on=ZeroSubject)
-def rank_file_unreadable(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT402", Severity.ERROR, on=ShardedSubject)
+def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file that cannot be read.
 
     ## What it does
@@ -66,11 +50,11 @@ def rank_file_unreadable(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Copy it again from where it was written, or use another tag: `lora-tool consolidate CKPT --tag T`.
     """
-    yield from _faults(zero_checks.unreadable_rank_files(subject.tag))
+    yield from subject.structure("LT402")
 
 
-@rule("LT403", Severity.ERROR, on=ZeroSubject)
-def world_size(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT403", Severity.ERROR, on=ShardedSubject)
+def world_size(subject: ShardedSubject) -> Iterator[Fault]:
     """Rank files that count the processes differently.
 
     ## What it does
@@ -85,11 +69,11 @@ def world_size(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Separate the two saves by their times, and keep the files of one.
     """
-    yield from _faults(zero_checks.wrong_world_size(subject.tag))
+    yield from subject.structure("LT403")
 
 
-@rule("LT404", Severity.ERROR, on=ZeroSubject)
-def rank_file_moved(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT404", Severity.ERROR, on=ShardedSubject)
+def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file that was written under another name.
 
     ## What it does
@@ -104,11 +88,11 @@ def rank_file_moved(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Give the file its name back, or copy the files again.
     """
-    yield from _faults(zero_checks.moved_rank_files(subject.tag))
+    yield from subject.structure("LT404")
 
 
-@rule("LT405", Severity.ERROR, on=ZeroSubject)
-def rank_file_copied(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT405", Severity.ERROR, on=ShardedSubject)
+def rank_file_copied(subject: ShardedSubject) -> Iterator[Fault]:
     """Two ranks' files with the same content.
 
     ## What it does
@@ -123,11 +107,11 @@ def rank_file_copied(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Copy the right file again.
     """
-    yield from _faults(zero_checks.copied_rank_files(subject.tag))
+    yield from subject.structure("LT405")
 
 
-@rule("LT406", Severity.ERROR, on=ZeroSubject)
-def other_step(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT406", Severity.ERROR, on=ShardedSubject)
+def other_step(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file of another step.
 
     ## What it does
@@ -142,11 +126,11 @@ def other_step(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Use another tag: `lora-tool consolidate CKPT --tag T`.
     """
-    yield from _faults(zero_checks.different_steps(subject.tag))
+    yield from subject.structure("LT406")
 
 
-@rule("LT407", Severity.ERROR, on=ZeroSubject)
-def other_run(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT407", Severity.ERROR, on=ShardedSubject)
+def other_run(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file of another run.
 
     ## What it does
@@ -161,15 +145,16 @@ def other_run(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Copy the files again, all from one run.
     """
-    yield from _faults(zero_checks.different_runs(subject.tag))
+    yield from subject.structure("LT407")
 
 
-@rule("LT408", Severity.ERROR, on=ZeroSubject)
-def leftover_elements(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT408", Severity.ERROR, on=ShardedSubject)
+def leftover_elements(subject: ShardedSubject) -> Iterator[Fault]:
     """Partitions with too many or too few elements.
 
     ## What it does
-    Adds up the elements of every parameter group and compares them with its shapes, padding taken into account.
+    Adds up the elements of every parameter group and compares them with its shapes, padding taken into account; in an
+    FSDP checkpoint, the rows of every tensor.
 
     ## Why it matters
     Where they differ, every parameter behind the difference is read from the wrong place.
@@ -180,15 +165,15 @@ def leftover_elements(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Use another tag; tell us, if the checkpoint resumes well in DeepSpeed.
     """
-    yield from _faults(zero_checks.leftover_elements(subject.tag))
+    yield from subject.structure("LT408")
 
 
-@rule("LT409", Severity.WARNING, on=ZeroSubject)
-def older_than_newest(subject: ZeroSubject) -> Iterator[Fault]:
-    """`latest` names an older tag than the newest.
+@rule("LT409", Severity.WARNING, on=ShardedSubject)
+def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
+    """`latest` does not name the newest tag.
 
     ## What it does
-    Compares the tag in the file `latest` with the tags that are there.
+    Compares the tag in the file `latest` with the tags that are there. A tag that is not there is an error.
 
     ## Why it matters
     Tools take the tag that `latest` names: the weights would be older than you think.
@@ -200,11 +185,12 @@ def older_than_newest(subject: ZeroSubject) -> Iterator[Fault]:
     Take the newer one, if it is whole: `lora-tool consolidate CKPT --tag T`.
     """
     zero = subject.checkpoint
-    yield from _faults(zero_checks.newer_tag(zero.root, zero.latest, zero.rank_files))
+    if isinstance(zero, ZeroDir):
+        yield from map(as_fault, latest_tag(zero.root, zero.latest, zero.rank_files))
 
 
-@rule("LT410", Severity.WARNING, on=ZeroSubject)
-def frozen_not_saved(subject: ZeroSubject) -> Iterator[Fault]:
+@rule("LT410", Severity.WARNING, on=ShardedSubject)
+def frozen_not_saved(subject: ShardedSubject) -> Iterator[Fault]:
     """Frozen weights that are not in the checkpoint.
 
     ## What it does
@@ -220,4 +206,4 @@ def frozen_not_saved(subject: ZeroSubject) -> Iterator[Fault]:
     ## What to do
     Put a new head into `modules_to_save`, so that it is trained and saved.
     """
-    yield from _faults(zero_checks.frozen_not_saved(subject.tag))
+    yield from subject.structure("LT410")

@@ -1,0 +1,171 @@
+"""What can be wrong with the values of a checkpoint: each byte that will be used is read once, in blocks.
+
+The zip directory holds a CRC32 of every record; nobody else compares it. Padding is read for the CRC alone, as it is
+memory that happened to be there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lora_tool.formats.files import open_regular
+from lora_tool.formats.torch_zip import Record
+from lora_tool.plan.training_state import Watch
+from lora_tool.report import Finding, Severity
+from lora_tool.tensors import DType, StoredTensor
+
+BLOCK_BYTES = 1 << 20
+"""Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
+
+
+_STARTS_AT_ZERO = re.compile(r"\.lora_B\.|\.lora_embedding_A\.|bias\Z")
+"""Tensors of which a rank's part may be all zero: the learning rate of the first steps of a warm-up is 0."""
+
+
+class _Piece(NamedTuple):
+    """Bytes `begin` to `end` of a file, which belong to the tensor `name`."""
+
+    begin: int
+    end: int
+    name: str
+    dtype: DType
+
+
+def value_faults(
+    tensors: Mapping[str, StoredTensor],
+    records: Iterable[Record],
+    *,
+    masters: frozenset[str],
+    watch: Watch,
+) -> list[Finding]:
+    """Return what is wrong with the values of `tensors`: LT411 CRC, LT412 not finite, LT413 a rank's masters all zero.
+
+    `records` are the archive members that hold them; `masters` the names of the trained tensors.
+    """
+    pieces: dict[Path, list[_Piece]] = defaultdict(list)
+    for tensor in tensors.values():
+        for span in tensor.spans:
+            pieces[span.path].append(_Piece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype))
+    by_path: dict[Path, list[Record]] = defaultdict(list)
+    for record in dict.fromkeys(records):
+        by_path[record.path].append(record)
+    stop = threading.Event()
+    nbytes = sum(record.nbytes for listed in by_path.values() for record in listed)
+    with watch(nbytes) as advance, ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as workers:
+
+        def go_on(done: int) -> bool:
+            advance(done)
+            return not stop.is_set()
+
+        def look(path: Path) -> list[Finding]:
+            values = _Values(sorted(pieces.get(path, ())), masters)
+            return [*_file_faults(path, by_path[path], values, go_on), *values.faults(path)]
+
+        try:
+            return [fault for run in workers.map(look, by_path) for fault in run]
+        except BaseException:
+            stop.set()
+            raise
+
+
+def _file_faults(
+    path: Path, records: Iterable[Record], values: _Values, go_on: Callable[[int], bool]
+) -> Iterator[Finding]:
+    """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
+    with open_regular(path) as fd:
+        for start, record in sorted((record.data_at(), record) for record in records):
+            crc = 0
+            for begin, block in _blocks(fd, start, record.nbytes):
+                crc = zlib.crc32(block, crc)
+                values.look_at(begin, block)
+                if not go_on(len(block)):
+                    return
+            if crc != record.crc:
+                message = (
+                    f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
+                )
+                yield _error("LT411", path, message, record.name, "copy the file again from where it was saved")
+
+
+def _blocks(fd: int, start: int, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield offset and content of each block, in one buffer; a file that has become shorter ends early."""
+    buffer = bytearray(min(BLOCK_BYTES, nbytes))
+    for done in range(0, nbytes, BLOCK_BYTES):
+        view = memoryview(buffer)[: nbytes - done]
+        if os.preadv(fd, [view], start + done) != len(view):
+            return
+        yield start + done, view
+
+
+class _Values:
+    """What the values of one file are like, block by block in the order of the file."""
+
+    def __init__(self, pieces: list[_Piece], masters: frozenset[str]) -> None:
+        self._pieces, self._masters = pieces, masters
+        self._at = 0
+        self._not_finite: dict[str, None] = {}
+        self._trained = self._nonzero = False
+
+    def look_at(self, begin: int, block: memoryview) -> None:
+        """Judge the pieces of tensors in the block that begins at the file's byte `begin`; padding is in none."""
+        pieces, end = self._pieces, begin + len(block)
+        while self._at < len(pieces) and pieces[self._at].end <= begin:
+            self._at += 1
+        for piece in _overlapping(pieces, self._at, end):
+            part = block[max(piece.begin - begin, 0) : min(piece.end, end) - begin]
+            finite, some = _look_at(part, piece.dtype)
+            self._not_finite.update({} if finite else {piece.name: None})
+            if piece.name in self._masters and not _STARTS_AT_ZERO.search(piece.name):
+                self._trained, self._nonzero = True, self._nonzero or some
+
+    def faults(self, path: Path) -> Iterator[Finding]:
+        """Yield LT412 and LT413 for what was seen."""
+        for name in self._not_finite:
+            hint = "the run had diverged; take an earlier tag: --tag T"
+            yield _error("LT412", path, "holds NaN or infinity", name, hint)
+        if self._trained and not self._nonzero:
+            yield _error("LT413", path, "every master weight of this rank is zero: it was never written", None, None)
+
+
+def _overlapping(pieces: list[_Piece], at: int, end: int) -> Iterator[_Piece]:
+    while at < len(pieces) and pieces[at].begin < end:
+        if pieces[at].end > pieces[at].begin:
+            yield pieces[at]
+        at += 1
+
+
+def _error(code: str, path: Path, message: str, subject: str | None, hint: str | None) -> Finding:
+    return Finding(code=code, severity=Severity.ERROR, path=str(path), message=message, subject=subject, hint=hint)
+
+
+_BITS: Mapping[DType, tuple[Any, int]] = {
+    DType.BF16: (np.dtype("<u2"), 0x7F80),
+    DType.F16: (np.dtype("<u2"), 0x7C00),
+    DType.F64: (np.dtype("<u8"), 0x7FF0 << 48),
+}
+"""Storage and exponent of float types: all ones means NaN or infinity."""
+
+
+def _look_at(block: memoryview, dtype: DType) -> tuple[bool, bool]:
+    """Return whether all elements are finite, and whether any is not zero."""
+    if dtype is DType.F32 and len(block) % 4 == 0:
+        values = np.frombuffer(block, "<f4")
+        with np.errstate(all="ignore"):
+            squares = float(np.dot(values, values))
+        # finite for sure if the sum of squares is; a sum of zero may also be an underflow
+        return np.isfinite(squares) or bool(np.isfinite(values).all()), squares > 0 or bool(values.any())
+    if dtype not in _BITS:
+        return True, True
+    storage, exponent = _BITS[dtype]
+    bits = np.frombuffer(block, storage)
+    return not bool(((bits & exponent) == exponent).any()), True
