@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForTokenClassification,
     PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from tests.oracle.tiny import tiny_config, tiny_model
@@ -53,6 +57,31 @@ class Convolutions(torch.nn.Module):  # type: ignore[misc] # torch is not typed 
         self.out = torch.nn.Linear(4, 6)
 
 
+class Attention(torch.nn.Module):  # type: ignore[misc] # torch is not typed here
+    """An attention module of torch's own, whose projections are one packed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2)
+        self.out = torch.nn.Linear(16, 6)
+
+
+def _headless() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModel.from_config(tiny_config("llama", "causal-lm"))
+    return model
+
+
+def _one_label() -> PreTrainedModel:
+    return tiny_model("llama", "seq-cls", num_labels=1)
+
+
+def _whisper() -> PreTrainedModel:
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64, "max_source_positions": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return WhisperForConditionalGeneration(WhisperConfig(**sizes, **heads, **ends, max_target_positions=16))
+
+
 def _classifier(auto: Any, model_type: str) -> PreTrainedModel:
     model: PreTrainedModel = auto.from_config(tiny_config(model_type, "seq-cls"))
     return model
@@ -80,6 +109,13 @@ class Good:
     vocabulary: int | None = None
     rename: Mapping[str, str] = field(default_factory=dict)
     fields: tuple[str, ...] | None = None
+    """The config's fields that are kept, all of them where this is None."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that another version or an init with data of its own would have written."""
+    dtype: torch.dtype = torch.float32
+    sixteen_bit: bool = False
+    """The adapter is trained and saved in 16 bits, too."""
+    adapter_name: str = "default"
 
 
 GOOD: Mapping[str, Good] = {
@@ -146,7 +182,111 @@ GOOD: Mapping[str, Good] = {
         model=Convolutions, config={"target_modules": ["stem", "out"], "use_dora": True}, task=None
     ),
     "adapter-name": Good(config={"target_modules": QV}, rename=_RENAMED_ALL),
+    "named-adapter": Good(config={"target_modules": QV}, adapter_name="policy"),
     "old-peft": Good(config={"target_modules": QV}, fields=_OLD_FIELDS),
+    "oldest-peft": Good(
+        config={"target_modules": QV},
+        fields=_OLD_FIELDS,
+        others={"enable_lora": None, "merge_weights": False, "target_modules": QV, "lora_alpha": 8.0},
+    ),
+    "newer-peft": Good(config={"target_modules": QV}, others={"lora_magic": {"depth": 3}, "peft_version": "9.0.0"}),
+    "gaussian": Good(config={"target_modules": QV, "init_lora_weights": "gaussian"}),
+    "random-init": Good(config={"target_modules": QV, "init_lora_weights": False}),
+    "eva": Good(config={"target_modules": QV, "init_lora_weights": "eva"}),
+    "pissa-niter": Good(config={"target_modules": QV, "init_lora_weights": "pissa_niter_4"}),
+    "corda": Good(config={"target_modules": QV}, others={"init_lora_weights": "corda", "corda_config": {"rho": 0.1}}),
+    "lora-ga": Good(config={"target_modules": QV}, others={"init_lora_weights": "lora_ga", "lora_ga_config": {}}),
+    "loftq": Good(
+        config={"target_modules": QV}, others={"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}
+    ),
+    "layer-replication": Good(config={"target_modules": QV, "layer_replication": [[0, 2], [1, 2]]}),
+    "activated": Good(config={"target_modules": QV, "alora_invocation_tokens": [5, 6]}),
+    "block-diagonal": Good(
+        config={
+            "target_modules": QV,
+            "use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False),
+        }
+    ),
+    "kasa": Good(config={"target_modules": QV, "kasa_config": KasaConfig()}),
+    "tied-saved": Good(
+        model=_tied, config={"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    ),
+    "tied-saved-alone": Good(model=_tied, config={"target_modules": QV, "modules_to_save": ["lm_head"]}),
+    "tied-resized": Good(model=_tied, config={"target_modules": QV}, vocabulary=104),
+    "resized-and-saved": Good(
+        config={"target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"]}, vocabulary=104
+    ),
+    "tokens-and-embedding": Good(config={"target_modules": ["v_proj", "lm_head"], "trainable_token_indices": [1, 2]}),
+    "everything": Good(
+        model=_qwen,
+        config={
+            "target_modules": [*QV, "down_proj"],
+            "use_rslora": True,
+            "use_dora": True,
+            "bias": "all",
+            "rank_pattern": {"down_proj": 6},
+            "alpha_pattern": {"q_proj": 3},
+            "modules_to_save": ["norm"],
+            "trainable_token_indices": [4],
+            "exclude_modules": ["layers.1.mlp.down_proj"],
+        },
+    ),
+    "one-module": Good(config={"target_modules": ["model.layers.1.mlp.up_proj"]}),
+    "regex-with-layers": Good(
+        config={"target_modules": r"model\.layers\.(0|1)\.(self_attn\.[qv]_proj|mlp\.down_proj)"}
+    ),
+    "layers-as-list": Good(
+        config={"target_modules": QV, "layers_to_transform": [0, 1], "layers_pattern": ["layers", "blocks"]}
+    ),
+    "block-saved": Good(config={"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
+    "saved-by-path": Good(config={"target_modules": QV, "modules_to_save": ["model.norm", "layers.0.mlp.up_proj"]}),
+    "half": Good(config={"target_modules": QV}, dtype=torch.float16),
+    "bfloat16": Good(config={"target_modules": [*QV, "embed_tokens"]}, dtype=torch.bfloat16, sixteen_bit=True),
+    "rank-one": Good(config={"target_modules": QV, "r": 1, "lora_alpha": 1}),
+    "rank-of-the-width": Good(config={"target_modules": QV, "r": 32, "lora_alpha": 0.5}),
+    "negative-alpha": Good(config={"target_modules": QV, "lora_alpha": -8}),
+    "attention-of-torch": Good(model=Attention, config={"target_modules": ["attention", "out"]}, task=None),
+    "features": Good(model=_headless, config={"target_modules": QV}, task="FEATURE_EXTRACTION"),
+    "opt": Good(model=partial(tiny_model, "opt", "causal-lm"), config={"target_modules": [*QV, "fc1"]}),
+    "phi3": Good(
+        model=partial(tiny_model, "phi3", "causal-lm"), config={"target_modules": ["qkv_proj", "gate_up_proj"]}
+    ),
+    "neox": Good(
+        model=partial(tiny_model, "gpt_neox", "causal-lm"),
+        config={"target_modules": ["query_key_value", "dense_h_to_4h"]},
+    ),
+    "falcon": Good(model=partial(tiny_model, "falcon", "causal-lm"), config={"target_modules": ["query_key_value"]}),
+    "gemma-tied": Good(model=partial(tiny_model, "gemma2", "causal-lm"), config={"target_modules": "all-linear"}),
+    "mamba": Good(
+        model=partial(tiny_model, "mamba", "causal-lm"), config={"target_modules": ["x_proj", "in_proj", "embeddings"]}
+    ),
+    "gpt2-reward": Good(
+        model=partial(tiny_model, "gpt2", "seq-cls"), config={"target_modules": ["c_attn"]}, task="SEQ_CLS"
+    ),
+    "qwen-reward": Good(
+        model=partial(tiny_model, "qwen2", "seq-cls"),
+        config={"target_modules": "all-linear", "modules_to_save": ["score", "embed_tokens"]},
+        task="SEQ_CLS",
+    ),
+    "reward-of-one": Good(model=_one_label, config={"target_modules": QV, "use_rslora": True}, task="SEQ_CLS"),
+    "experts-all-linear": Good(model=_mixtral, config={"target_modules": "all-linear"}),
+    "router-elsewhere": Good(
+        model=partial(tiny_model, "longcat_flash", "causal-lm"), config={"target_modules": "all-linear"}
+    ),
+    "longformer": Good(
+        model=partial(tiny_model, "longformer", "seq-cls"), config={"target_modules": "all-linear"}, task="SEQ_CLS"
+    ),
+    "deberta": Good(
+        model=partial(tiny_model, "deberta-v2", "seq-cls"),
+        config={"target_modules": ["query_proj"], "modules_to_save": ["pooler", "classifier"]},
+        task="SEQ_CLS",
+    ),
+    "t5-classifier": Good(
+        model=partial(tiny_model, "t5", "seq-cls"),
+        config={"target_modules": ["q", "v"], "modules_to_save": ["classification_head"]},
+        task="SEQ_CLS",
+    ),
+    "speech": Good(model=_whisper, config={"target_modules": QV}, task=None),
     "reward": Good(model=_reward, config={"target_modules": QV}, task="SEQ_CLS"),
     "reward-all-linear": Good(model=_reward, config={"target_modules": "all-linear"}, task="SEQ_CLS"),
     "reward-dora": Good(model=_reward, config={"target_modules": QV, "use_dora": True}, task="SEQ_CLS"),
@@ -192,7 +332,7 @@ def make(name: str, root: Path) -> tuple[Path, Path | None]:
     """Write the good adapter `name`; return its folder and its base's, None where transformers has no such model."""
     good = GOOD[name]
     torch.manual_seed(0)
-    model = good.model()
+    model = good.model().to(good.dtype)
     base = root / "base" if isinstance(model, PreTrainedModel) else None
     if isinstance(model, PreTrainedModel):
         model.save_pretrained(root / "base")
@@ -203,11 +343,17 @@ def make(name: str, root: Path) -> tuple[Path, Path | None]:
         if good.vocabulary is not None:
             model.resize_token_embeddings(good.vocabulary)
         arguments = {"r": 4, "lora_alpha": 8, **good.config}
-        peft_model = get_peft_model(model, LoraConfig(task_type=good.task, **arguments))
+        peft_model = get_peft_model(
+            model,
+            LoraConfig(task_type=good.task, **arguments),
+            adapter_name=good.adapter_name,
+            autocast_adapter_dtype=not good.sixteen_bit,
+        )
         _train(peft_model)
         peft_model.save_pretrained(str(root / "adapter"))
-    _edit(root / "adapter", good)
-    return root / "adapter", base
+    folder = root / "adapter" if good.adapter_name == "default" else root / "adapter" / good.adapter_name
+    _edit(folder, good)
+    return folder, base
 
 
 def _train(model: torch.nn.Module) -> None:
@@ -226,5 +372,5 @@ def _edit(folder: Path, good: Good) -> None:
         save_file(tensors, weights, metadata={"format": "pt"})
     config = folder / "adapter_config.json"
     raw = json.loads(config.read_text())
-    if good.fields is not None:
-        config.write_text(json.dumps({key: raw[key] for key in good.fields}))
+    kept = raw if good.fields is None else {key: raw[key] for key in good.fields}
+    config.write_text(json.dumps({**kept, **good.others}))

@@ -6,6 +6,7 @@ checkpoint's `problems`: a report wants to show all of it, and `require_whole` i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -83,6 +84,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return RunDir(folder=folder, problems=folder.problems)
     if has_weights or model_config.FILE_NAME in names:
         return _open_model(folder)
+    below = _sharded_below(folder)
+    if len(below) == 1:  # OpenRLHF's `_actor`
+        return below[0]
     raise _nothing_known(folder)
 
 
@@ -110,8 +114,7 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
     here = _open_zero(folder) or _open_dcp(folder)
     if here is not None:
         return here
-    below = [read_folder(folder.root / name) for name in folder.folders]
-    found = [sharded for inner in below if (sharded := _open_zero(inner) or _open_dcp(inner))]
+    found = _sharded_below(folder)
     if len(found) == 1:
         return found[0]
     if found:
@@ -125,6 +128,17 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
             if pattern.match(name):
                 raise UnsupportedCheckpoint(f"{folder.root / name}: {what}", hint="save it again as a full state dict")
     raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
+
+
+def _sharded_below(folder: Folder) -> list[ZeroDir | DcpDir]:
+    found: list[ZeroDir | DcpDir] = []
+    for name in folder.folders:
+        if not inside(folder.root, folder.root / name):
+            continue
+        with contextlib.suppress(NotACheckpoint):  # a folder that cannot be listed
+            inner = read_folder(folder.root / name)
+            found += filter(None, [_open_zero(inner) or _open_dcp(inner)])
+    return found
 
 
 def require_whole(checkpoint: Checkpoint) -> None:

@@ -29,6 +29,8 @@ _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 1
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, OSError, ValueError, OverflowError)
+"""What `zipfile` raises for a broken archive: ValueError for names that are no UTF-8, RuntimeError for odd versions."""
 
 
 class Record(NamedTuple):
@@ -137,7 +139,7 @@ def read_torch_file(path: Path, *, offset: int = 0, nbytes: int | None = None) -
         try:
             with zipfile.ZipFile(window) as archive:
                 return _read_archive(archive, stamp, offset)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, struct.error, OSError) as error:
+        except _ZIP_ERRORS as error:
             refuse(path, Defect.TRUNCATED, f"is no whole torch file ({error}): truncated?")
 
 

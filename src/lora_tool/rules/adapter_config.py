@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
@@ -15,6 +16,10 @@ from lora_tool.rules.subject import AdapterSubject, Subject
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _MATRIX = 2
+_ROUTER, _FUSED = "gate.weight", "gate_up_proj"
+"""What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
+_VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
+"""A tensor of a variant of LoRA that has parameters of its own, such as KaSA's `lora_diag`."""
 _REFUSES = "`lora-tool merge` refuses it"
 _COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
 _FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one; remove the field if it is misspelt"
@@ -45,7 +50,9 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             message = "matches none of the modules that have LoRA tensors"
             yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
     else:
-        seen = {suffix for layer in subject.layers for suffix in _suffixes(layer.target)}
+        # "all-linear" also names the layers inside a head that is saved whole
+        held = (*(layer.target for layer in subject.layers), *_saved_whole(subject))
+        seen = {suffix for path in held for suffix in _suffixes(path)}
         for entry in config.target_modules or ():
             if entry not in seen and not _is_left_out(subject, entry):
                 message = "matches no module that has LoRA tensors"
@@ -68,8 +75,19 @@ def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
     return any(name in config.exclude_modules or () for name in _suffixes(entry)) if config.exclude_modules else False
 
 
+def _saved_whole(subject: AdapterSubject) -> Iterator[str]:
+    for name, key in subject.keys.items():
+        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and explained.is_saved_whole(
+            subject.config, subject.paths[name]
+        ):
+            yield subject.paths[name]
+
+
 def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
-    for entry in subject.config.target_parameters or ():
+    entries = subject.config.target_parameters or ()
+    for entry in entries:
+        if entry == _ROUTER and _FUSED in entries:
+            continue  # PEFT adds both to every mixture of experts, whatever its router is called
         parent = entry.rpartition(".")[0]
         if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.layers):
             message = "matches no module that has LoRA tensors"
@@ -124,6 +142,9 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 def _plain_unexplained(subject: AdapterSubject, key: AdapterKey, path: str) -> str | None:
     config = subject.config
     if explained.is_saved_whole(config, path) or explained.is_end(path) or explained.head_of(path):
+        return None
+    variant = _VARIANT.match(f"{path}.{key.leaf}") if config.refused else None
+    if variant and config.targets(variant["module"]):
         return None
     if key.leaf == "bias" and config.bias != "none":
         return None

@@ -58,8 +58,8 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     (`base_layer.weight`) that are no embedding.
 
     ## Why it matters
-    The adapter is larger than it need be, by whole matrices: a resized vocabulary with `modules_to_save` is saved
-    three times over. For embeddings and output layers under LoRA, PEFT saves the base's matrix on purpose; that is
+    The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary with
+    `modules_to_save` three times over, and the base's matrix of embeddings and output layers under LoRA: that is
     noted only.
 
     ## Example
@@ -73,7 +73,8 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     for name, key in subject.keys.items():
         path, tensor = subject.paths[name], subject.tensors[name]
         if key.part in copied and (path, key.leaf) in plain:
-            yield Fault(subject=name, message=f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads")
+            message = f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads"
+            yield Fault(subject=name, message=message, severity=Severity.INFO if is_end(path) else None)
         elif key.part is Part.BASE_LAYER and key.leaf != "bias" and not head_of(path):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             expected = is_end(path) or any(layer.embedding and layer.target == path for layer in subject.layers)

@@ -15,6 +15,8 @@ from lora_tool.tensors import StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _MATRIX = 2
+_RESHAPED = frozenset({"use_bdlora", "use_qalora"})
+"""Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -126,6 +128,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
+    if _RESHAPED & set(subject.config.refused):
+        return
     for layer in subject.layers:
         weight, pair = match.tensor(layer.target), layer.pair
         if weight is None or pair is None or layer.rank is None:

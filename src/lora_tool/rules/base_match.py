@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lora_tool.checkpoint import ModelDir
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.plan.architectures import architecture_of
 from lora_tool.rules.explained import head_of
 from lora_tool.rules.subject import BaseMatch
 
 
-def match_base(base: ModelDir, modules: Iterable[str]) -> BaseMatch | str:
+def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -> BaseMatch | str:
     """Return how the module paths are named in the base; a sentence where names on disk may mean something else.
 
     A checkpoint of the model without its head, as the published `gpt2`, has other beginnings: the one under which
@@ -18,6 +19,8 @@ def match_base(base: ModelDir, modules: Iterable[str]) -> BaseMatch | str:
     """
     if base.config is None or any(problem.fatal for problem in base.problems):
         return f"the base model {base.root} cannot be read: lora-tool validate {base.root}"
+    if "layer_replication" in adapter.refused:
+        return "`layer_replication` numbers the layers of the adapter otherwise than the base"
     config = base.config
     arch = architecture_of(config.model_type or "")
     if arch is None or config.custom_code:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.explained import CLASSIFICATION_TASKS, CLASSIFIERS, VALUE_HEADS, head_of, is_end
-from lora_tool.rules.head_tensors import head_weight, labels, labels_of, lora_heads, saved_heads
+from lora_tool.rules.head_tensors import head_weight, labels, labels_of, lora_head_rows, lora_heads, saved_heads
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 from lora_tool.tensors import StoredTensor
@@ -115,7 +115,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
     """
     if isinstance(subject, AdapterSubject):
-        weight = head_weight(saved_heads(subject), CLASSIFIERS) or next(iter(lora_heads(subject).values()), None)
+        weight = head_weight(saved_heads(subject), CLASSIFIERS) or lora_head_rows(subject)
         base = subject.base
         told = labels_of(base) if base else None
     elif isinstance(subject, ModelSubject):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.keys import Part
-from lora_tool.rules.explained import head_of
+from lora_tool.rules.explained import CLASSIFIERS, head_of
 from lora_tool.rules.subject import AdapterSubject
 from lora_tool.tensors import StoredTensor
 
@@ -15,7 +15,7 @@ _MATRIX = 2
 _TRANSFORMERS_LABELS = 2
 """What transformers assumes where the config names no labels."""
 
-_LAST = ("weight", "out_proj.weight", "dense.weight")
+_LAST = ("weight", "out_proj.weight", "linear_out.weight", "dense.weight")
 """The tensor of a head that has one row per label, first match first: RoBERTa's and BART's heads are two layers."""
 
 
@@ -42,6 +42,16 @@ def head_weight(tensors: Mapping[str, StoredTensor], heads: Iterable[str]) -> St
 def lora_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the lora_B of each head that has LoRA on it, by module path."""
     return {layer.target: layer.b for layer in subject.layers if head_of(layer.target) and layer.b is not None}
+
+
+def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
+    """Return the lora_B that has one row per label, None where no head is known to end in its module."""
+    ends = frozenset(leaf.removesuffix(".weight") for leaf in _LAST if not leaf.startswith("dense"))
+    for module, lora_b in lora_heads(subject).items():
+        head, _, inner = module.partition(".")
+        if head in CLASSIFIERS and (not inner or inner in ends) and lora_b.shape:
+            return lora_b
+    return None
 
 
 def is_classifier(model: ModelDir) -> bool:

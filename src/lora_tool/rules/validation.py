@@ -127,10 +127,11 @@ def adapter_subject(
     """Return what the adapter's rules look at: its layers, and its match with the base where names can tell."""
     paths = {name: bare_path(key.module) for name, key in adapter.keys.items()}
     layers = layers_of(adapter, paths)
-    match = None if base is None else match_base(base, [layer.target for layer in layers])
+    config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
+    match = None if base is None else match_base(base, config, [layer.target for layer in layers])
     return AdapterSubject(
         checkpoint=adapter,
-        config=adapter.config or AdapterConfig(path=adapter.root / FILE_NAME),
+        config=config,
         layers=layers,
         paths=paths,
         base=base,
