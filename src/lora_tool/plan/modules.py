@@ -89,9 +89,7 @@ def adapter_modules(
             _require_copy(adapter, tensor, saved[key.tensor])
             dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
     _require_prefix(adapter)
-    parameters: dict[str, tuple[LoraTerms, bool]] = {}
-    if facts is not None:
-        parameters = _parameters(adapter, config, facts, pairs, expert_layout)
+    parameters = _parameters(adapter, config, facts, pairs, expert_layout)
     lora = {module: (_lora_term(adapter, config, module, parts),) for module, parts in pairs.items()}
     biases = {
         module: (BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
@@ -120,13 +118,15 @@ def adapter_modules(
 def _parameters(
     adapter: AdapterDir,
     config: AdapterConfig,
-    facts: ModelFacts,
+    facts: ModelFacts | None,
     pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]],
     expert_layout: ExpertLayout | None,
 ) -> dict[str, tuple[LoraTerms, bool]]:
     """Take the pairs of `target_parameters` out of `pairs` and return them by parameter."""
+    if facts is None:
+        return {}
     wrapped = targeted_parameters(config, facts)
-    parameters = {
+    parameters: dict[str, tuple[LoraTerms, bool]] = {
         wrapped[module]: (
             (parameter_term(adapter, config, wrapped[module], facts, pairs.pop(module), expert_layout),),
             is_transposed(wrapped[module], facts),
