@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -16,8 +17,7 @@ from lora_tool.checkpoint import (
     open_checkpoint,
     open_sharded,
 )
-from lora_tool.display import size
-from lora_tool.errors import CheckpointError, NotACheckpoint
+from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.zero import read_tag
 from lora_tool.report import Checked, Finding, Report, Skipped
@@ -30,15 +30,15 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     containers,
     head,
     model_head,
+    serving,
+    training,
     weights,
     zero,
 )
 from lora_tool.rules.base_match import match_base
 from lora_tool.rules.registry import RULES, Need, Rule, chosen
-from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject, bare_path, layers_of
-
-DEEP_BYTES = 256 << 20
-"""Adapters up to this size have their weights read without being asked; it takes about a tenth of a second."""
+from lora_tool.rules.runs import FINISHED, Judged, run_table
+from lora_tool.rules.subject import AdapterSubject, ModelSubject, RunSubject, Server, Subject, bare_path, layers_of
 
 NO_BASE = "no base model was given (--base)"
 
@@ -52,37 +52,80 @@ def validate(
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     deep: bool | None = None,
+    servers: Iterable[Server] = (),
+    checkpoints: bool = False,
     why_no_base: str = NO_BASE,
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
 
     `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `task`
     "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
-    the head must have. `deep` True reads all weights, False none, None
-    those of adapters up to `DEEP_BYTES`. Rules that could not run are in `skipped`. The checkpoints of a run folder
-    are judged one by one. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
+    the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
+    rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
+    folder are judged one by one, with `checkpoints` also those beside finished weights, and put into one table of
+    `runs`. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
     """
-    rules = chosen(select, ignore)
-    if task == "reward" and num_labels is None:
-        num_labels = 1
-    reports = []
-    for subject in _subjects(checkpoint, base=base, num_labels=num_labels, task=task):
-        if isinstance(subject, Report):
-            codes = {rule.code for rule in rules}
-            reports.append(replace(subject, findings=tuple(f for f in subject.findings if f.code in codes)))
-        else:
-            reports.append(_judge(subject, rules, deep=deep, why_no_base=why_no_base))
-    return joined(reports)
+    asked = _Asked(
+        rules=chosen(select, ignore),
+        base=base,
+        num_labels=1 if task == "reward" and num_labels is None else num_labels,
+        task=task,
+        deep=deep,
+        servers=frozenset(map(Server, servers)),
+        why_no_base=why_no_base,
+    )
+    if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
+        return _judged(checkpoint, asked)
+    inner = [_checkpoint_judged(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
+    if isinstance(checkpoint, RunDir):
+        opened = tuple(found for _, found in inner if found is not None)
+        own = _judge(RunSubject(checkpoint=checkpoint, inner=opened), asked)
+        rows = [item for item, _ in inner]
+    else:
+        own = _judged(checkpoint, asked)
+        finished = Judged(root=checkpoint.root, name=FINISHED, state=checkpoint.folder.trainer, report=own)
+        rows = [*(item for item, _ in inner), finished]
+    table = Report(runs=(run_table(checkpoint.root, rows),))
+    return joined([own, *(item.report for item, _ in inner), table])
 
 
-def _subjects(
-    checkpoint: Checkpoint, *, base: ModelDir | None, num_labels: int | None, task: str | None
-) -> Iterator[Subject | Report]:
-    """Yield what is to be judged: the folder, and the checkpoints in it; a report where one cannot be opened."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What was asked of one check."""
+
+    rules: tuple[Rule, ...]
+    base: ModelDir | None
+    num_labels: int | None
+    task: str | None
+    deep: bool | None
+    servers: frozenset[Server]
+    why_no_base: str
+
+
+def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
+    return joined(_judge(subject, asked) for subject in _subjects(checkpoint, asked))
+
+
+def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
+    """Return what is said about one checkpoint of a run, and the checkpoint, where it can be opened."""
+    try:
+        opened = open_checkpoint(path)
+        report = _judged(opened, asked)
+    except LoraToolError as error:
+        # a folder without weights, or a file that went away while it was read: the others are judged all the same
+        report = _unopened(str(path), error, asked.rules)
+        return Judged(root=path, name=path.name, state=None, report=report), None
+    return Judged(root=path, name=path.name, state=opened.folder.trainer, report=report), opened
+
+
+def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject]:
+    """Yield what is to be judged: the folder, and the rank files in it."""
     if isinstance(checkpoint, AdapterDir):
-        yield adapter_subject(checkpoint, base=base, num_labels=num_labels, task=task)
+        yield adapter_subject(
+            checkpoint, base=asked.base, num_labels=asked.num_labels, task=asked.task, servers=asked.servers
+        )
     elif isinstance(checkpoint, ModelDir):
-        yield ModelSubject(checkpoint=checkpoint, num_labels=num_labels)
+        yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels)
     elif isinstance(checkpoint, ZeroDir):
         yield _zero_subject(checkpoint)
     else:
@@ -90,14 +133,6 @@ def _subjects(
     if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.tags:
         with contextlib.suppress(NotACheckpoint):  # folders of that name without rank files
             yield _zero_subject(open_sharded(checkpoint.root))
-    for name in checkpoint.folder.checkpoints if isinstance(checkpoint, RunDir) else ():
-        path = checkpoint.root / name
-        try:
-            inner = open_checkpoint(path)
-        except CheckpointError as error:
-            yield _unopened(str(path), error)
-        else:
-            yield from _subjects(inner, base=base, num_labels=num_labels, task=task)
 
 
 def _zero_subject(checkpoint: ZeroDir | DcpDir) -> Subject:
@@ -113,7 +148,7 @@ def _zero_subject(checkpoint: ZeroDir | DcpDir) -> Subject:
         return Subject(checkpoint=checkpoint)
 
 
-def _unopened(path: str, error: CheckpointError) -> Report:
+def _unopened(path: str, error: LoraToolError, rules: Iterable[Rule]) -> Report:
     no_weights = RULES["LT115"]
     finding = Finding(
         code=no_weights.code,
@@ -123,11 +158,19 @@ def _unopened(path: str, error: CheckpointError) -> Report:
         message=f"cannot be opened: {error}",
         hint=no_weights.hint,
     )
-    return Report(subjects=(Checked(path=path, kind="unknown folder"),), findings=(finding,))
+    return Report(
+        subjects=(Checked(path=path, kind="unknown folder", rules=(no_weights.code,)),),
+        findings=(finding,) if no_weights in tuple(rules) else (),
+    )
 
 
 def adapter_subject(
-    adapter: AdapterDir, *, base: ModelDir | None = None, num_labels: int | None = None, task: str | None = None
+    adapter: AdapterDir,
+    *,
+    base: ModelDir | None = None,
+    num_labels: int | None = None,
+    task: str | None = None,
+    servers: frozenset[Server] = frozenset(),
 ) -> AdapterSubject:
     """Return what the adapter's rules look at: its layers, and its match with the base where names can tell."""
     paths = {name: bare_path(key.module) for name, key in adapter.keys.items()}
@@ -142,26 +185,36 @@ def adapter_subject(
         match=match,
         num_labels=num_labels,
         task=task,
+        servers=servers,
     )
 
 
-def _judge(subject: Subject, rules: Iterable[Rule], *, deep: bool | None, why_no_base: str) -> Report:
+def _judge(subject: Subject, asked: _Asked) -> Report:
     path = str(subject.checkpoint.root)
     findings: list[Finding] = []
     skipped: list[Skipped] = list(_unread(subject))
-    for rule in rules:
-        if not isinstance(subject, rule.on) or (rule.deep and (deep is False or not subject.tensors)):
+    ran: list[str] = []
+    for rule in asked.rules:
+        if not _concerns(rule, subject, asked):
             continue
-        reason = _why_not(rule, subject, deep=deep, why_no_base=why_no_base)
+        reason = _why_not(rule, subject, asked)
         if reason is None:
             findings.extend(rule.run(subject))
+            ran.append(rule.code)
         else:
             skipped.append(Skipped(code=rule.code, path=path, reason=reason))
-    checked = Checked(path=path, kind=str(subject.checkpoint.kind))
+    checked = Checked(path=path, kind=str(subject.checkpoint.kind), rules=tuple(ran))
     return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
 
-def _why_not(rule: Rule, subject: Subject, *, deep: bool | None, why_no_base: str) -> str | None:
+def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
+    """Whether the rule is for such a folder, and was asked for."""
+    if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
+        return False
+    return not rule.deep or (asked.deep is not False and bool(subject.tensors))
+
+
+def _why_not(rule: Rule, subject: Subject, asked: _Asked) -> str | None:
     """Return why the rule would say nothing true about the subject; None if it can run."""
     checkpoint = subject.checkpoint
     if isinstance(checkpoint, AdapterDir | ModelDir):
@@ -169,16 +222,11 @@ def _why_not(rule: Rule, subject: Subject, *, deep: bool | None, why_no_base: st
             return "the weights cannot be read; that is reported above"
         reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
         if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
-            reason = why_no_base if subject.base is None else subject.why_no_match
-        return _why_not_deep(checkpoint) if reason is None and rule.deep and deep is None else reason
+            reason = asked.why_no_base if subject.base is None else subject.why_no_match
+        if reason is None and rule.deep and asked.deep is None and isinstance(checkpoint, ModelDir):
+            return "a model's weights are read only with --deep"
+        return reason
     return None
-
-
-def _why_not_deep(checkpoint: AdapterDir | ModelDir) -> str | None:
-    if isinstance(checkpoint, ModelDir):
-        return "a model's weights are read only with --deep"
-    nbytes = checkpoint.weights.nbytes
-    return f"weights of {size(nbytes)} are read only with --deep" if nbytes > DEEP_BYTES else None
 
 
 def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
