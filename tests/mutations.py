@@ -23,6 +23,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 CAUSAL = "causal-llama/adapter"
 REWARD = "reward-qwen2/adapter"
 RUN = "reward-run/checkpoint-2"
+WHOLE_RUN = "reward-run"
 SHARDED = "causal-llama/base"
 MODEL = "reward-qwen2/base"
 
@@ -631,3 +632,229 @@ def _saved_nowhere(folder: Path) -> None:
         table[f"{PREFIX}model.layers.0.mlp.router.weight"] = raw(4, 16)
     with fields(folder) as config:
         config["modules_to_save"] = ["router"]
+
+
+# LT7xx, the training run
+
+
+def _log(folder: Path, *entries: Mapping[str, float]) -> None:
+    """Replace the log of a checkpoint, its steps counted from 1."""
+    with fields(folder, "trainer_state.json") as state:
+        state["log_history"] = [{"step": at, "epoch": at / 10, **entry} for at, entry in enumerate(entries, 1)]
+
+
+NAN = float("nan")
+
+
+@_breaks("LT701", RUN)
+def _gradient_nan(folder: Path) -> None:
+    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"loss": 0.6, "grad_norm": NAN})
+
+
+@_breaks("LT701 loss", RUN)
+def _loss_nan(folder: Path) -> None:
+    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"loss": NAN, "grad_norm": NAN}, {"loss": NAN, "grad_norm": NAN})
+
+
+@_breaks("LT701 recovered", RUN)
+def _loss_recovered(folder: Path) -> None:
+    _log(folder, {"loss": NAN}, {"loss": 0.7})
+
+
+@_breaks("LT701 infinite gradients", RUN)
+def _gradient_infinite(folder: Path) -> None:
+    _log(folder, {"loss": 0.7, "grad_norm": float("inf")}, {"loss": 0.6, "grad_norm": float("inf")})
+
+
+@_breaks("LT701 evaluation", RUN)
+def _evaluation_nan(folder: Path) -> None:
+    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"eval_loss": NAN})
+
+
+@_breaks("LT701 skipped by the scaler", RUN, quiet=True)
+def _skipped_step(folder: Path) -> None:
+    _log(folder, {"loss": 0.7, "grad_norm": float("inf")}, {"loss": 0.6, "grad_norm": 0.5})
+
+
+@_breaks("LT702", RUN)
+def _loss_masked(folder: Path) -> None:
+    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"loss": 0.0, "grad_norm": NAN})
+
+
+@_breaks("LT702 in GRPO", RUN)
+def _loss_masked_online(folder: Path) -> None:
+    _log(folder, {"loss": 0.0, "grad_norm": 0.2, "reward": 1.0}, {"loss": 0.0, "grad_norm": NAN, "reward": 1.0})
+
+
+@_breaks("LT702 without norms", RUN)
+def _loss_masked_without_norms(folder: Path) -> None:
+    _log(folder, {"loss": 0.7}, {"loss": 0.0}, {"loss": 0.0})
+
+
+@_breaks("LT703", RUN)
+def _no_gradient(folder: Path) -> None:
+    _log(folder, *({"loss": 0.693, "grad_norm": 6e-8, "rewards/margins": 0.0} for _ in range(3)))
+
+
+@_breaks("LT703 in GRPO", RUN)
+def _constant_reward(folder: Path) -> None:
+    entry = {"loss": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+    _log(folder, entry, entry)
+
+
+@_breaks("LT703 learning rate", RUN)
+def _no_learning_rate(folder: Path) -> None:
+    _log(folder, *({"loss": 0.7, "grad_norm": 0.5, "learning_rate": 0.0} for _ in range(3)))
+
+
+@_breaks("LT704", RUN)
+def _diverged(folder: Path) -> None:
+    _log(folder, *({"loss": 2.0 - at / 20, "grad_norm": 1.0} for at in range(20)), *({"loss": 9.8} for _ in range(6)))
+
+
+@_breaks("LT704 short", RUN)
+def _diverged_in_a_short_log(folder: Path) -> None:
+    _log(folder, {"loss": 0.7}, {"loss": 0.6}, {"loss": 40.0})
+
+
+@_breaks("LT704 worse than at the beginning", RUN)
+def _diverged_from_its_best(folder: Path) -> None:
+    _log(folder, *({"loss": 8.0 - at / 4} for at in range(28)), *({"loss": 9.0} for _ in range(8)))
+
+
+@_breaks("LT705", WHOLE_RUN)
+def _killed(folder: Path) -> None:
+    with fields(folder / "checkpoint-4", "trainer_state.json") as state:
+        state["max_steps"] = 100
+        state["stateful_callbacks"] = {}
+
+
+@_breaks("LT705 on purpose", WHOLE_RUN, quiet=True)
+def _early_stopping(folder: Path) -> None:
+    with fields(folder / "checkpoint-4", "trainer_state.json") as state:
+        state["max_steps"] = 100
+
+
+@_breaks("LT706", RUN)
+def _state_of_another_step(folder: Path) -> None:
+    with fields(folder, "trainer_state.json") as state:
+        state["global_step"] = 4
+
+
+@_breaks("LT707", RUN, quiet=True)
+def _never_ends(folder: Path) -> None:
+    _log(folder, *({"loss": 0.0, "grad_norm": 0.2, "reward": 1.0, "completions/clipped_ratio": 1.0} for _ in range(3)))
+
+
+@_breaks("LT708", WHOLE_RUN)
+def _stood_still(folder: Path) -> None:
+    shutil.copy(folder / "checkpoint-2" / WEIGHTS, folder / "checkpoint-4" / WEIGHTS)
+
+
+# LT8xx, what serves it unmerged: the adapter is good, and the server cannot take it
+
+
+def _set(folder: Path, **values: object) -> None:
+    with fields(folder) as config:
+        config.update(values)
+
+
+def _plain(folder: Path) -> None:
+    """Make it an adapter that every server takes: one rank, one alpha, no rsLoRA."""
+    with tensors(folder) as table:
+        table.update(lora("model.layers.1.self_attn.v_proj", rows=8, columns=16))
+    _set(folder, rank_pattern={}, alpha_pattern={}, use_rslora=False)
+
+
+@_breaks("LT801", CAUSAL, servers=["vllm"])
+def _served_embedding(folder: Path) -> None:
+    _plain(folder)
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.norm.weight"] = raw(16)
+    _set(folder, modules_to_save=["model.norm"])
+
+
+@_breaks("LT801 head", REWARD, servers=["vllm"])
+@_breaks("LT801 head for SGLang", REWARD, servers=["sglang"])
+@_breaks("LT811", REWARD, servers=["peft"], quiet=True)
+def _served_head(folder: Path) -> None:
+    assert folder.is_dir()  # every reward adapter has one
+
+
+@_breaks("LT802", CAUSAL, servers=["vllm"])
+@_breaks("LT802 for SGLang", CAUSAL, servers=["sglang"])
+def _served_dora(folder: Path) -> None:
+    _plain(folder)
+    with tensors(folder) as table:
+        table.update(
+            {
+                name.replace("lora_B.weight", "lora_magnitude_vector"): raw(tensor.shape[0])
+                for name, tensor in table.items()
+                if "lora_B" in name
+            }
+        )
+    _set(folder, use_dora=True)
+
+
+@_breaks("LT803", CAUSAL, servers=["vllm"])
+def _served_rank(folder: Path) -> None:
+    rank = 1024
+    with tensors(folder) as table:
+        for name, tensor in table.items():
+            at = 0 if ".lora_A." in name else 1
+            table[name] = raw(*(rank if index == at else side for index, side in enumerate(tensor.shape)))
+    _set(folder, rank_pattern={}, alpha_pattern={}, use_rslora=False, r=rank)
+
+
+@_breaks("LT804", CAUSAL, servers=["vllm"])
+@_breaks("LT804 for SGLang", CAUSAL, servers=["sglang"])
+def _served_tokens(folder: Path) -> None:
+    _plain(folder)
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"] = raw(2, 16)
+    _set(folder, trainable_token_indices=[3, 5])
+
+
+@_breaks("LT805", CAUSAL, servers=["vllm"])
+@_breaks("LT805 for SGLang", CAUSAL, servers=["sglang"])
+def _served_bias(folder: Path) -> None:
+    _plain(folder)
+    with tensors(folder) as table:
+        table.update(
+            {name.replace(".weight", ".bias"): raw(t.shape[0]) for name, t in table.items() if "lora_B" in name}
+        )
+    _set(folder, lora_bias=True)
+
+
+@_breaks("LT806", CAUSAL, servers=["vllm"])
+@_breaks("LT806 for SGLang", CAUSAL, servers=["sglang"])
+def _served_patterns(folder: Path) -> None:
+    _set(folder, use_rslora=False)  # it has ranks per module
+
+
+@_breaks("LT807", CAUSAL, servers=["sglang"])
+def _served_rslora(folder: Path) -> None:
+    _plain(folder)
+    _set(folder, use_rslora=True)
+
+
+@_breaks("LT808", CAUSAL, servers=["vllm"])
+@_breaks("LT808 for SGLang", CAUSAL, servers=["sglang"])
+@_breaks("LT808 for PEFT", CAUSAL, servers=["peft"])
+def _served_init(folder: Path) -> None:
+    _plain(folder)
+    _set(folder, init_lora_weights="pissa_niter_4")
+
+
+@_breaks("LT809", CAUSAL, servers=["sglang"])
+def _served_regex(folder: Path) -> None:
+    _plain(folder)
+    with fields(folder) as config:
+        config["target_modules"] = rf".*\.({'|'.join(config['target_modules'])})"
+
+
+@_breaks("LT810", CAUSAL, servers=["vllm"])
+@_breaks("LT810 for SGLang", CAUSAL, servers=["sglang"])
+def _served_alora(folder: Path) -> None:
+    _plain(folder)
+    _set(folder, alora_invocation_tokens=[1, 2])

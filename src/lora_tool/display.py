@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 _KIB = 1024
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+_COMMAND = re.compile(r"\A\s*(::)|(##)(?=\[|vso\[)")
+"""What CI runners act on: ``::error::`` at the beginning of a line (GitHub), ``##[…]`` and ``##vso[…]`` anywhere."""
+
+
 def printable(text: str) -> str:
-    """Return `text` with control, bidirectional and unassigned characters escaped, so that it is one line of glyphs."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(c if _harmless(c) else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+    """Return `text` as one line of glyphs that acts on nothing.
+
+    Control, bidirectional and unassigned characters are escaped, and the marks of a CI runner's commands.
+    """
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(c if _harmless(c) else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+    if "::" in text or "##" in text:
+        text = _COMMAND.sub(lambda match: match[0].replace("::", r"\x3a\x3a").replace("##", r"\x23\x23"), text)
+    return text
 
 
 def _harmless(character: str) -> bool:

@@ -95,7 +95,8 @@ def test_the_working_directory_is_the_default(call: Caller, adapter: Path, monke
 def test_json_has_the_fields_of_the_design(call: Caller, truncated: Path) -> None:
     called = call("validate", truncated, "--json")
     assert called.code == 1
-    assert set(called.json) == {"schema_version", "tool_version", "subjects", "findings", "skipped", "summary"}
+    design = {"schema_version", "tool_version", "subjects", "findings", "skipped", "summary"}
+    assert set(called.json) == design | {"ignored", "unread", "runs"}
     finding = called.json["findings"][0]
     assert set(finding) == {"code", "severity", "path", "subject", "message", "hint"}
     assert called.json == call("validate", truncated, "--format", "json").json
@@ -211,3 +212,179 @@ def test_nothing_heavy_is_imported(which: str, tmp_path: Path, monkeypatch: pyte
     done = in_a_process("validate", str(adapter), start=("-c", script))
     assert done.returncode == 0, done.stdout
     assert done.stderr.strip() == "[]"
+
+
+# reports
+
+
+def test_reports_are_written_while_text_is_printed(call: Caller, truncated: Path, tmp_path: Path) -> None:
+    files = {form: tmp_path / "out" / f"report.{form}" for form in ("json", "github", "markdown", "junit", "sarif")}
+    called = call("validate", truncated, *(f"--report={form}={path}" for form, path in files.items()))
+    assert called.code == 1
+    assert called.out.startswith(str(truncated))
+    for form, path in files.items():
+        assert path.read_text() == call("validate", truncated, "--format", form).out, form
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in files.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("junit", "is not FORMAT=FILE"),
+        ("junit=", "is not FORMAT=FILE"),
+        ("junitt=x", "Did you mean 'junit'?"),
+        ("json=.", "is a folder"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_told_before_the_work(call: Caller, value: str, told: str) -> None:
+    called = call("validate", REWARD, "--report", value)
+    assert (called.code, called.out) == (2, "")
+    assert told in called.err
+
+
+def test_two_reports_cannot_be_one_file(call: Caller, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    assert call("validate", REWARD, f"--report=json={path}", f"--report=sarif={path}").code == 2
+    assert not path.exists()
+
+
+def test_a_report_replaces_an_older_one_whole(call: Caller, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("x" * 100_000)
+    assert call("validate", REWARD, "--report", f"json={path}").code == 0
+    assert json.loads(path.read_text())["summary"]["errors"] == 0
+    assert path.stat().st_mode & 0o777 == 0o666 & ~os.umask(os.umask(0o022) or 0o022)
+
+
+def test_a_job_summary_is_added_to(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.md"
+    path.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(path))
+    for _ in range(2):
+        call("validate", REWARD, "--report", f"markdown={path}")
+    assert path.read_text().startswith("before\n###")
+    assert path.read_text().count("### ") == 2
+
+
+def test_a_path_that_cannot_be_read_is_in_the_report(call: Caller, tmp_path: Path) -> None:
+    called = call("validate", tmp_path / "nowhere", REWARD, "--json")
+    assert called.code == 3
+    (unread,) = called.json["unread"]
+    assert unread["path"] == str(tmp_path / "nowhere")
+    assert "no such folder" in unread["message"]
+
+
+def test_what_a_server_refuses_is_asked_for_by_name(call: Caller) -> None:
+    assert call("validate", REWARD).code == 0
+    called = call("validate", REWARD, "--for", "sglang", "--for", "vllm")
+    assert called.code == 1
+    assert "lora-tool merge --rm fixtures/reward-qwen2/adapter" in called.out
+    assert call("validate", REWARD, "--for", "tgi").code == 2
+
+
+@pytest.mark.parametrize("args", [[], ["--deep"]])
+def test_strict_reads_a_model_and_is_content_with_a_good_one(call: Caller, args: list[str]) -> None:
+    called = call("validate", "fixtures/causal-llama/base", "--strict", *args)
+    assert (called.code, "skipped" in called.out) == (0, False)
+    assert "LT209" in call("validate", "fixtures/causal-llama/base").out
+
+
+# configuration
+
+
+@pytest.fixture
+def project(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a project's folder, which is the working directory, with an adapter in `reward/adapter`."""
+    root = adapter.parents[1]
+    monkeypatch.chdir(root)
+    os.truncate(adapter / "adapter_model.safetensors", 9000)
+    return root
+
+
+FORMS = ["lora-tool.toml", "pyproject.toml"]
+
+
+def configure(root: Path, name: str, text: str) -> None:
+    (root / name).write_text(text if name == "lora-tool.toml" else f"[tool.lora-tool]\n{text}")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_configuration_ignores_with_a_reason(call: Caller, project: Path, name: str) -> None:
+    configure(project, name, 'ignore = {LT101 = "cut on purpose"}\nselect = ["LT1"]\n')
+    called = call("validate", "reward/adapter")
+    assert called.code == 0
+    assert "ignored LT101: cut on purpose" in called.out
+    shown = call("validate", "reward/adapter", "--json").json
+    assert shown["ignored"] == [{"code": "LT101", "reason": "cut on purpose"}]
+    assert shown["findings"] == []
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_command_line_wins_over_the_configuration(call: Caller, project: Path, name: str) -> None:
+    configure(project, name, 'select = ["LT2"]\nformat = "json"\nreport = "junit=out/report.xml"\nfor = "vllm"\n')
+    assert call("validate", "reward/adapter").json["findings"] == []
+    assert (project / "out" / "report.xml").is_file()
+    called = call("validate", "reward/adapter", "--select", "LT101", "--format", "text", "--report=json=mine.json")
+    assert (called.code, "LT101" in called.out) == (1, True)
+    assert (project / "mine.json").is_file()
+
+
+def test_configuration_is_found_above_and_reports_lie_beside_it(
+    call: Caller, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(project, "lora-tool.toml", 'report = ["json=report.json"]\nstrict = true\n')
+    (project / "deeper").mkdir()
+    monkeypatch.chdir(project / "deeper")
+    call("validate", "../reward/adapter")
+    assert (project / "report.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("fail_on = 'error'", "Did you mean 'fail-on'?"),
+        ("ignroe = []", "Did you mean 'ignore'?"),
+        ("x = 1", "Known are select"),
+        ("fail-on = 'info'", "none of error, warning"),
+        ("fail-on = 3", "expected a string"),
+        ("for = ['vlm']", "Did you mean 'vllm'?"),
+        ("ignore = {LT101 = ''}", "expected a reason"),
+        ("ignore = {LT1011 = 'x'}", "Did you mean LT1"),
+        ("select = ['LT9']", "No rule is called"),
+        ("select = 3", "expected a list of strings"),
+        ("strict = 'yes'", "expected true or false"),
+        ("report = ['pdf=x']", "is no format"),
+        ("select = [", "is not valid TOML"),
+    ],
+)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_configuration_that_is_wrong_is_a_usage_error(
+    call: Caller, project: Path, name: str, text: str, told: str
+) -> None:
+    configure(project, name, text)
+    called = call("validate", "reward/adapter")
+    assert (called.code, called.out) == (2, "")
+    assert told in called.err
+
+
+def test_other_tools_pyproject_is_nothing_to_us(call: Caller, project: Path) -> None:
+    (project / "pyproject.toml").write_text("[tool.other]\nlora-tool = 1\n")
+    assert call("validate", "reward/adapter").code == 1
+
+
+def test_a_checkpoint_does_not_say_which_of_its_faults_count(
+    call: Caller, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(project / "reward" / "adapter", "lora-tool.toml", "ignore = ['LT1']\nreport = 'json=gone.json'\n")
+    monkeypatch.chdir(project / "reward" / "adapter")
+    called = call("validate")
+    assert called.code == 1
+    assert "is not used (--config uses it)" in called.err
+    assert not Path("gone.json").exists()
+    assert call("validate", "--config", "lora-tool.toml").code == 0
+
+
+def test_a_configuration_that_is_given_must_be_there(call: Caller, project: Path) -> None:
+    assert call("validate", "reward/adapter", "--config", "nowhere.toml").code == 2
+    (project / "pyproject.toml").write_text("[project]\n")
+    assert call("validate", "reward/adapter", "--config", "pyproject.toml").code == 2

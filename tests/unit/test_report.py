@@ -22,7 +22,7 @@ def finding(
 
 
 def report(*findings: Finding, skipped: tuple[Skipped, ...] = ()) -> Report:
-    return Report(subjects=(Checked(path="a", kind="adapter"),), findings=findings, skipped=skipped)
+    return Report(subjects=(Checked(path="a", kind="adapter", rules=("LT206",)),), findings=findings, skipped=skipped)
 
 
 def test_severities_compare_by_weight() -> None:
@@ -61,6 +61,7 @@ def test_text_groups_by_file_worst_first_with_each_hint_once() -> None:
         "                  hint: mend it",
         "",
         "checked 1 adapter: 2 errors, 1 warning",
+        "lora-tool rules LT206 explains the first of them",
     ]
 
 
@@ -68,7 +69,7 @@ def test_text_counts_what_repeats() -> None:
     text = report_text(report(*(finding(subject=str(n)) for n in range(30))))
     assert text.count("LT206") == 3
     assert "and 27 more like it" in text
-    assert text.endswith("30 errors")
+    assert "checked 1 adapter: 30 errors\n" in text
 
 
 def test_text_sums_up_skipped_rules() -> None:
@@ -107,7 +108,7 @@ def test_json_is_complete_and_stable() -> None:
     assert table.pop("tool_version")
     assert table == {
         "schema_version": 1,
-        "subjects": [{"path": "a", "kind": "adapter"}],
+        "subjects": [{"path": "a", "kind": "adapter", "rules": ["LT206"]}],
         "findings": [
             {
                 "code": "LT206",
@@ -119,7 +120,10 @@ def test_json_is_complete_and_stable() -> None:
             }
         ],
         "skipped": [{"code": "LT501", "path": "a", "reason": "why"}],
-        "summary": {"subjects": 1, "errors": 1, "warnings": 0, "infos": 0, "skipped": 1},
+        "ignored": [],
+        "unread": [],
+        "runs": [],
+        "summary": {"subjects": 1, "errors": 1, "warnings": 0, "infos": 0, "skipped": 1, "unread": 0},
     }
 
 

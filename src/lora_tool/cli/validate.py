@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint
+from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.hub_cache import may_hold
-from lora_tool.report.model import Report, Severity, joined
-from lora_tool.rules.registry import UnknownRule, chosen
+from lora_tool.report.forms import Form, rendered
+from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
+from lora_tool.rules.registry import RULES, UnknownRule, expand
+from lora_tool.rules.subject import Server
 from lora_tool.rules.validation import NO_BASE, validate
 from lora_tool.sources import Source, Wanted, resolve
 
@@ -23,8 +30,13 @@ from lora_tool.sources import Source, Wanted, resolve
 @base_option("Base model to compare with.  [default: what adapter_config.json names, if it is on this disk]")
 @click.option("--rm", "reward", is_flag=True, help="A reward model is expected: a head with one label.")
 @click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
+@click.option("--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters]")
 @click.option(
-    "--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters up to 256 MiB]"
+    "--for",
+    "servers",
+    type=click.Choice([server.value for server in Server]),
+    multiple=True,
+    help="Say what this server refuses or ignores. May be repeated.",
 )
 @click.option(
     "--select",
@@ -41,67 +53,139 @@ from lora_tool.sources import Source, Wanted, resolve
     show_default=True,
     help="Exit with 1 for findings of this severity or worse.",
 )
-@click.option("--strict", is_flag=True, help="Exit with 1 for warnings and skipped rules, too.")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Read all weights, and exit with 1 for warnings and for rules that could not run, too.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice([form.value for form in Form]),
+    default=Form.TEXT.value,
+    show_default=True,
+    help="What is printed.",
+)
+@click.option(
+    "--report",
+    "reports",
+    metavar="FORMAT=FILE",
+    multiple=True,
+    help="Write the report to a file as well: junit=report.xml. May be repeated; weights are read once.",
+)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(dir_okay=False),
+    help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
+)
 @json_option
 @quiet_option("Print nothing unless there are findings.")
-def command(
-    paths: tuple[str, ...],
-    base: str | None,
-    reward: bool,  # noqa: FBT001 - click passes flags by name
-    num_labels: int | None,
-    deep: bool | None,  # noqa: FBT001
-    select: tuple[tuple[str, ...], ...],
-    ignore: tuple[tuple[str, ...], ...],
-    fail_on: str,
-    strict: bool,  # noqa: FBT001
-    form: str,
-    as_json: bool,  # noqa: FBT001
-    quiet: bool,  # noqa: FBT001
-) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter's Hub id.
 
     PATH is this folder by default. Files are read, never changed, and no code in them is run. A Hub id given as PATH
     is downloaded to huggingface_hub's cache (adapters are small); the base model never is.
     """
-    if reward and num_labels not in (None, 1):
-        raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
-    selected, ignored = _flat(select), _flat(ignore)
-    try:
-        chosen(selected, ignored)
-    except UnknownRule as error:
-        raise click.UsageError(str(error)) from error
-    given_base = _open_base(resolve(base)) if base is not None else None
+    paths = paths or (".",)
+    asked = _asked(ctx, options, configuration(options["config_file"], paths))
+    given_base = _open_base(resolve(options["base"])) if options["base"] is not None else None
     reports: list[Report] = []
     errors: list[LoraToolError] = []
-    for path in paths or (".",):
+    for path in paths:
+        error: LoraToolError
         try:
-            checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
-            found, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(checkpoint)
-            report = validate(
-                checkpoint,
-                base=found,
-                num_labels=1 if reward else num_labels,
-                task="reward" if reward else None,
-                select=selected,
-                ignore=ignored,
-                deep=deep,
-                why_no_base=why_not,
-            )
-        except LoraToolError as error:
-            errors.append(error)
-        except OSError as error:
-            errors.append(LoraToolError(f"{error.filename or path}: {error.strerror or error}"))
+            reports.append(_judged(path, asked, given_base))
+        except LoraToolError as unreadable:
+            error = unreadable
+        except OSError as unreadable:
+            error = LoraToolError(f"{unreadable.filename or path}: {unreadable.strerror or unreadable}")
         else:
-            reports.append(report)
-    report = joined(reports)
-    if reports and not (quiet and not report.findings):
-        _print(report, as_json=as_json or form == "json")
-    return _exit_code(report, errors, fail_on=Severity(fail_on), strict=strict)
+            continue
+        errors.append(error)
+        reports.append(Report(unread=(Unread(path=path, message=str(error), hint=error.hint),)))
+    report = replace(joined(reports), ignored=asked.ignored)
+    _show(report, asked)
+    return _exit_code(report, errors, asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What the command line and the configuration together ask for."""
+
+    reward: bool
+    num_labels: int | None
+    deep: bool | None
+    select: tuple[str, ...]
+    ignored: tuple[Ignored, ...]
+    servers: frozenset[Server]
+    fail_on: Severity
+    strict: bool
+    form: Form
+    files: tuple[ReportFile, ...]
+    quiet: bool
+
+
+def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configuration) -> _Asked:
+    """Return the options, with the configuration's where the command line has none. Raises `click.UsageError`."""
+    reward, num_labels = options["reward"], options["num_labels"]
+    if reward and num_labels not in (None, 1):
+        raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
+
+    def chosen(name: str, setting: Any) -> Any:  # noqa: ANN401 - of the option's own type
+        silent = ctx.get_parameter_source(name) in (ParameterSource.DEFAULT, None)
+        return setting if silent and setting is not None else options[name]
+
+    folder = configured.path.parent if configured.path else None
+    files = [report_file(value) for value in options["reports"]]
+    files = files or [report_file(value, folder) for value in configured.reports]
+    require_different(files)
+    strict = bool(chosen("strict", configured.strict))
+    typed = _flat(options["ignore"])
+    try:
+        ignored = dict.fromkeys(sorted(expand(typed))) | {
+            known: reason for code, reason in configured.ignore.items() for known in sorted(expand([code]))
+        }
+        select = _flat(options["select"]) or configured.select
+        expand(select)
+    except UnknownRule as error:
+        raise click.UsageError(str(error)) from error
+    return _Asked(
+        reward=reward,
+        num_labels=num_labels,
+        # strict means that everything is checked
+        deep=True if strict and options["deep"] is None else options["deep"],
+        select=select,
+        ignored=tuple(Ignored(code=code, reason=reason) for code, reason in sorted(ignored.items())),
+        servers=frozenset(map(Server, options["servers"] or configured.servers)),
+        fail_on=Severity(chosen("fail_on", configured.fail_on)),
+        strict=strict,
+        form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
+        files=tuple(files),
+        quiet=options["quiet"],
+    )
 
 
 def _flat(lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return tuple(code for codes in lists for code in codes)
+
+
+def _judged(path: str, asked: _Asked, given_base: ModelDir | None) -> Report:
+    checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
+    base, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(checkpoint)
+    return validate(
+        checkpoint,
+        base=base,
+        num_labels=1 if asked.reward else asked.num_labels,
+        task="reward" if asked.reward else None,
+        select=asked.select,
+        ignore=[ignored.code for ignored in asked.ignored],
+        deep=asked.deep,
+        servers=asked.servers,
+        checkpoints=True,
+        why_no_base=why_not,
+    )
 
 
 def _open_base(source: Source) -> ModelDir:
@@ -138,23 +222,25 @@ def _an_adapter_of(run: RunDir) -> AdapterDir | None:
     return None
 
 
-def _print(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        from lora_tool.report.json import report_json  # noqa: PLC0415 - only where it is asked for
+def _show(report: Report, asked: _Asked) -> None:
+    pages = {code: rule.page for code, rule in RULES.items()}
 
-        click.echo(json.dumps(report_json(report), indent=2))
-        return
-    from lora_tool.report.text import report_text  # noqa: PLC0415
+    def text(form: Form, *, color: bool = False) -> str:
+        return rendered(report, form, pages=pages, fail_on=asked.fail_on, color=color)
 
-    click.echo(report_text(report, color=wants_colour()))
+    nothing = not report.subjects and asked.form is Form.TEXT  # the errors on stderr say all there is
+    if not nothing and not (asked.quiet and not report.findings):
+        click.echo(text(asked.form, color=asked.form is Form.TEXT and wants_colour()))
+    for file in asked.files:
+        file.write(text(file.form))
 
 
-def _exit_code(report: Report, errors: list[LoraToolError], *, fail_on: Severity, strict: bool) -> int:
+def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> int:
     from lora_tool.cli.main import show_error  # noqa: PLC0415 - main imports this module
 
     for error in errors:
         show_error(error)
     if errors:
         return max(map(exit_code, errors), default=CANNOT)
-    failed = report.at_least(Severity.WARNING if strict else fail_on) or (strict and report.skipped)
+    failed = report.at_least(Severity.WARNING if asked.strict else asked.fail_on) or (asked.strict and report.skipped)
     return FINDINGS if failed else DONE

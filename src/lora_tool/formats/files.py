@@ -72,6 +72,11 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
     return parsed
 
 
+def read_all(fd: int, limit: int) -> bytes:
+    """Return the content of the open file, at most `limit` bytes of it."""
+    return os.pread(fd, min(os.fstat(fd).st_size, limit), 0)
+
+
 def require_own_file(root: Path, path: Path) -> None:
     """Return if `path` is a regular file inside the folder `root`, links followed. Raises `CorruptFile`."""
     if not inside(root, path):

@@ -1,9 +1,11 @@
-"""`trainer_state.json` of the HF Trainer: how far a run was when it wrote a checkpoint."""
+"""`trainer_state.json` of the HF Trainer: how far a run was when it wrote a checkpoint, and what it had logged."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lora_tool.errors import BadConfig, CorruptFile, Defect, Problem
 from lora_tool.formats.fields import Fields
@@ -14,12 +16,20 @@ FILE_NAME = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Step, epoch and last logged loss of a training run."""
+    """Where a training run was, and its log."""
 
     path: Path
     global_step: int
     epoch: float | None = None
     last_loss: float | None = None
+    max_steps: int | None = None
+    """The step at which the run was to end; None where that is not known."""
+    best_metric: float | None = None
+    best_step: int | None = None
+    stopped: bool = False
+    """Whether a callback, such as early stopping, or the last step asked the run to stop."""
+    log: tuple[Mapping[str, float], ...] = ()
+    """The numbers of every log entry in order; NaN and infinities are kept."""
     problems: tuple[Problem, ...] = ()
 
 
@@ -29,20 +39,45 @@ def read_trainer_state(path: Path) -> TrainerState:
     if not isinstance(raw, dict):
         raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
     fields = Fields(raw, path)
-    history = raw.get("log_history")
-    losses = [
-        entry["loss"]
-        for entry in (history if isinstance(history, list) else ())
-        if isinstance(entry, dict) and isinstance(entry.get("loss"), int | float)
-    ]
-    epoch = raw.get("epoch")
+    log = tuple(_entries(raw.get("log_history")))
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    max_steps = raw.get("max_steps")
+    best_step = raw.get("best_global_step")
     return TrainerState(
         path=path,
         global_step=fields.integer("global_step", 0),
-        epoch=float(epoch) if isinstance(epoch, int | float) else None,
-        last_loss=float(losses[-1]) if losses else None,
+        epoch=_number(raw.get("epoch")),
+        last_loss=losses[-1] if losses else None,
+        max_steps=max_steps if type(max_steps) is int and max_steps > 0 else None,
+        best_metric=_number(raw.get("best_metric")),
+        best_step=best_step if type(best_step) is int else None,
+        stopped=_control(raw).get("should_training_stop") is True,
+        log=log,
         problems=tuple(fields.problems),
     )
+
+
+def _entries(history: object) -> Iterator[Mapping[str, float]]:
+    for entry in history if isinstance(history, list) else ():
+        if isinstance(entry, dict):
+            yield {name: number for name, value in entry.items() if (number := _number(value)) is not None}
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return float("inf")
+
+
+def _control(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the flags of the TrainerControl, which newer versions save with the callbacks."""
+    found: object = raw
+    for name in ("stateful_callbacks", "TrainerControl", "args"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def try_trainer_state(path: Path) -> tuple[TrainerState | None, tuple[Problem, ...]]:

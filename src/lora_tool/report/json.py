@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from lora_tool.display import printable
-from lora_tool.report.model import Finding, Report, Severity
+from lora_tool.report.model import Finding, Report, Run, RunCheckpoint, Severity
 
 SCHEMA_VERSION = 1
 """Rises when a field is renamed, removed or changes its meaning; new fields do not raise it."""
@@ -17,20 +20,43 @@ def report_json(report: Report) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "tool_version": tool_version(),
-        "subjects": [{"path": printable(subject.path), "kind": subject.kind} for subject in report.subjects],
+        "subjects": [
+            {"path": printable(subject.path), "kind": subject.kind, "rules": list(subject.rules)}
+            for subject in report.subjects
+        ],
         "findings": [_finding(finding) for finding in report.findings],
         "skipped": [
             {"code": skipped.code, "path": printable(skipped.path), "reason": printable(skipped.reason)}
             for skipped in report.skipped
         ],
+        "ignored": [
+            {"code": ignored.code, "reason": None if ignored.reason is None else printable(ignored.reason)}
+            for ignored in report.ignored
+        ],
+        "unread": [
+            {
+                "path": printable(unread.path),
+                "message": printable(unread.message),
+                "hint": None if unread.hint is None else printable(unread.hint),
+            }
+            for unread in report.unread
+        ],
+        "runs": [_run(run) for run in report.runs],
         "summary": {
             "subjects": len(report.subjects),
             "errors": report.count(Severity.ERROR),
             "warnings": report.count(Severity.WARNING),
             "infos": report.count(Severity.INFO),
             "skipped": len(report.skipped),
+            "unread": len(report.unread),
         },
     }
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of `report_json`'s form, which this package carries."""
+    parsed: dict[str, Any] = json.loads(Path(__file__).with_name("report.schema.json").read_text(encoding="utf-8"))
+    return parsed
 
 
 def tool_version() -> str:
@@ -50,3 +76,34 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "message": printable(finding.message),
         "hint": None if finding.hint is None else printable(finding.hint),
     }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {
+        "path": printable(run.path),
+        "metric": None if run.metric is None else printable(run.metric),
+        "best": None if run.best is None else printable(run.best),
+        "why_best": run.why_best,
+        "checkpoints": [_checkpoint(row) for row in run.checkpoints],
+    }
+
+
+def _checkpoint(row: RunCheckpoint) -> dict[str, Any]:
+    return {
+        "path": printable(row.path),
+        "name": printable(row.name),
+        "step": row.step,
+        "epoch": _finite(row.epoch),
+        "loss": _finite(row.loss),
+        "metric": _finite(row.metric),
+        "bytes": row.nbytes,
+        "verdict": row.verdict,
+        "errors": row.errors,
+        "warnings": row.warnings,
+        "codes": list(row.codes),
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number that JSON has; NaN and infinity are null, and LT701 tells of them."""
+    return value if value is not None and math.isfinite(value) else None

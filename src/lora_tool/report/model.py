@@ -5,8 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lora_tool.errors import FindingsFound
+
+T = TypeVar("T")
 
 
 @enum.unique
@@ -65,10 +68,80 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A folder that was looked at, and what it is."""
+    """A folder that was looked at, what it is, and the codes of the rules that ran on it."""
 
     path: str
     kind: str
+    rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unread:
+    """A path that could not be opened or read at all, why, and what to do."""
+
+    path: str
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ignored:
+    """A rule that was switched off, and the reason that the configuration gives."""
+
+    code: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCheckpoint:
+    """One checkpoint of a training run. `loss` and `metric` are those of its step, None where none was logged."""
+
+    path: str
+    name: str
+    step: int | None
+    epoch: float | None
+    loss: float | None
+    metric: float | None
+    nbytes: int
+    """Bytes of all files in the folder, optimizer and all."""
+    errors: int
+    warnings: int
+    codes: tuple[str, ...] = ()
+    """The rules that found something, worst first; notes are left out."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is wrong with it that would keep it from being used."""
+        return not self.errors
+
+    @property
+    def verdict(self) -> str:
+        """``good``, ``warned`` or ``broken``."""
+        return "broken" if self.errors else "warned" if self.warnings else "good"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run folder: its checkpoints by step, and the best one that is whole."""
+
+    path: str
+    checkpoints: tuple[RunCheckpoint, ...]
+    metric: str | None = None
+    """The name of the metric that checkpoints are compared by, ``eval_loss``; None where nothing was evaluated."""
+    best: str | None = None
+    """The path of the best checkpoint that is whole."""
+    why_best: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What reports say about a rule itself."""
+
+    code: str
+    severity: Severity
+    title: str
+    text: str
+    hint: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +151,9 @@ class Report:
     subjects: tuple[Checked, ...] = ()
     findings: tuple[Finding, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    runs: tuple[Run, ...] = ()
+    unread: tuple[Unread, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
 
     @property
     def worst(self) -> Severity | None:
@@ -101,10 +177,40 @@ class Report:
 
 
 def joined(reports: Iterable[Report]) -> Report:
-    """Return one report of all the reports' contents, in their order."""
+    """Return one report of all the reports' contents, in their order. What is said twice is kept once."""
     listed = tuple(reports)
     return Report(
         subjects=tuple(subject for report in listed for subject in report.subjects),
-        findings=tuple(finding for report in listed for finding in report.findings),
-        skipped=tuple(skipped for report in listed for skipped in report.skipped),
+        findings=_once(finding for report in listed for finding in report.findings),
+        skipped=_once(skipped for report in listed for skipped in report.skipped),
+        runs=tuple(run for report in listed for run in report.runs),
+        unread=tuple(unread for report in listed for unread in report.unread),
+        ignored=_once(ignored for report in listed for ignored in report.ignored),
     )
+
+
+def _once(items: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...]:
+    """Return each folder with the findings on it: those whose path lies in it and in no folder further in.
+
+    The first folder has those that lie in none, as in a base model elsewhere.
+    """
+    if not report.subjects:
+        return ()
+    found: dict[str, list[Finding]] = {checked.path: [] for checked in report.subjects}
+    first = report.subjects[0].path
+    for finding in report.findings:
+        path = finding.path
+        while path and path not in found:
+            path = path.rpartition("/")[0]
+        found[path or first].append(finding)
+    # a folder that was looked at twice, as an adapter and as rank files, is shown once
+    kept: dict[str, Checked] = {}
+    for checked in report.subjects:
+        earlier = kept.get(checked.path)
+        rules = checked.rules if earlier is None else tuple(sorted({*earlier.rules, *checked.rules}))
+        kept[checked.path] = Checked(path=checked.path, kind=(earlier or checked).kind, rules=rules)
+    return tuple((checked, tuple(found[path])) for path, checked in kept.items())

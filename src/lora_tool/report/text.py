@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from lora_tool.display import printable
-from lora_tool.report.model import Finding, Report, Severity, Skipped
+from lora_tool.display import printable, size
+from lora_tool.report.groups import by_rule
+from lora_tool.report.model import Finding, Ignored, Report, Run, RunCheckpoint, Severity, Skipped
 
 _SHOWN = 3
 """How many findings of one rule in one file are spelled out before the rest is counted."""
@@ -19,10 +20,18 @@ _INDENT = " " * (2 + _SEVERITY_WIDTH + 2 + len("LT000") + 2)
 
 
 def report_text(report: Report, *, color: bool = False, limit: int = _SHOWN) -> str:
-    """Return the findings, the skipped checks and one summary line. Nothing in it acts on a terminal but our colours."""
-    return "\n".join(
-        (*findings_lines(report.findings, color=color, limit=limit), *_skipped_lines(report.skipped), summary(report))
-    )
+    """Return the findings, run tables, skipped checks and one summary line.
+
+    Nothing in it acts on a terminal but our colours.
+    """
+    lines = [*findings_lines(report.findings, color=color, limit=limit)]
+    for run in report.runs:
+        lines += [*run_lines(run, color=color), ""]
+    lines += [*_ignored_lines(report.ignored), *_skipped_lines(report.skipped), summary(report)]
+    first = next((group[0] for group in by_rule(report.at_least(Severity.WARNING))), None)
+    if first is not None:
+        lines.append(f"lora-tool rules {first.code} explains the first of them")
+    return "\n".join(lines)
 
 
 def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: int = _SHOWN) -> Iterator[str]:
@@ -33,23 +42,13 @@ def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: i
     hinted: set[tuple[str, str | None]] = set()
     for path, inside in by_path.items():
         yield click.style(printable(path), bold=True) if color else printable(path)
-        for group in _groups(inside):
+        for group in by_rule(inside):
             for finding in group[:limit]:
                 yield _line(finding, color=color)
             if len(group) > limit:
                 yield f"{_INDENT}and {len(group) - limit} more like it (--json lists all)"
             yield from _hints(group, hinted, color=color)
         yield ""
-
-
-def _groups(findings: Iterable[Finding]) -> Iterator[list[Finding]]:
-    """Yield the findings of one file, worst first, those of one rule and severity together."""
-
-    def order(finding: Finding) -> tuple[int, str]:
-        return -finding.severity.weight, finding.code
-
-    for _, group in itertools.groupby(sorted(findings, key=order), key=order):
-        yield list(group)
 
 
 def _line(finding: Finding, *, color: bool) -> str:
@@ -66,6 +65,56 @@ def _hints(group: Sequence[Finding], hinted: set[tuple[str, str | None]], *, col
             hinted.add((finding.code, finding.hint))
             label = click.style("hint:", fg="cyan") if color else "hint:"
             yield f"{_INDENT}{label} {printable(finding.hint)}"
+
+
+def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
+    """Yield the table of a run's checkpoints, and which is the best one that is whole."""
+    yield click.style(printable(run.path), bold=True) if color else printable(run.path)
+    header = ("checkpoint", "step", "epoch", "loss", printable(run.metric or ""), "size", "verdict")
+    rows = [header, *(_cells(row, best=row.path == run.best) for row in run.checkpoints)]
+    kept = [at for at in range(len(header)) if header[at]]  # nothing was evaluated: no column for it
+    widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
+    for index, row in enumerate(rows):
+        cells = [row[at].rjust(widths[at]) for at in kept[1:-1]]
+        line = "  ".join((row[0].ljust(widths[0]), *cells, row[-1]))
+        yield f"  {click.style(line, fg=_verdict_colour(run.checkpoints[index - 1])) if color and index else line}"
+    if run.best is not None:
+        yield f"  best whole checkpoint: {printable(run.best)} ({printable(run.why_best or '')})"
+    elif run.checkpoints:
+        yield "  no checkpoint is whole"
+
+
+def _cells(row: RunCheckpoint, *, best: bool) -> tuple[str, ...]:
+    codes = f" {', '.join(row.codes)}" if row.codes else ""
+    return (
+        printable(row.name),
+        "-" if row.step is None else str(row.step),
+        number(row.epoch),
+        number(row.loss),
+        number(row.metric),
+        size(row.nbytes),
+        f"{row.verdict}{codes}{'  <- best' if best else ''}",
+    )
+
+
+def _verdict_colour(row: RunCheckpoint) -> str:
+    return "red" if row.errors else "yellow" if row.warnings else "green"
+
+
+def number(value: float | None) -> str:
+    """Return a logged number with four significant digits, ``-`` for none."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def _ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
+    by_reason: dict[str | None, list[str]] = {}
+    for item in ignored:
+        by_reason.setdefault(item.reason, []).append(item.code)
+    for reason, codes in by_reason.items():
+        if reason:  # what was typed on the command line needs no repeating
+            yield f"ignored {spans(codes)}: {printable(reason)}"
 
 
 def _skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:

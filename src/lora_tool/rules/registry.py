@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lora_tool.report import Finding, Severity
+from lora_tool.report.model import Page
 from lora_tool.rules.subject import Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
@@ -31,6 +32,8 @@ class Need(str, enum.Enum):
     """A base model whose names can be compared with the adapter's."""
     VALUES = "values"
     """The weights themselves are read, not only their headers."""
+    SERVER = "server"
+    """What the adapter is to be served with was named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,11 @@ class Rule:
         """The first paragraph under "What to do", as one line."""
         paragraph = self.sections().get(SECTIONS[-1], "").partition("\n\n")[0]
         return " ".join(paragraph.split()) or None
+
+    @property
+    def page(self) -> Page:
+        """What reports say about the rule itself."""
+        return Page(code=self.code, severity=self.severity, title=self.title, text=self.doc, hint=self.hint)
 
     def sections(self) -> Mapping[str, str]:
         """Return the page's sections: heading → text."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import PREFIX, AdapterKey, Part
@@ -17,6 +18,15 @@ from lora_tool.tensors import StoredTensor, TensorTable
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
+
+
+@enum.unique
+class Server(str, enum.Enum):
+    """What an adapter is to be served with, unmerged."""
+
+    PEFT = "peft"
+    VLLM = "vllm"
+    SGLANG = "sglang"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,14 @@ class Subject:
         if tensor.name not in self.scans:
             self.scans[tensor.name] = scan(tensor)
         return self.scans[tensor.name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSubject(Subject):
+    """A run folder without finished weights, and those of its checkpoints that could be opened."""
+
+    checkpoint: RunDir
+    inner: tuple[Checkpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +168,8 @@ class AdapterSubject(Subject):
     """How the base names the modules; a sentence where names cannot tell; None without a base."""
     num_labels: int | None = None
     task: str | None = None
+    servers: frozenset[Server] = frozenset()
+    """What the adapter must be fit for (`--for`)."""
 
     @property
     def why_no_match(self) -> str | None:

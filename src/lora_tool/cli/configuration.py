@@ -1,0 +1,175 @@
+"""`lora-tool.toml`, or `[tool.lora-tool]` of `pyproject.toml`: what a project always asks of `validate`."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lora_tool.errors import CorruptFile
+from lora_tool.formats.files import open_regular, read_all
+from lora_tool.report.forms import Form
+from lora_tool.report.model import Severity
+from lora_tool.rules.registry import UnknownRule, expand
+from lora_tool.rules.subject import Server
+
+FILE_NAME = "lora-tool.toml"
+PYPROJECT = "pyproject.toml"
+KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format")
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What a configuration file sets; options on the command line win, ignores add up."""
+
+    path: Path | None = None
+    select: tuple[str, ...] = ()
+    ignore: Mapping[str, str | None] = field(default_factory=dict)
+    """Code, or beginning of codes → the reason; None where none is given."""
+    fail_on: str | None = None
+    servers: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
+    strict: bool | None = None
+    form: str | None = None
+
+
+class _Wrong(click.UsageError):
+    """The configuration file cannot be used; exit code 2."""
+
+
+def configuration(given: str | None, checked: Iterable[str]) -> Configuration:
+    """Return the configuration in the file `given`, else the nearest one above the working directory, else none.
+
+    A file inside one of the folders that are `checked` is not trusted unless it was given: a checkpoint must not say
+    which of its own faults are ignored. Raises `click.UsageError` for a file that cannot be used.
+    """
+    if given is not None:
+        path = Path(given)
+        table = _table(path)
+        if table is None:
+            raise _Wrong(f"{path} has no table [tool.lora-tool]")
+        return _configuration(path, table)
+    folders = [Path(folder).resolve() for folder in checked]
+    for path, table in _nearest(Path.cwd()):
+        if not any(path.resolve().is_relative_to(folder) for folder in folders):
+            return _configuration(path, table)
+        note = f"note: {path} lies in a folder that is checked, and is not used (--config uses it)"
+        click.echo(note, err=True)
+    return Configuration()
+
+
+def _nearest(start: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for folder in (start, *start.parents):
+        for name in (FILE_NAME, PYPROJECT):
+            path = folder / name
+            if path.is_file() and (table := _table(path)) is not None:
+                yield path, table
+
+
+def _table(path: Path) -> Mapping[str, Any] | None:
+    """Return the settings in the file; None where a pyproject.toml has none."""
+    try:
+        with open_regular(path) as fd:
+            data = read_all(fd, _MAX_BYTES)
+    except CorruptFile as error:
+        raise _Wrong(str(error)) from error
+    if path.name == PYPROJECT and b"lora-tool" not in data:
+        return None
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415 - most folders have no configuration
+    else:
+        import tomli as tomllib  # noqa: PLC0415
+    try:
+        parsed = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise _Wrong(f"{path} is not valid TOML: {error}") from error
+    if path.name != PYPROJECT:
+        return parsed
+    tool = parsed.get("tool", {})
+    found = tool.get("lora-tool") if isinstance(tool, dict) else None
+    if found is not None and not isinstance(found, dict):
+        raise _Wrong(f"{path}: tool.lora-tool must be a table")
+    return found
+
+
+def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
+    for key in table:
+        if key not in KEYS:
+            close = difflib.get_close_matches(key.replace("_", "-"), KEYS, n=1)
+            nearest = f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(KEYS)}."
+            raise _Wrong(f"{path}: unknown key {key!r}.{nearest}")
+    reader = _Reader(path, table)
+    return Configuration(
+        path=path,
+        select=reader.codes("select"),
+        ignore=reader.ignore(),
+        fail_on=reader.choice("fail-on", (Severity.ERROR.value, Severity.WARNING.value)),
+        servers=reader.choices("for", tuple(server.value for server in Server)),
+        reports=reader.strings("report"),
+        strict=reader.boolean("strict"),
+        form=reader.choice("format", tuple(form.value for form in Form)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Typed access to the settings; a wrong one raises with its name."""
+
+    path: Path
+    table: Mapping[str, Any]
+
+    def wrong(self, key: str, what: str) -> _Wrong:
+        return _Wrong(f"{self.path}: {key}: expected {what}, found {self.table[key]!r}")
+
+    def strings(self, key: str) -> tuple[str, ...]:
+        value = self.table.get(key, [])
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise self.wrong(key, "a list of strings")
+        return tuple(listed)
+
+    def codes(self, key: str) -> tuple[str, ...]:
+        codes = self.strings(key)
+        self._known(key, codes)
+        return codes
+
+    def _known(self, key: str, codes: Iterable[str]) -> None:
+        try:
+            expand(codes)
+        except UnknownRule as error:
+            raise _Wrong(f"{self.path}: {key}: {error}") from error
+
+    def ignore(self) -> Mapping[str, str | None]:
+        value = self.table.get("ignore", {})
+        if not isinstance(value, dict):
+            return dict.fromkeys(self.codes("ignore"))
+        if not all(isinstance(reason, str) and reason.strip() for reason in value.values()):
+            raise self.wrong("ignore", 'a reason for each code: LT215 = "served unmerged"')
+        self._known("ignore", value)
+        return {code: " ".join(reason.split()) for code, reason in value.items()}
+
+    def boolean(self, key: str) -> bool | None:
+        value = self.table.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def choices(self, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+        values = self.strings(key)
+        for value in values:
+            if value not in known:
+                close = difflib.get_close_matches(value, known, n=1)
+                nearest = f" Did you mean {close[0]!r}?" if close else ""
+                raise _Wrong(f"{self.path}: {key}: {value!r} is none of {', '.join(known)}.{nearest}")
+        return values
+
+    def choice(self, key: str, known: tuple[str, ...]) -> str | None:
+        if key in self.table and not isinstance(self.table[key], str):
+            raise self.wrong(key, "a string")
+        return next(iter(self.choices(key, known)), None)

@@ -1,0 +1,83 @@
+"""Where a report goes: to stdout in one form, and to files in any others, so that weights are read once for all."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from lora_tool.report.forms import Form
+
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""The variable that names a GitHub Actions step's summary file, which steps add to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFile:
+    """A form of the report, and the file that it is written to."""
+
+    form: Form
+    path: Path
+
+    def write(self, text: str) -> None:
+        """Write the file whole or not at all; a job summary is added to. Raises `OSError`."""
+        content = f"{text}\n".encode()
+        if self._is_added_to():
+            with self.path.open("ab") as file:
+                file.write(content)
+            return
+        import tempfile  # noqa: PLC0415 - slow to import, and only for reports in files
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(name).chmod(0o666 & ~mask)
+            Path(name).replace(self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+            raise
+
+    def _is_added_to(self) -> bool:
+        """Whether the file is a job summary, or no plain file: a pipe, ``/dev/stderr``."""
+        if os.environ.get(SUMMARY) and self.path == Path(os.environ[SUMMARY]):
+            return True
+        try:
+            return not stat.S_ISREG(self.path.stat().st_mode)
+        except FileNotFoundError:
+            return False
+
+
+def report_file(value: str, folder: Path | None = None) -> ReportFile:
+    """Return what ``junit=report.xml`` means, relative to `folder`. Raises `click.BadParameter`."""
+    name, equals, path = value.partition("=")
+    known = [form.value for form in Form]
+    if not equals or not path:
+        raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml")
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        nearest = f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(known)}."
+        raise click.BadParameter(f"{name!r} is no format.{nearest}")
+    at = Path(path) if folder is None else folder / path
+    if at.is_dir():
+        raise click.BadParameter(f"{at} is a folder")
+    return ReportFile(form=Form(name), path=at)
+
+
+def require_different(files: Iterable[ReportFile]) -> None:
+    """Return if no two reports go to one file. Raises `click.BadParameter`."""
+    seen: set[Path] = set()
+    for file in files:
+        if file.path in seen:
+            raise click.BadParameter(f"two reports would be written to {file.path}")
+        seen.add(file.path)

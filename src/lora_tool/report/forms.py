@@ -1,0 +1,65 @@
+"""The forms of a report by name, and one way to ask for any of them."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from lora_tool.report.model import Page, Report, Severity
+
+
+@enum.unique
+class Form(str, enum.Enum):
+    """How a report is written down."""
+
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
+    """Annotations of a GitHub Actions step."""
+    MARKDOWN = "markdown"
+    """A job summary, or a comment."""
+    JUNIT = "junit"
+    SARIF = "sarif"
+
+
+def rendered(
+    report: Report,
+    form: Form,
+    *,
+    pages: Mapping[str, Page],
+    fail_on: Severity = Severity.ERROR,
+    root: Path | None = None,
+    color: bool = False,
+) -> str:
+    """Return the report in the form, without a line break at its end.
+
+    `pages` are those of all rules, `fail_on` is the severity from which a JUnit test fails, and `root` the folder that
+    GitHub's and SARIF's paths are relative to (the working directory).
+    """
+    where = Path.cwd() if root is None else root
+    # each form is imported where it is asked for: a check in a terminal needs none but text
+    if form is Form.TEXT:
+        from lora_tool.report.text import report_text  # noqa: PLC0415
+
+        return report_text(report, color=color)
+    if form is Form.JSON:
+        from lora_tool.report.json import report_json  # noqa: PLC0415
+
+        return json.dumps(report_json(report), indent=2, allow_nan=False)
+    if form is Form.GITHUB:
+        from lora_tool.report.github import report_github  # noqa: PLC0415
+
+        return report_github(report, pages=pages, root=where)
+    if form is Form.MARKDOWN:
+        from lora_tool.report.markdown import report_markdown  # noqa: PLC0415
+
+        return report_markdown(report, pages=pages)
+    if form is Form.JUNIT:
+        from lora_tool.report.junit import report_junit  # noqa: PLC0415
+
+        return report_junit(report, pages=pages, fail_on=fail_on)
+    from lora_tool.report.sarif import report_sarif  # noqa: PLC0415
+
+    return json.dumps(report_sarif(report, pages=pages, root=where), indent=2)

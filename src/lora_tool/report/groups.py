@@ -1,0 +1,28 @@
+"""Findings put together for people: those of one rule and severity are one thing to mend, however many tensors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from lora_tool.report.model import Finding
+
+
+def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:
+    """Yield the findings of one rule and severity together, worst first, then by code."""
+
+    def order(finding: Finding) -> tuple[int, str]:
+        return -finding.severity.weight, finding.code
+
+    for _, group in itertools.groupby(sorted(findings, key=order), key=order):
+        yield tuple(group)
+
+
+def relative_to(path: str, root: Path) -> str | None:
+    """Return `path` relative to the folder `root`, with forward slashes; None where it lies outside of it."""
+    absolute = os.path.normpath(root / path)
+    inside = os.path.relpath(absolute, root)
+    outside = inside == os.pardir or inside.startswith(os.pardir + os.sep)
+    return None if outside else inside.replace(os.sep, "/")

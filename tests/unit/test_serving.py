@@ -1,0 +1,65 @@
+"""What servers refuse: what is said beyond the code, and adapters that they take."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lora_tool.report import Severity
+from tests import checkpoint_edits as edit
+from tests.judging import codes, judge, lines
+from tests.mutations import CAUSAL, FIXTURES, REWARD, _plain, copy_of
+
+SERVERS = ["peft", "vllm", "sglang"]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_plain_adapter_is_taken_by_all(server: str, tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    _plain(folder)
+    assert lines(judge(folder, servers=[server])) == []
+
+
+def test_nothing_is_said_about_serving_unless_asked() -> None:
+    report = judge(FIXTURES / REWARD)
+    assert not any(code.startswith("LT8") for code in codes(report, Severity.INFO))
+    assert not any(skipped.code.startswith("LT8") for skipped in report.skipped)
+    assert not any(code.startswith("LT8") for code in report.subjects[0].rules)
+
+
+def test_a_reward_adapter_must_be_merged_and_the_command_is_right(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "my adapter"))
+    (finding,) = judge(folder, servers=["sglang"]).findings
+    assert finding.code == "LT801"
+    command = shlex.split(str(finding.hint).partition(": ")[2])
+    assert command == ["lora-tool", "merge", "--rm", str(folder)]
+
+
+def test_two_servers_are_judged_at_once() -> None:
+    messages = [finding.message for finding in judge(FIXTURES / REWARD, servers=["vllm", "sglang"]).findings]
+    assert [message.split()[0] for message in messages] == ["vLLM", "SGLang"]
+
+
+@pytest.mark.parametrize(("rank", "flag"), [(8, None), (16, None), (17, "32"), (64, "64"), (300, "320"), (512, "512")])
+def test_the_flag_for_the_rank_is_named(rank: int, flag: str | None, tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    _plain(folder)
+    with edit.tensors(folder) as table:
+        for name, tensor in table.items():
+            at = 0 if ".lora_A." in name else 1
+            table[name] = edit.raw(*(rank if index == at else side for index, side in enumerate(tensor.shape)))
+    with edit.fields(folder) as config:
+        config["r"] = rank
+    found = [finding for finding in judge(folder, servers=["vllm"]).findings if finding.code == "LT803"]
+    assert (f"--max-lora-rank {flag} " in str(found[0].hint)) if flag else found == []
+
+
+def test_other_modules_than_heads_are_refused_by_vllm(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    assert codes(judge(folder, servers=["vllm"]), Severity.ERROR) == set()
+    with edit.fields(folder) as config:
+        config["modules_to_save"].append("lm_head")
+    assert codes(judge(folder, servers=["vllm"], select=["LT8"]), Severity.ERROR) == {"LT801"}
