@@ -18,6 +18,7 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("report", "names"), 3),
     "plan": 3.1,
     **dict.fromkeys(("rules", "inspection"), 3.2),
+    "inventory": 3.3,
     **dict.fromkeys(("execution", "verification"), 4),
     **dict.fromkeys(("hub", "train", "pictures"), 5),
     "cli": 6,

@@ -23,7 +23,11 @@ COMMANDS = {
     "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
     "merge": "Merge an adapter into its base model.",
     "diff": "Compare two adapters, or two models, module by module.",
+    "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
+    "prune": "Remove the checkpoints of a run that are neither the last nor the best.",
     "rules": "List the rules of `validate`, or explain one.",
+    "env": "Print versions, for a bug report.",
+    "completion": "Print the completion script of a shell.",
 }
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
 

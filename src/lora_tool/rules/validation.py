@@ -119,7 +119,7 @@ def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | 
         report = _judged(opened, asked)
     except LoraToolError as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
-        report = _unopened(str(path), error, asked.rules)
+        report = unopened(str(path), error, asked.rules)
         return Judged(root=path, name=path.name, state=None, report=report), None
     return Judged(root=path, name=path.name, state=opened.folder.trainer, report=report), opened
 
@@ -151,7 +151,8 @@ def _beside(checkpoint: AdapterDir | ModelDir, rules: tuple[Rule, ...]) -> Itera
         yield Report(skipped=(unreadable,) if RULES["LT402"] in rules else ())
 
 
-def _unopened(path: str, error: LoraToolError, rules: Iterable[Rule]) -> Report:
+def unopened(path: str, error: LoraToolError, rules: Iterable[Rule]) -> Report:
+    """Return what is said of a folder that cannot be opened: no weights, with the reason."""
     no_weights = RULES["LT115"]
     finding = Finding(
         code=no_weights.code,

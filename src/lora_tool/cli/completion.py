@@ -1,0 +1,26 @@
+"""`lora-tool completion`: the script that makes a shell complete commands and options."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+_WHERE = {
+    "bash": 'add to ~/.bashrc: eval "$(lora-tool completion bash)"',
+    "zsh": 'add to ~/.zshrc: eval "$(lora-tool completion zsh)"',
+    "fish": "run: lora-tool completion fish > ~/.config/fish/completions/lora-tool.fish",
+}
+
+
+@click.command("completion", epilog="Example: lora-tool completion bash")
+@click.argument("shell", type=click.Choice(list(_WHERE)))
+@click.pass_context
+def command(context: click.Context, shell: str) -> None:
+    """Print the completion script of a SHELL; what to do with it goes to stderr."""
+    completion = get_completion_class(shell)
+    if completion is None:
+        raise AssertionError(f"click has no completion for {shell}")
+    root = context.find_root()
+    script = completion(root.command, {}, root.info_name or "lora-tool", "_LORA_TOOL_COMPLETE").source()
+    click.echo(script)
+    click.echo(_WHERE[shell], err=True)

@@ -1,0 +1,50 @@
+"""`lora-tool env`: what a bug report should begin with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+
+import click
+
+from lora_tool.cli.options import json_option
+
+_PACKAGES = (
+    *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich"),
+    *("torch", "transformers", "peft", "accelerate", "trl", "deepspeed", "datasets", "matplotlib"),
+)
+
+
+@click.command("env", epilog="Example: lora-tool env")
+@json_option
+def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+    """Print the versions of lora-tool, Python, the system and the libraries that matter, for a bug report.
+
+    Nothing is imported, so it works where an installation is broken. No path, name or token is printed.
+    """
+    facts = {
+        "lora-tool": metadata.version("lora-tool"),
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(_cores()),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,33 @@
+"""`lora-tool ls`: all checkpoints under a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from lora_tool.cli.inspect import plain
+from lora_tool.cli.options import json_option
+
+
+@click.command("ls", epilog="Example: lora-tool ls fixtures/reward-run")
+@click.argument("root", default=".", type=click.Path(path_type=Path))
+@json_option
+def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+    """List every checkpoint under ROOT (by default this folder): step, metric, sizes by kind, verdict.
+
+    The verdict is that of `validate` from headers; the best one of a run that is whole has a star.
+    """
+    from lora_tool.inventory import inventory  # noqa: PLC0415 - the rules, only now
+
+    runs = list(inventory(root))
+    if as_json:
+        found = [dataclasses.asdict(run) for run in runs]
+        click.echo(json.dumps({"schema_version": 1, "root": plain(root), "runs": plain(found)}, indent=2))
+        return
+    from lora_tool.cli.inventory_view import show_inventory  # noqa: PLC0415 - rich, only for people
+
+    show_inventory(runs, root, sys.stdout)

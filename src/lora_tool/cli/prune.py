@@ -1,0 +1,56 @@
+"""`lora-tool prune`: remove the checkpoints of runs that are neither the last nor the best."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from lora_tool.cli.inspect import plain
+from lora_tool.cli.options import json_option
+
+
+@click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
+@click.argument("root", default=".", type=click.Path(path_type=Path))
+@click.option("--keep-last", type=click.IntRange(min=0), default=1, show_default=True, help="Last valid ones of a run.")
+@click.option("--keep-best", type=click.IntRange(min=0), default=1, show_default=True, help="Best valid ones of a run.")
+@click.option("--apply", "apply_", is_flag=True, help="Remove them. Without it nothing is touched.")
+@click.option(
+    "--trash", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Move them there instead."
+)
+@json_option
+def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: Path | None, as_json: bool) -> None:
+    """Show which checkpoint-N folders under ROOT (by default this folder) could go, and with --apply remove them.
+
+    Of every run the last and the best valid ones stay, what is newer than the last valid one, and everything where
+    nothing is valid. Finished weights, adapters and models are never touched, and links are not followed.
+    """
+    from lora_tool.execution.removal import remove  # noqa: PLC0415 - the rules, only now
+    from lora_tool.inventory import choose, inventory  # noqa: PLC0415
+
+    if trash is not None and not apply_:
+        raise click.UsageError("--trash says where to move them, so it needs --apply")
+    choices = list(choose(inventory(root), keep_last=keep_last, keep_best=keep_best))
+    if apply_:
+        for choice in choices:
+            if choice.goes:
+                remove(choice.checkpoint.root, trash=trash)
+    if as_json:
+        rows = [
+            {
+                "path": str(choice.checkpoint.root),
+                "goes": choice.goes,
+                "why": str(choice.why),
+                "step": choice.checkpoint.row.step,
+                "nbytes": choice.checkpoint.row.nbytes,
+                "verdict": choice.checkpoint.row.verdict,
+            }
+            for choice in choices
+        ]
+        click.echo(json.dumps(plain({"schema_version": 1, "applied": apply_, "checkpoints": rows}), indent=2))
+        return
+    from lora_tool.cli.inventory_view import show_choices  # noqa: PLC0415 - rich, only for people
+
+    show_choices(choices, root, sys.stdout, done=apply_)

@@ -1,0 +1,30 @@
+"""Removing a folder so that nobody ever sees half of it under its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from lora_tool.errors import ExecutionError, OutputExists
+
+
+def remove(folder: Path, *, trash: Path | None = None) -> None:
+    """Remove `folder`, or move it into `trash`, which is made if it is not there.
+
+    It leaves its name at once, by a rename to a hidden sibling, and is removed from there. Raises `OutputExists` where
+    `trash` has something of that name, `ExecutionError` where it cannot be moved or removed.
+    """
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.lora-tool-removed")
+    try:
+        if trash is None:
+            folder.rename(hidden)
+            shutil.rmtree(hidden)
+            return
+        trash.mkdir(parents=True, exist_ok=True)
+        target = trash / folder.name
+        if os.path.lexists(target):
+            raise OutputExists(f"{target} exists already", hint="give another folder: --trash DIR")
+        shutil.move(folder, target)
+    except OSError as error:
+        raise ExecutionError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from error

@@ -1,0 +1,234 @@
+"""All checkpoints under a folder: step, metric, sizes by kind, verdict; and which of them a run can do without."""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.checkpoint import Checkpoint, RunDir, open_checkpoint
+from lora_tool.errors import CheckpointError, LoraToolError
+from lora_tool.report.model import RunCheckpoint
+from lora_tool.rules.registry import RULES
+from lora_tool.rules.runs import Judged, run_table
+from lora_tool.rules.validation import unopened, validate
+
+
+@enum.unique
+class Content(str, enum.Enum):
+    """What a file of a checkpoint is for."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+    RNG = "rng"
+    OTHER = "other"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+_CONTENTS = (
+    (Content.RNG, re.compile(r"rng_state.*\.pth\Z|random_states_\d+\.pkl\Z")),
+    (Content.OPTIMIZER, re.compile(r".*optim_states\.pt\Z|(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
+    (Content.WEIGHTS, re.compile(r".*\.safetensors\Z|.*\.distcp\Z|.*model_states\.pt\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
+)  # fmt: skip
+_STEP = re.compile(r"checkpoint-\d+\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One checkpoint. `row` has its step, metric, size and verdict; `sizes` are bytes by kind of content."""
+
+    root: Path
+    kind: str
+    row: RunCheckpoint
+    sizes: Mapping[Content, int]
+    best: bool = False
+    """Whether it is the best of its run that is whole: by the metric, or the latest where nothing was evaluated."""
+
+    @property
+    def belongs_to_run(self) -> bool:
+        """Whether it is a `checkpoint-N` folder, one of several that a run leaves."""
+        return _STEP.match(self.root.name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """The checkpoints of one folder, in their run's order. `metric` is what they are compared by."""
+
+    root: Path
+    metric: str | None
+    checkpoints: tuple[Listed, ...]
+
+
+def inventory(root: Path) -> Iterator[Inventory]:
+    """Yield what lies under `root`, run by run: reads names, JSON and headers, never a weight. Links are not followed.
+
+    A run's `checkpoint-N` folders come together; other folders with weights alone. Raises `NotACheckpoint` where
+    `root` is no folder.
+    """
+    runs: dict[Path, list[tuple[Judged, str]]] = defaultdict(list)
+    for folder in _checkpoints_under(root):
+        one = _judged(folder)
+        if one is not None:
+            runs[folder.parent if _STEP.match(folder.name) else folder].append(one)
+    for parent, found in runs.items():
+        judged = [item for item, _ in found]
+        table = run_table(parent, judged)
+        yield Inventory(
+            root=parent,
+            metric=table.metric,
+            checkpoints=tuple(
+                Listed(
+                    root=item.root,
+                    kind=kind,
+                    row=row,
+                    sizes=sizes_of(item.root),
+                    best=row.path == table.best,
+                )
+                for row, item, kind in zip(table.checkpoints, judged, (kind for _, kind in found), strict=True)
+            ),
+        )
+
+
+def _checkpoints_under(root: Path) -> Iterator[Path]:
+    """Yield every folder that may be a checkpoint, those of a run by step; what lies inside one is part of it."""
+    if not root.is_dir():
+        open_checkpoint(root)  # says what it is instead
+    if _may_be_one(root):
+        yield root
+    for where, folders, _ in os.walk(root):
+        folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
+        inside = [name for name in folders if not _is_part(name) and _may_be_one(Path(where, name))]
+        yield from (Path(where, name) for name in inside)
+        # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
+        folders[:] = [name for name in folders if not (_STEP.match(name) or _is_part(name))]
+
+
+def _by_step(name: str) -> tuple[str, int]:
+    head, _, number = name.rpartition("-")
+    return (head, int(number)) if number.isascii() and number.isdigit() else (name, 0)
+
+
+def _is_part(name: str) -> bool:
+    """Return whether a folder of this name is a piece of the checkpoint that it lies in."""
+    return re.match(r"global_step\d+\Z|pytorch_model_fsdp_\d+\Z|optimizer_\d+\Z", name) is not None
+
+
+def _may_be_one(folder: Path) -> bool:
+    if _STEP.match(folder.name):
+        return True
+    try:
+        with os.scandir(folder) as entries:
+            return any(_content(entry.name) is Content.WEIGHTS or _is_part(entry.name) for entry in entries)
+    except OSError:
+        return False
+
+
+def _judged(folder: Path) -> tuple[Judged, str] | None:
+    try:
+        opened: Checkpoint = open_checkpoint(folder)
+        if isinstance(opened, RunDir):
+            return None
+        report = validate(opened, deep=False)
+    except LoraToolError as error:
+        if not isinstance(error, CheckpointError) and not _STEP.match(folder.name):
+            return None
+        return Judged(
+            root=folder, name=folder.name, state=None, report=unopened(str(folder), error, RULES.values())
+        ), "unreadable"
+    return Judged(root=folder, name=folder.name, state=opened.folder.trainer, report=report), str(opened.kind)
+
+
+def sizes_of(folder: Path) -> dict[Content, int]:
+    """Return the bytes in the folder by kind of content, other runs' folders in it left out. Links are not followed."""
+    sizes = dict.fromkeys(Content, 0)
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not _STEP.match(name)]
+        for name in names:
+            try:
+                nbytes = os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118 - half the time of Path
+            except OSError:  # it went away
+                continue
+            inside_optimizer = re.search(r"optimizer(?:_\d+)?\Z", where) is not None
+            sizes[Content.OPTIMIZER if inside_optimizer else _content(name)] += nbytes
+    return sizes
+
+
+def _content(name: str) -> Content:
+    return next((content for content, pattern in _CONTENTS if pattern.match(name)), Content.OTHER)
+
+
+@enum.unique
+class Why(str, enum.Enum):
+    """Why a checkpoint is kept, or may go."""
+
+    LAST = "one of the last"
+    BEST = "one of the best"
+    NONE_VALID = "no checkpoint of the run is valid; one may still be rescued"
+    NEWER = "newer than the last valid one"
+    LINK = "a link"
+    INVALID = "broken"
+    OLDER = "neither among the last nor the best"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What pruning does with one checkpoint."""
+
+    checkpoint: Listed
+    why: Why
+
+    @property
+    def goes(self) -> bool:
+        return self.why not in KEPT
+
+
+def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[Choice]:
+    """Yield for each `checkpoint-N` whether it is kept and why: the last and the best valid ones of every run.
+
+    Valid is what has no error. Of a run without a valid one nothing goes, and of the others the last valid one never
+    does unless a better one stays. Nothing but `checkpoint-N` folders is ever chosen.
+    """
+    for run in runs:
+        listed = [item for item in run.checkpoints if item.belongs_to_run]
+        valid = [item for item in listed if item.row.whole]
+        best = _by_metric(run, valid)[:keep_best]
+        last = valid[max(0, len(valid) - keep_last) :] or ([] if best else valid[-1:])
+        newer = listed[listed.index(valid[-1]) :] if valid else listed
+        for item in listed:
+            yield Choice(checkpoint=item, why=_why(item, valid=valid, last=last, best=best, newer=newer))
+
+
+def _by_metric(run: Inventory, valid: list[Listed]) -> list[Listed]:
+    """Return the valid checkpoints that have the metric, best first; without a metric, the latest alone."""
+    leader = next((item for item in valid if item.best), None)
+    if run.metric is None or leader is None or leader.row.metric is None:
+        return [leader] if leader else []
+    measured = [(item.row.metric, item) for item in valid if item.row.metric is not None]
+    lower = leader.row.metric <= min(value for value, _ in measured)  # the run's best tells which way is better
+    return [item for _, item in sorted(measured, key=lambda pair: (pair[0] if lower else -pair[0], not pair[1].best))]
+
+
+def _why(item: Listed, *, valid: list[Listed], last: list[Listed], best: list[Listed], newer: list[Listed]) -> Why:
+    if item.root.is_symlink():
+        return Why.LINK
+    if not valid:
+        return Why.NONE_VALID
+    if item in best:
+        return Why.BEST
+    if item in last:
+        return Why.LAST
+    if item.row.whole:
+        return Why.OLDER
+    return Why.NEWER if item in newer else Why.INVALID

@@ -1,0 +1,64 @@
+"""`lora-tool ls` and `lora-tool prune` as they are typed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import FIXTURES, Caller
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    shutil.copytree(FIXTURES / "reward-run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_ls_shows_step_sizes_and_verdict(call: Caller) -> None:
+    done = call("ls", "fixtures/reward-run")
+    assert (done.code, done.err) == (0, "")
+    assert [line.split()[:5] for line in done.out.splitlines()[1:3]] == [
+        ["checkpoint-2", "trainer", "checkpoint", "2", "0.636"],
+        ["checkpoint-4", "*", "trainer", "checkpoint", "4"],
+    ]
+    assert "2 checkpoints, 176 KiB" in done.out
+
+
+def test_ls_as_json(call: Caller) -> None:
+    (run,) = call("ls", "fixtures/reward-run", "--json").json["runs"]
+    assert [(item["row"]["step"], item["best"]) for item in run["checkpoints"]] == [(2, False), (4, True)]
+    assert set(run["checkpoints"][0]["sizes"]) == {"weights", "optimizer", "rng", "other"}
+
+
+def test_prune_touches_nothing_without_apply(call: Caller, run: Path) -> None:
+    before = sorted(run.rglob("*"))
+    done = call("prune", run)
+    assert done.code == 0
+    assert "would remove 1 checkpoint and free 88 KiB; --apply does it" in done.out
+    assert sorted(run.rglob("*")) == before
+
+
+def test_prune_applies(call: Caller, run: Path) -> None:
+    done = call("prune", run, "--apply")
+    assert "removed 1 checkpoint, 88 KiB" in done.out
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+    assert "nothing to remove" in call("prune", run, "--apply").out
+
+
+def test_prune_into_a_trash_folder(call: Caller, run: Path, tmp_path: Path) -> None:
+    report = call("prune", run, "--apply", "--trash", tmp_path / "trash", "--json").json
+    assert [row["goes"] for row in report["checkpoints"]] == [True, False]
+    assert (tmp_path / "trash" / "checkpoint-2" / "adapter_model.safetensors").is_file()
+
+
+def test_usage(call: Caller, run: Path) -> None:
+    assert call("prune", run, "--trash", run).code == 2
+    assert call("ls", run / "missing").code == 3
+
+
+def test_an_empty_folder_is_no_error(call: Caller, tmp_path: Path) -> None:
+    done = call("ls", tmp_path)
+    assert done.code == 0
+    assert done.out.startswith("no checkpoints under")

@@ -1,0 +1,131 @@
+"""What lies under a folder, and what pruning chooses of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
+from lora_tool.execution.removal import remove
+from lora_tool.inventory import Content, Inventory, Why, choose, inventory
+
+RUN = Path(__file__).parents[2] / "fixtures" / "reward-run"
+
+
+def make_run(root: Path, losses: dict[int, float | None], *, broken: tuple[int, ...] = ()) -> Path:
+    """Copy a real checkpoint for every step, with the evaluation losses of all steps up to it in its log."""
+    log: list[dict[str, float]] = []
+    for step, loss in losses.items():
+        folder = root / f"checkpoint-{step}"
+        shutil.copytree(RUN / "checkpoint-4", folder)
+        state = json.loads((folder / "trainer_state.json").read_text())
+        if loss is not None:
+            log.append({"step": step, "eval_loss": loss})
+        state |= {"global_step": step, "max_steps": max(losses), "log_history": list(log), "best_metric": None}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        if step in broken:
+            weights = folder / "adapter_model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-9])
+    return root
+
+
+def chosen(root: Path, *, last: int, best: int) -> dict[int, Why]:
+    found = choose(inventory(root), keep_last=last, keep_best=best)
+    return {int(item.checkpoint.root.name.rpartition("-")[2]): item.why for item in found}
+
+
+def test_lists_each_checkpoint_once_with_its_bytes() -> None:
+    (run,) = inventory(RUN)
+    assert [item.row.step for item in run.checkpoints] == [2, 4]
+    for item in run.checkpoints:
+        assert sum(item.sizes.values()) == sum(path.stat().st_size for path in item.root.rglob("*"))
+        assert item.sizes[Content.WEIGHTS] == (item.root / "adapter_model.safetensors").stat().st_size
+        assert item.sizes[Content.RNG] == (item.root / "rng_state.pth").stat().st_size
+        names = ("optimizer.pt", "scheduler.pt")
+        assert item.sizes[Content.OPTIMIZER] == sum((item.root / name).stat().st_size for name in names)
+
+
+def test_parts_of_a_sharded_checkpoint_are_no_checkpoints_of_their_own() -> None:
+    zero = RUN.parent / "zero"
+    names = sorted(str(item.root.relative_to(zero)) for run in inventory(zero) for item in run.checkpoints)
+    assert names == sorted(path.name for path in zero.iterdir() if path.is_dir())
+
+
+def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    make_run(tmp_path, {10: 0.5, 20: 0.2, 100: 0.3, 110: 0.4})
+    assert chosen(tmp_path, last=1, best=1) == {10: Why.OLDER, 20: Why.BEST, 100: Why.OLDER, 110: Why.LAST}
+    assert chosen(tmp_path, last=0, best=2) == {10: Why.OLDER, 20: Why.BEST, 100: Why.BEST, 110: Why.OLDER}
+    assert chosen(tmp_path, last=9, best=0) == dict.fromkeys((10, 20, 100, 110), Why.LAST)
+
+
+def test_a_metric_of_which_more_is_better(tmp_path: Path) -> None:
+    make_run(tmp_path, {1: 0.1, 2: 0.3, 3: 0.2})
+    for folder in tmp_path.iterdir():
+        state = (folder / "trainer_state.json").read_text()
+        (folder / "trainer_state.json").write_text(state.replace("eval_loss", "eval_accuracy"))
+    assert chosen(tmp_path, last=0, best=2) == {1: Why.OLDER, 2: Why.BEST, 3: Why.BEST}
+
+
+def test_broken_ones_go_unless_they_are_the_newest(tmp_path: Path) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2, 3, 4)), broken=(1, 4))
+    assert chosen(tmp_path, last=1, best=0) == {1: Why.INVALID, 2: Why.OLDER, 3: Why.LAST, 4: Why.NEWER}
+
+
+@pytest.mark.parametrize(("last", "best"), [(0, 0), (0, 1), (1, 0)])
+def test_the_only_valid_one_never_goes(tmp_path: Path, last: int, best: int) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2, 3)), broken=(1, 3))
+    assert chosen(tmp_path, last=last, best=best)[2] in {Why.LAST, Why.BEST}
+
+
+def test_where_nothing_is_valid_nothing_goes(tmp_path: Path) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2)), broken=(1, 2))
+    assert set(chosen(tmp_path, last=1, best=1).values()) == {Why.NONE_VALID}
+
+
+def test_each_run_keeps_its_own(tmp_path: Path) -> None:
+    make_run(tmp_path / "one", dict.fromkeys((1, 2)))
+    make_run(tmp_path / "two", dict.fromkeys((1, 2)))
+    going = [item.checkpoint.root for item in choose(inventory(tmp_path), keep_last=1, keep_best=0) if item.goes]
+    assert going == [tmp_path / "one" / "checkpoint-1", tmp_path / "two" / "checkpoint-1"]
+
+
+def test_links_stay(tmp_path: Path) -> None:
+    make_run(tmp_path / "real", {5: None})
+    run = make_run(tmp_path / "run", {9: None})
+    (run / "checkpoint-1").symlink_to(tmp_path / "real" / "checkpoint-5")
+    assert chosen(run, last=1, best=0) == {1: Why.LINK, 9: Why.LAST}
+
+
+def test_finished_weights_and_models_are_not_for_pruning(tmp_path: Path) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2)))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(RUN / "checkpoint-4" / name, tmp_path / name)
+    assert set(chosen(tmp_path, last=1, best=0)) == {1, 2}
+
+
+def test_no_folder_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="no such folder"):
+        list(inventory(tmp_path / "missing"))
+    assert list(inventory(tmp_path)) == []
+
+
+def test_removing_and_moving(tmp_path: Path) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2, 3)))
+    remove(tmp_path / "checkpoint-1")
+    remove(tmp_path / "checkpoint-2", trash=tmp_path / "trash" / "deep")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "trash"]
+    assert (tmp_path / "trash" / "deep" / "checkpoint-2" / "adapter_config.json").is_file()
+    make_run(tmp_path, {2: None})
+    with pytest.raises(OutputExists, match="checkpoint-2"):
+        remove(tmp_path / "checkpoint-2", trash=tmp_path / "trash" / "deep")
+    with pytest.raises(ExecutionError, match="cannot be removed"):
+        remove(tmp_path / "checkpoint-7")
+
+
+def test_inventory_is_data() -> None:
+    (run,) = inventory(RUN)
+    assert isinstance(run, Inventory)
+    assert run == next(iter(inventory(RUN)))
