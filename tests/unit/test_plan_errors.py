@@ -199,31 +199,24 @@ def saved_without_a_home(case: Case) -> None:
     case.tensors[f"{P}value_head.weight"] = np.ones((1, 16), np.float32)
 
 
-@refusal(UnsupportedAdapter, r"config.json: model_type mixtral is not known to be stored as it is in memory")
+@refusal(IncompatibleBase, r"MixtralForCausalLM needs `model.layers.0.mlp.gate.weight`, and neither base nor adapter")
 def unknown_architecture(case: Case) -> None:
     case.model["model_type"] = "mixtral"
 
 
-@refusal(UnsupportedAdapter, r"model_type None is not known")
+@refusal(UnsupportedAdapter, r"model_type None: the installed transformers has neither")
 def no_model_type(case: Case) -> None:
     del case.model["model_type"]
 
 
-@refusal(UnsupportedAdapter, r"has its own code \(auto_map\)")
+@refusal(UnsupportedAdapter, r"model_type mine: the installed transformers has neither")
 def own_code(case: Case) -> None:
-    case.model["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
+    case.model |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "model_type": "mine"}
 
 
 @refusal(UnsupportedAdapter, r"quantised \(gptq\)")
 def quantised(case: Case) -> None:
     case.model["quantization_config"] = {"quant_method": "gptq"}
-
-
-@refusal(
-    UnsupportedAdapter, "expected LlamaForCausalLM or LlamaForSequenceClassification, found LlamaForTokenClassification"
-)
-def another_class(case: Case) -> None:
-    case.model["architectures"] = ["LlamaForTokenClassification"]
 
 
 @refusal(UnsupportedAdapter, "expected SEQ_CLS or CAUSAL_LM, found TOKEN_CLS")
@@ -252,7 +245,11 @@ for _name, _value, _words in (
     ("init_lora_weights", "pissa", "`init_lora_weights` pissa"),
     ("init_lora_weights", "olora", "`init_lora_weights` olora"),
     ("layer_replication", [[0, 2]], "`layer_replication`"),
-    ("target_parameters", ["experts.gate_up_proj"], "`target_parameters`"),
+    (
+        "target_parameters",
+        ["mlp.up_proj.weight"],
+        "`target_parameters` names `model.layers.0.mlp.up_proj.weight`, which has no LoRA tensors",
+    ),
     ("alora_invocation_tokens", [1, 2], "`alora_invocation_tokens`"),
     ("use_qalora", True, "`use_qalora`"),
     ("megatron_config", {"a": 1}, "`megatron_config`"),

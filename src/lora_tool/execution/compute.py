@@ -15,7 +15,18 @@ from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
+from lora_tool.plan.model import (
+    BiasDelta,
+    Cast,
+    DoraDelta,
+    ExpertLayout,
+    LoraDelta,
+    LoraTerm,
+    Op,
+    Precision,
+    ReplaceRows,
+    Step,
+)
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -36,7 +47,8 @@ class Computer:
         self._wide = np.dtype(np.float64 if precision is Precision.FLOAT64 else np.float32)
         self._stopped = stopped
         self._buffers: dict[str, Array] = {}
-        self._kept: tuple[StoredTensor, tuple[Array, ...]] | None = None
+        self._kept: tuple[StoredTensor, int, tuple[Array, ...]] | None = None
+        self._stack: tuple[StoredTensor, Array] | None = None
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
@@ -121,30 +133,45 @@ class Computer:
     def _product(self, op: LoraDelta | DoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
         # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
-        left, right = (term.a, term.b) if op.transposed else (term.b, term.a)
-        rows = self._whole(left)[:, first:last].T if op.transposed else self._wide_rows(left, first, last)
+        inner = slice(first + term.first, last + term.first)
+        rows = self._a(term)[:, inner].T if op.transposed else self._b(term, inner)
         scaling = self._wide.type(term.scaling)
         # a power of two commutes with every rounding, so it is cheaper on the factor than on the product
         if math.frexp(term.scaling)[0] == 0.5:  # noqa: PLR2004 - frexp's mantissa of a power of two
             rows = rows * scaling
             scaling = self._wide.type(1)
         if self._wide == np.float64:
-            high, low = self._right(op, right)
+            high, low = self._right(op, term)
             np.copyto(out, kernels.exact_product(kernels.slices(rows, axis=1), (high, low)))
         else:
-            np.matmul(np.ascontiguousarray(rows), self._right(op, right)[0], out=out)
+            np.matmul(np.ascontiguousarray(rows), self._right(op, term)[0], out=out)
         if scaling != 1:
             np.multiply(out, scaling, out=out)
 
-    def _right(self, op: LoraDelta | DoraDelta, tensor: StoredTensor) -> tuple[Array, ...]:
+    def _right(self, op: LoraDelta | DoraDelta, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
-        if self._kept is None or self._kept[0] is not tensor:
-            whole = self._whole(tensor).T if op.transposed else self._whole(tensor)
-            self._kept = (tensor, kernels.slices(whole, axis=0) if self._wide == np.float64 else (whole,))
-        return self._kept[1]
+        tensor = term.b if op.transposed else term.a
+        if self._kept is None or self._kept[0] is not tensor or self._kept[1] != term.expert:
+            whole = self._b(term, slice(0, tensor.shape[0])).T if op.transposed else self._a(term)
+            kept = kernels.slices(whole, axis=0) if self._wide == np.float64 else (whole,)
+            self._kept = (tensor, term.expert, kept)
+        return self._kept[2]
 
-    def _whole(self, tensor: StoredTensor) -> Array:
-        return self._wide_rows(tensor, 0, tensor.shape[0])
+    def _a(self, term: LoraTerm) -> Array:
+        """Return the rows of A that are the term's expert's."""
+        return self._wide_rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+
+    def _b(self, term: LoraTerm, rows: slice) -> Array:
+        """Return these rows of B, with the columns of the term's expert."""
+        if term.experts == 1:
+            return self._wide_rows(term.b, rows.start, rows.stop)
+        if self._stack is None or self._stack[0] is not term.b:
+            # every expert's columns are scattered over all of B, and its experts come one after the other
+            self._stack = (term.b, self._sources.rows(term.b, 0, term.b.shape[0]))
+        grouped = term.layout is ExpertLayout.GROUPED_BY_EXPERT
+        own = slice(term.expert * term.rank, (term.expert + 1) * term.rank)
+        columns = own if grouped else slice(term.expert, None, term.experts)
+        return np.ascontiguousarray(self._stack[1][rows, columns]).astype(self._wide, copy=False)
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._sources.rows(tensor, first, last).astype(self._wide, copy=False)

@@ -14,7 +14,7 @@ from lora_tool.errors import MissingDependency
 from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, ReplaceRows
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, ExpertLayout, LoraDelta, LoraTerm, ReplaceRows
 from lora_tool.tensors import DType, StoredTensor
 
 try:
@@ -47,6 +47,7 @@ class TorchComputer:
     def __init__(self, sources: Sources, stopped: Callable[[], bool]) -> None:
         self._sources = sources
         self._stopped = stopped
+        self._factors: dict[StoredTensor, torch.Tensor] = {}
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the tensor and write it to the descriptor `out`. Raises `ExecutionError` on NaN or infinity."""
@@ -71,9 +72,8 @@ class TorchComputer:
         if isinstance(op, LoraDelta):
             weight = self._load(op.source).to(dtype)
             for lora in op.terms:
-                delta = self._factor(lora.b) @ self._factor(lora.a)
-                delta = (delta.T if op.transposed else delta) * lora.scaling
-                weight += delta.to(dtype) if op.embedding else delta
+                delta = self._delta(op, lora)
+                weight += delta.to(dtype) if op.rounded else delta
             return weight
         if isinstance(op, ReplaceRows):
             weight = self._load(op.source).to(dtype)
@@ -84,17 +84,39 @@ class TorchComputer:
 
     def _dora(self, op: DoraDelta, weight: torch.Tensor) -> torch.Tensor:
         """Return what PEFT's `DoraLinearVariant.merge_unsafe` computes, in its order of operations."""
-        delta = self._factor(op.term.b) @ self._factor(op.term.a)
-        delta = (delta.T if op.transposed else delta) * op.term.scaling
+        delta = self._delta(op, op.term)
         unmerged = weight.T + delta.T if op.transposed else weight + delta
         norms = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
         factor = (self._factor(op.magnitude) / norms).view(-1, 1)
         merged = (factor.T if op.transposed else factor) * (weight + delta)
         return merged.to(weight.dtype)
 
+    def _delta(self, op: LoraDelta | DoraDelta, term: LoraTerm) -> torch.Tensor:
+        """Return scaling·(B·A) as W is stored, of the rows of the source; formed whole, because shapes decide bits."""
+        b, a = self._factor(term.b), self._factor(term.a)
+        if term.experts == 1:
+            delta = b @ a
+            delta = (delta.T if op.transposed else delta) * term.scaling
+        else:
+            # one expert of what PEFT's `ParamWrapper.get_delta_weight` computes for all of them
+            only = slice(term.expert, term.expert + 1)
+            stacked = a.reshape(term.experts, term.rank, -1)[only]
+            if term.layout is ExpertLayout.RANK_MAJOR:
+                columns = b.reshape(b.shape[0], term.rank, term.experts)[:, :, only]
+            else:
+                columns = b.reshape(b.shape[0], term.experts, term.rank).transpose(1, 2)[:, :, only]
+            equation = "o r e, e r i -> e i o" if op.transposed else "o r e, e r i -> e o i"
+            delta = torch.einsum(equation, columns, stacked)[0] * term.scaling
+        return delta[term.first : term.first + op.source.shape[0]]
+
     def _factor(self, tensor: StoredTensor) -> torch.Tensor:
         """PEFT upcasts 16-bit factors to float32 when it loads them, and leaves wider ones."""
-        return self._load(tensor).to(torch.float32)
+        if tensor not in self._factors:
+            # a stack of experts has hundreds of steps in a row with the same two factors
+            while len(self._factors) > 1:
+                self._factors.pop(next(iter(self._factors)))
+            self._factors[tensor] = self._load(tensor).to(torch.float32)
+        return self._factors[tensor]
 
     def _load(self, tensor: StoredTensor) -> torch.Tensor:
         values = torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_tool.plan.model import Copy, DoraDelta, Shard, Step
+from lora_tool.plan.model import Assemble, Copy, DoraDelta, Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
@@ -68,14 +68,23 @@ def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
     pending: list[CopyUnit] = []
     at = len(shard.header)
     for step in shard.steps:
-        if isinstance(step.op, Copy):
-            pending += _copies(step, at)
-        else:
-            yield from _joined(pending)
-            pending = []
-            yield from _computes(step, at, whole=whole_tensors)
-        at += step.out.nbytes
+        for part in _parts(step):
+            if isinstance(part.op, Copy):
+                pending += _copies(part, at)
+            else:
+                yield from _joined(pending)
+                pending = []
+                yield from _computes(part, at, whole=whole_tensors)
+            at += part.out.nbytes
     yield from _joined(pending)
+
+
+def _parts(step: Step) -> Iterator[Step]:
+    """Yield the step, or what it is assembled of, each as a step of its own."""
+    for part in step.op.parts if isinstance(step.op, Assemble) else (step.op,):
+        # a stack of experts is worked on row by row
+        as_rows = part.source.shape != step.out.shape
+        yield replace(step, out=replace(step.out, shape=part.source.shape), op=part) if as_rows else step
 
 
 def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:

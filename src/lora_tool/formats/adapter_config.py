@@ -21,6 +21,7 @@ from lora_tool.formats.files import read_json
 from lora_tool.keys import is_under
 
 FILE_NAME = "adapter_config.json"
+_LAYOUT = "lora_B_layout"
 
 
 @enum.unique
@@ -85,6 +86,10 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Embedding module (the end of its path; "" for the model's input embedding) → rows trained by themselves."""
+    expert_layout: str | None = None
+    """`lora_B_layout`, which Unsloth writes since 2026-09: how the columns of a fused lora_B belong to experts."""
+    by_unsloth: bool = False
+    """Whether Unsloth wrote it: `auto_mapping` says so."""
     refused: tuple[str, ...] = ()
     """Names of the fields that are set to what we refuse."""
     unknown: tuple[str, ...] = ()
@@ -269,8 +274,10 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         rank_pattern={} if "rank_pattern" in broken else ranks,
         alpha_pattern={} if "alpha_pattern" in broken else alphas,
         token_indices=_token_indices(fields),
+        expert_layout=fields.text(_LAYOUT),
+        by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
         refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
-        unknown=tuple(name for name in raw if name not in FIELD_USES),
+        unknown=tuple(name for name in raw if name not in FIELD_USES and name != _LAYOUT),
         problems=tuple(fields.problems),
     )
 

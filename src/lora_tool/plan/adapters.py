@@ -60,6 +60,7 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
         frozen_base=_union(each.frozen_base for each in modules),
         embeddings=frozenset().union(*(each.embeddings for each in modules)),
         tokens=_union(each.tokens for each in modules),
+        parameters=_summed(each.parameters for each in modules),
         dropped={},
     )
 
@@ -69,7 +70,7 @@ def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, 
     for left, right in ((one, other), (other, one)):
         for module in sorted(left.magnitudes.keys() & right.lora.keys()):
             yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
-        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)}
+        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)} | right.parameters.keys()
         touched |= {f"{module}.bias" for module in right.lora_bias}
         for name in left.saved.keys() & touched:
             yield name, "is saved whole in one and has LoRA or trained tokens in the other"

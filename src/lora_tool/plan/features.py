@@ -33,8 +33,8 @@ def refusals(config: AdapterConfig) -> Iterator[str]:
             f"`init_lora_weights` {config.init_lora_weights}: PEFT changes the base weights when it builds the layers, "
             "so the delta does not belong to the base on disk"
         )
-    if config.target_parameters:
-        yield "`target_parameters`: LoRA on bare parameters, as of fused experts"
+    if config.target_parameters and (config.use_dora or config.lora_bias or config.fan_in_fan_out):
+        yield "`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not have"
 
 
 def require_mergeable(config: AdapterConfig) -> None:

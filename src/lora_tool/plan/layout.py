@@ -6,11 +6,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from lora_tool.plan.model import Shard, Step
+from lora_tool.tensors import TensorTable
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 """transformers' default `max_shard_size` was "5GB" up to v4; files of that size suit every host."""
+
+
+def homes(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
+    """Return the base's file of each output that has one: where its tensor of that name is, or what it is made of."""
+    files = {tensor.path for tensor in base.values()}
+    found = {}
+    for step in steps:
+        tensor = base.get(step.out.name, step.op.source)
+        if tensor.path in files:
+            found[step.out.name] = tensor.path.name
+    return found
 
 
 def lay_out(steps: Sequence[Step], *, homes: Mapping[str, str], max_shard_bytes: int | None) -> tuple[Shard, ...]:

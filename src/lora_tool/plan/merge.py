@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.names.model import ModelFacts
 from lora_tool.plan import layout
 from lora_tool.plan.adapters import Adapted, join
-from lora_tool.plan.architectures import Architecture, architecture_of
+from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.features import require_mergeable
 from lora_tool.plan.manifest import describe_input, fingerprint
-from lora_tool.plan.model import Plan, Precision, SideFile
+from lora_tool.plan.model import ExpertLayout, Plan, Precision, SideFile
 from lora_tool.plan.modules import adapter_modules
 from lora_tool.plan.side_files import (
     classifier_changes,
@@ -33,9 +35,13 @@ from lora_tool.plan.steps import (
     dropped_from_base,
     require_all_consumed,
 )
+from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision
 from lora_tool.plan.task import Task, decide_task, find_head
 from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, tied_copies, untying_steps
 from lora_tool.tensors import DType, FileStamp
+
+if TYPE_CHECKING:
+    from lora_tool.plan.mapped import Mapped
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
@@ -60,6 +66,7 @@ def plan_merge(
     dtype: DType | None = None,
     precision: Precision | str = Precision.FLOAT32,
     max_shard_bytes: int | None = None,
+    expert_layout: ExpertLayout | None = None,
     base_origin: HubOrigin = LOCAL,
     adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL,
 ) -> Plan:
@@ -77,9 +84,10 @@ def plan_merge(
     for each in adapters:
         require_whole(each)
         require_mergeable(_require_config(each))
-    arch = _require_architecture(base)
-    adapted, modules = join([_adapted(each) for each in adapters])
-    decided = _decide_task(Task(task), adapted, base, arch)
+    require_full_precision(base)
+    named = _named(base, adapters, Task(task))
+    arch, decided = named.arch, named.task
+    adapted, modules = join([_adapted(each, named.facts, expert_layout) for each in named.adapters])
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -87,23 +95,26 @@ def plan_merge(
             f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=_WITH_PEFT
         )
     if decided is not Task.CAUSAL_LM:
-        head = find_head(adapters[0], modules, base, arch, num_labels=wanted)
+        head = find_head(adapters[0], modules, named.base, arch, num_labels=wanted)
+    modules, per_expert = named.parts_of_fused(modules)
     merge = Merge(
-        base=base,
+        base=named.base,
         adapted=adapted,
         arch=arch,
         modules=modules,
         head=head,
         dtype=dtype,
-        tied_copies=tied_copies(base, arch),
+        tied_copies=tied_copies(named.base, arch),
+        facts=named.facts,
+        fresh=named.fresh,
     )
     prints = [fingerprint(each.weights) for each in adapters]
     _require_not_merged_before(base, adapters, prints)
     require_no_lora_on_tied_ends(merge)
-    steps = (*base_steps(merge), *added_steps(merge), *untying_steps(merge))
-    leftovers = (*dropped_from_base(merge), *adapter_leftovers(merge))
+    steps = named.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
+    leftovers = (*dropped_from_base(merge), *named.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
-    homes = {name: tensor.path.name for name, tensor in base.tensors.items()}
+    homes = layout.homes(steps, base.tensors)
     shards = layout.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge)
     if len(shards) > 1:
@@ -147,10 +158,21 @@ def plan_merge(
     )
 
 
-def _adapted(adapter: AdapterDir) -> Adapted:
+def _named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
+    """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
+    arch = plainly_stored(base, adapters)
+    if arch is not None:
+        return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
+    from lora_tool.plan.mapped import mapped, read_names  # noqa: PLC0415 - imports torch and transformers
+
+    readings = read_names(base, adapters)
+    return mapped(readings, adapters, _decide_task(task, adapters, base, readings.architecture))
+
+
+def _adapted(adapter: AdapterDir, facts: ModelFacts | None, expert_layout: ExpertLayout | None) -> Adapted:
     config = _require_config(adapter)
-    modules = adapter_modules(adapter, config)
-    if not modules.lora and not modules.saved:
+    modules = adapter_modules(adapter, config, facts=facts, expert_layout=expert_layout)
+    if not modules.lora and not modules.parameters and not modules.saved:
         raise UnsupportedAdapter(
             f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
             hint=f"lora-tool validate {adapter.root}",
@@ -170,13 +192,14 @@ def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, s
     return {base.root: "base", **dict(zip((each.root for each in adapters), _adapter_names(adapters), strict=True))}
 
 
-def _decide_task(task: Task, adapted: Sequence[Adapted], base: ModelDir, arch: Architecture) -> Task:
+def _decide_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Task:
     """Return what all adapters say; one that says nothing follows the others. Raises `UnsupportedAdapter`."""
-    votes = [decide_task(task, part.adapter, part.config, base, arch) for part in adapted]
-    silent = [vote is Task.CAUSAL_LM and not part.config.task_type for vote, part in zip(votes, adapted, strict=True)]
+    configs = [_require_config(adapter) for adapter in adapters]
+    votes = [decide_task(task, each, config, base, arch) for each, config in zip(adapters, configs, strict=True)]
+    silent = [vote is Task.CAUSAL_LM and not config.task_type for vote, config in zip(votes, configs, strict=True)]
     heard = {vote for vote, says_nothing in zip(votes, silent, strict=True) if not says_nothing} or set(votes)
     if len(heard) > 1:
-        tasks = ", ".join(f"{part.adapter.root}: {vote}" for part, vote in zip(adapted, votes, strict=True))
+        tasks = ", ".join(f"{each.root}: {vote}" for each, vote in zip(adapters, votes, strict=True))
         raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
     return heard.pop()
 
@@ -185,39 +208,6 @@ def _require_config(adapter: AdapterDir) -> AdapterConfig:
     if adapter.config is None:
         raise AssertionError("a whole adapter has a config")
     return adapter.config
-
-
-def _require_architecture(base: ModelDir) -> Architecture:
-    """Return what is known of the base's model type. Raises `UnsupportedAdapter` for what is not stored plainly."""
-    config = base.config
-    if config is None:
-        raise AssertionError("a whole model has a config")
-    if config.quantization:
-        raise UnsupportedAdapter(
-            f"{config.path}: the base is quantised ({config.quantization}): merging into rounded weights is not exact",
-            hint="give the full-precision model that it was made from: --base MODEL",
-        )
-    arch = architecture_of(config.model_type or "")
-    if arch is None or config.custom_code:
-        why = "has its own code (auto_map)" if arch is not None else "is not known to be stored as it is in memory"
-        raise UnsupportedAdapter(
-            f"{config.path}: model_type {config.model_type} {why}",
-            hint=_WITH_PEFT,
-        )
-    known = {arch.causal_lm, arch.sequence_classification} - {None}
-    if config.architectures and not known & set(config.architectures):
-        raise UnsupportedAdapter(
-            f"{config.path}: architectures: expected {' or '.join(sorted(map(str, known)))}, "
-            f"found {', '.join(config.architectures)}: not known to be stored as it is in memory",
-            hint=_WITH_PEFT,
-        )
-    quantised = next((t for t in base.tensors.values() if t.dtype.value.startswith(("F8", "F4", "F6"))), None)
-    if quantised is not None:
-        raise UnsupportedAdapter(
-            f"{quantised.path}: `{quantised.name}` is {quantised.dtype}: the base is quantised",
-            hint="give the full-precision model that it was made from: --base MODEL",
-        )
-    return arch
 
 
 def _require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir], prints: Sequence[str]) -> None:
@@ -239,6 +229,8 @@ def _require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir], p
 def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
+    if merge.facts is not None:
+        changes["architectures"] = [merge.facts.class_name]
     if is_untied(merge):
         changes["tie_word_embeddings"] = False
     adapters = [part.adapter for part in merge.adapted]

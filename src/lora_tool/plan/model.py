@@ -41,6 +41,19 @@ class Cast:
     source: StoredTensor
 
 
+@enum.unique
+class ExpertLayout(str, enum.Enum):
+    """How the columns of a fused lora_B belong to experts. Both have the same shape: only the writer knows."""
+
+    RANK_MAJOR = "rank_major"
+    """Column c is of expert c mod experts: PEFT's, vLLM's and everybody's."""
+    GROUPED_BY_EXPERT = "grouped_by_expert"
+    """Column c is of expert c div r: Unsloth's before 2026-09 (https://github.com/unslothai/unsloth-zoo/pull/1269)."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTerm:
     """One adapter's share of a delta: `scaling` · B·A, with A of shape [r, in] and B of shape [out, r]."""
@@ -48,19 +61,31 @@ class LoraTerm:
     a: StoredTensor
     b: StoredTensor
     scaling: float
+    experts: int = 1
+    """How many experts' factors A and B hold: A [experts·r, in] one below the other, B [out, r·experts] by `layout`."""
+    expert: int = 0
+    layout: ExpertLayout = ExpertLayout.RANK_MAJOR
+    first: int = 0
+    """Which row of the delta, as W is stored, belongs to the first row of the operation's source."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of one expert's delta."""
+        return self.a.shape[0] // self.experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDelta:
     """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D and embeddings do.
 
-    `embedding` where PEFT rounds the delta to the type of W before it adds it; only `Precision.PEFT` does so too.
+    `rounded` where PEFT rounds the delta to the type of W before it adds it, as it does for embeddings and bare
+    parameters; only `Precision.PEFT` does so too. A source of three dimensions is a stack of experts.
     """
 
     source: StoredTensor
     terms: tuple[LoraTerm, ...]
     transposed: bool = False
-    embedding: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +130,23 @@ class BiasDelta:
     terms: tuple[BiasTerm, ...]
 
 
-Op = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
+Part = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
+"""What can be done to one source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assemble:
+    """What the parts make of their sources, one below the other: an output whose rows have different deltas."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def source(self) -> StoredTensor:
+        """The first part's source: what a message names."""
+        return self.parts[0].source
+
+
+Op = Part | Assemble
 """Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
 
 

@@ -10,8 +10,10 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
-from lora_tool.keys import AdapterKey, Part
-from lora_tool.plan.model import BiasTerm, LoraTerm
+from lora_tool.keys import AdapterKey, Part, parse
+from lora_tool.names.model import ModelFacts
+from lora_tool.plan.model import BiasTerm, ExpertLayout, LoraTerm
+from lora_tool.plan.parameters import parameter_term, targeted_parameters
 from lora_tool.tensors import StoredTensor
 
 
@@ -32,6 +34,8 @@ class AdapterModules:
     """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
     tokens: Mapping[str, StoredTensor]
     """Rows trained by themselves, by module path."""
+    parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
+    """LoRA on bare parameters, by their names."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Adapter tensor → why it takes no part: only frozen originals that PEFT, too, leaves aside."""
 
@@ -41,10 +45,17 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 """What PEFT saves by itself after the vocabulary was resized (`EMBEDDING_LAYER_NAMES`), and loads over the base's."""
 
 
-def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModules:
+def adapter_modules(
+    adapter: AdapterDir,
+    config: AdapterConfig,
+    *,
+    facts: ModelFacts | None = None,
+    expert_layout: ExpertLayout | None = None,
+) -> AdapterModules:
     """Return the adapter's tensors by what they do.
 
-    Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the
+    `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
+    lora_B. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the
     config, for a tensor that the config does not explain (PEFT would drop it without a word), and for parts that are
     not merged here.
     """
@@ -78,6 +89,12 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
             _require_copy(adapter, tensor, saved[key.tensor])
             dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
     _require_prefix(adapter)
+    wrapped = targeted_parameters(config, facts) if facts else {}
+    parameters = {
+        name: (parameter_term(adapter, config, name, facts, pairs.pop(module, {}), expert_layout),)
+        for module, name in wrapped.items()
+        if facts
+    }
     lora = {module: (_lora_term(adapter, config, module, parts),) for module, parts in pairs.items()}
     biases = {
         module: (BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
@@ -98,6 +115,7 @@ def adapter_modules(adapter: AdapterDir, config: AdapterConfig) -> AdapterModule
         frozen_base=frozen,
         embeddings=frozenset(module for module, parts in pairs.items() if (Part.EMBEDDING_A, None) in parts),
         tokens=tokens,
+        parameters=parameters,
         dropped=dropped,
     )
 
@@ -189,7 +207,7 @@ def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: 
     if a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
         raise _refuse(adapter, a.name, f"{shapes} do not have the rank {rank} that the config gives this module")
-    if not config.targets(module):
+    if not config.targets(module) and not config.targets(parse(a.name).module):
         raise _refuse(adapter, a.name, "is not matched by `target_modules`; PEFT would drop it without a word")
 
 

@@ -38,11 +38,14 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     if base.config is None:
         raise AssertionError("a whole model has a config")
     raw = dict(base.config.raw)
-    if all(raw.get(name) == value for name, value in changes.items()):
+    # the code that it names is not copied, and transformers has the class itself
+    own_code = raw.pop("auto_map", None) is not None
+    if not own_code and all(raw.get(name) == value for name, value in changes.items()):
         return SideFile(filename=model_config.FILE_NAME, source=base.config.path, reason="copied from the base")
     raw.update(changes)
     text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    reason = "the base's, with " + ", ".join(sorted(changes))
+    reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
+    reason += ", without auto_map" if own_code else ""
     return SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
 
 

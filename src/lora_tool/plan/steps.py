@@ -10,10 +10,24 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import AdapterKey, Part
+from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, Fate, Leftover, LoraDelta, Op, ReplaceRows, Step
+from lora_tool.plan.model import (
+    Assemble,
+    BiasDelta,
+    Cast,
+    Copy,
+    DoraDelta,
+    Fate,
+    Leftover,
+    LoraDelta,
+    Op,
+    ReplaceRows,
+    Step,
+)
 from lora_tool.plan.modules import AdapterModules
+from lora_tool.plan.parameters import is_transposed
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Head
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
@@ -36,6 +50,10 @@ class Merge:
     dtype: DType | None
     tied_copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors of the base that are tied copies of another, by name: the output has them once."""
+    facts: ModelFacts | None = None
+    """What transformers says of the model, where its tensors are not stored as they are in memory."""
+    fresh: frozenset[str] = frozenset()
+    """Parameters that the merged model's class has and the base does not."""
 
 
 def module_and_leaf(name: str) -> tuple[str, str]:
@@ -61,6 +79,8 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     saved = modules.saved.get(tensor.name)
     if saved is not None:
         return _replacement(merge, tensor, saved)
+    if tensor.name in modules.parameters:
+        return _parameter_step(merge, tensor)
     if leaf == "weight" and module in modules.tokens:
         return _tokens_step(merge, tensor, module)
     if leaf == "weight" and module in modules.lora:
@@ -96,7 +116,13 @@ def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
 
 def _spec(merge: Merge, tensor: StoredTensor) -> TensorSpec:
     dtype = merge.dtype if merge.dtype and tensor.dtype.is_float else tensor.dtype
-    return TensorSpec(name=tensor.name, dtype=dtype, shape=tensor.shape)
+    return TensorSpec(name=tensor.name, dtype=_at_least_as_loaded(merge, tensor.name, dtype), shape=tensor.shape)
+
+
+def _at_least_as_loaded(merge: Merge, name: str, dtype: DType) -> DType:
+    """Return float32 instead of a 16-bit type for the few parameters that transformers keeps wide."""
+    wide = merge.facts is not None and name in merge.facts.wide and dtype in (DType.F16, DType.BF16)
+    return DType.F32 if wide else dtype
 
 
 def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
@@ -114,7 +140,8 @@ def _kept_step(merge: Merge, tensor: StoredTensor) -> Step:
 
 def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
     _require_same_shape(saved, base)
-    out = TensorSpec(name=base.name, dtype=merge.dtype or base.dtype, shape=saved.shape)
+    dtype = _at_least_as_loaded(merge, base.name, merge.dtype or base.dtype)
+    out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
     return Step(
         out=out,
         op=copied_as(out.dtype, saved),
@@ -126,7 +153,7 @@ def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
 def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
     terms = merge.modules.lora[module]
     embedding = module in merge.modules.embeddings
-    transposed = embedding or module.rpartition(".")[2] in merge.arch.conv1d
+    transposed = embedding or not merge.arch.conv1d.isdisjoint({module, module.rpartition(".")[2]})
     for term in terms:
         needed = (term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])
         if source.shape != needed:
@@ -137,15 +164,30 @@ def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> St
             )
     if not source.dtype.is_float:
         raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
-    out = TensorSpec(name=name, dtype=merge.dtype or _home_dtype(merge, source, name), shape=source.shape)
+    dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
+    out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, embedding=embedding)
+    op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=embedding)
     if magnitude is not None:
         (term,) = terms
         op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
     kind = "LoRA" if magnitude is None else "DoRA"
     reason = " + ".join(f"{kind} rank {term.a.shape[0]}, scaling {term.scaling:g}" for term in terms)
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
+
+
+def _parameter_step(merge: Merge, tensor: StoredTensor) -> Step:
+    """Return the step of a parameter that has LoRA by itself: its shapes were checked against the model."""
+    if merge.facts is None:
+        raise AssertionError("LoRA on parameters is planned with the model's facts")
+    terms = merge.modules.parameters[tensor.name]
+    if not tensor.dtype.is_float:
+        raise IncompatibleBase(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, expected F32, BF16, F16 or F64")
+    transposed = is_transposed(tensor.name, merge.facts)
+    op = LoraDelta(source=tensor, terms=terms, transposed=transposed, rounded=True)
+    experts = f" on {terms[0].experts} experts" if terms[0].experts > 1 else ""
+    reason = " + ".join(f"LoRA rank {term.rank}{experts}, scaling {term.scaling:g}" for term in terms)
+    return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=reason)
 
 
 def _home_dtype(merge: Merge, source: StoredTensor, name: str) -> DType:
@@ -167,15 +209,16 @@ def added_steps(merge: Merge) -> Iterator[Step]:
     for name, tensor in merge.modules.saved.items():
         if name in merge.base.tensors or name in merge.arch.causal_only:
             continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
-        if merge.head is None or not name.startswith(f"{merge.head.module}."):
+        of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
+        if not of_head and name not in merge.fresh:
             raise _not_in_base(merge, tensor, name)
-        dtype = merge.dtype or model_dtype(merge.base) or tensor.dtype
+        dtype = _at_least_as_loaded(merge, name, merge.dtype or model_dtype(merge.base) or tensor.dtype)
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
         yield Step(
             out=out,
             op=copied_as(dtype, tensor),
             fate=Fate.ADDED,
-            reason=f"the trained head, {tensor.dtype} in the adapter",
+            reason=f"the trained {'head' if of_head else 'layer'}, {tensor.dtype} in the adapter",
         )
     head = merge.head
     if head is not None and f"{head.module}.weight" in merge.modules.frozen_base:
@@ -273,10 +316,15 @@ def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
         case BiasDelta():
             for bias in op.terms:
                 yield bias.bias
+        case Assemble():
+            for part in op.parts:
+                yield from _adapter_tensors(part)
 
 
 def _targeted(merge: Merge, config: AdapterConfig) -> Iterator[str]:
     for tensor in merge.base.tensors.values():
+        if tensor.name in merge.modules.parameters:
+            continue
         module, leaf = module_and_leaf(tensor.name)
         matrix = leaf == "weight" and len(tensor.shape) == MATRIX
         if matrix and not _is_dropped(merge, tensor.name) and config.targets(module):

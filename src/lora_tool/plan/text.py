@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.display import printable, size
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Plan, ReplaceRows, Step
+from lora_tool.plan.model import (
+    Assemble,
+    BiasDelta,
+    Cast,
+    Copy,
+    DoraDelta,
+    LoraDelta,
+    LoraTerm,
+    Op,
+    Plan,
+    ReplaceRows,
+    Step,
+)
 from lora_tool.tensors import StoredTensor
 
 _SHOWN = 12
@@ -101,10 +113,17 @@ def _op_json(op: Op, input_names: Mapping[Path, str]) -> Mapping[str, Any]:
                 for term in op.terms
             ]
             return {**common, "terms": biases}
+        case Assemble():
+            parts = [{"rows": part.source.shape[0], **_op_json(part, input_names)} for part in op.parts]
+            return {**common, "parts": parts}
 
 
 def _term_json(term: LoraTerm, input_names: Mapping[Path, str]) -> dict[str, Any]:
-    found = {"a": term.a.name, "b": term.b.name, "rank": term.a.shape[0], "scaling": term.scaling}
+    found = {"a": term.a.name, "b": term.b.name, "rank": term.rank, "scaling": term.scaling}
+    if term.experts > 1:
+        found |= {"experts": term.experts, "expert": term.expert, "layout": term.layout.value}
+    if term.first:
+        found["first"] = term.first
     return {**found, **_input_of(term.a, input_names)}
 
 

@@ -1,0 +1,135 @@
+"""Replaying `from_pretrained` and `save_pretrained` on a checkpoint's names (transformers 5, `core_model_loading.py`).
+
+The functions used are transformers' own and internal: `tests/contract/test_transformers_internals.py` guards what is
+relied on. What is replayed are the loops of `convert_and_load_state_dict_in_model` and `revert_weight_conversion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from lora_tool.names.model import Made, Shape
+from lora_tool.names.rows import numbered, pieces_of
+
+Shapes = Mapping[str, Shape]
+
+
+class Conversion:
+    """A model's name rules; loading with them, then saving, as transformers does one after the other."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._rules: list[Any] = get_model_conversion_mapping(model)
+        # looked up once per tensor, and its tensors are never read
+        self._memory: dict[str, torch.Tensor] = dict(model.state_dict())
+        self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
+
+    def place(self, disk_name: str) -> tuple[str, str | None]:
+        """Return the parameter that a tensor on disk belongs to, and the pattern of the converter that makes it."""
+        prefix = self._model.base_model_prefix
+        found: tuple[str, str | None] = rename_source_key(
+            disk_name, self._renamings, self._converters, prefix, self._memory
+        )
+        if found[0] not in self._memory and disk_name in self._memory:
+            found = rename_source_key(disk_name, [], [], base_model_prefix=prefix, meta_state_dict=self._memory)
+        return found
+
+    def load(self, disk: Shapes) -> tuple[dict[str, Made], tuple[str, ...]]:
+        """Return how every parameter is made of tensors on disk, and the tensors that belong to none."""
+        by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        groups: dict[str, _Group] = {}
+        unexpected = []
+        for name in sorted(disk, key=dot_natural_key):
+            target, pattern = self.place(name)
+            if target not in self._memory:
+                unexpected.append(name)
+            elif pattern is None:
+                groups.setdefault(target, _Group(None, target)).add(name, name)
+            else:
+                groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
+        made: dict[str, Made] = {}
+        for group in groups.values():
+            made |= self._made(group, disk, lambda name: name)
+        return made, tuple(unexpected)
+
+    def save(self, memory: Shapes) -> dict[str, Made]:
+        """Return how every tensor of the saved folder is made of parameters. Loading decided which rules are used."""
+        used = [rule.reverse_transform() for rule in reversed(self._rules) if rule.was_used()]
+        renamings = [rule for rule in used if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in used if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        groups: dict[str, _Group] = {}
+        for name in sorted(memory, key=dot_natural_key):
+            target, pattern = apply_converters(name, converters)
+            if pattern is None:
+                target = apply_renamings(name, renamings)
+                groups.setdefault(target, _Group(None, target)).add(name, name)
+            else:
+                groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
+        made: dict[str, Made] = {}
+        for group in groups.values():
+            made |= self._made(group, memory, lambda name: apply_renamings(name, renamings))
+        return made
+
+    def _made(self, group: _Group, shapes: Shapes, rename: Callable[[str], str]) -> dict[str, Made]:
+        if group.rule is None:
+            (name,) = group.names[:1]
+            whole = pieces_of(numbered({name: shapes[name]})[name], {name: shapes[name]})
+            return {group.target: Made(shape=tuple(shapes[name]), pieces=whole, sources=(name,))}
+        held = {name: shapes[name] for name in group.names}
+        rule = deepcopy(group.rule)
+        turning = any(isinstance(operation, Transpose) for operation in rule.operations)
+        tables = _real(held) if turning else numbered(held)
+        for pattern, name in group.members:
+            rule.add_tensor(group.target, name, pattern, tables[name])
+        results = rule.convert(group.target, model=self._model, config=self._model.config)
+        made = {}
+        for name, table in results.items():
+            tensor = table[0] if isinstance(table, list) else table
+            if turning:
+                made[rename(name)] = Made(shape=tuple(tensor.shape), pieces=None, sources=group.names)
+                continue
+            pieces = pieces_of(tensor, held)
+            widths = {shapes[piece.name][-1:] for piece in pieces}
+            vector = tensor.dim() <= 1
+            shape = tuple(tensor.shape) if vector else (*tensor.shape[:-1], *next(iter(widths), (1,)))
+            sound = vector or (len(widths) == 1 and tensor.shape[-1] == 1)
+            made[rename(name)] = Made(shape=shape, pieces=pieces if sound else None, sources=group.names)
+        return made
+
+
+class _Group:
+    """Tensors that one rule turns into others; no rule for a mere renaming."""
+
+    def __init__(self, rule: WeightConverter | None, target: str) -> None:
+        self.rule = rule
+        self.target = target
+        self.members: list[tuple[str, str]] = []
+
+    def add(self, pattern: str, name: str) -> None:
+        self.members.append((pattern, name))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for _, name in self.members)
+
+
+def _real(shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Return tensors without values, of the whole shapes: transposing changes the last dimension."""
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

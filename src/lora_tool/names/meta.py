@@ -1,0 +1,153 @@
+"""A transformers class built without weights: its modules, parameters and what is special about them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lora_tool.errors import MissingDependency, UnsupportedAdapter
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.names.model import LABELS, ModelFacts
+from lora_tool.tensors import DType
+
+try:
+    import torch
+except ImportError as error:  # pragma: no cover - the test environment has torch
+    raise MissingDependency("torch", extra="merge") from error
+try:
+    import transformers
+except ImportError as error:  # pragma: no cover - the test environment has transformers
+    raise MissingDependency("transformers", extra="merge") from error
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+_WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+_GENERATORS = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+_CLASSIFIERS = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+_LAYERS = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
+_MOST_LAYERS = 4096
+DTYPES = {DType.F16: torch.float16, DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.F64: torch.float64}
+
+
+def generators(config: ModelConfig) -> Iterator[str]:
+    """Yield the class names that a language model of this config may be loaded as: the config's own first."""
+    known = {name for table in _GENERATORS for found in table.values() for name in _names(found)}
+    own = [name for name in config.architectures if name in known and _is_of_type(name, config)]
+    yield from dict.fromkeys([*own, *(name for table in _GENERATORS for name in _of_type(table, config)[:1])])
+
+
+def classifiers(config: ModelConfig) -> Iterator[str]:
+    """Yield the class names that a sequence classifier of this config may be loaded as."""
+    own = [name for name in config.architectures if name.endswith("ForSequenceClassification")]
+    yield from dict.fromkeys([*filter(partial(_is_of_type, config=config), own), *_of_type(_CLASSIFIERS, config)[:1]])
+
+
+def _of_type(table: Mapping[str, str | tuple[str, ...]], config: ModelConfig) -> tuple[str, ...]:
+    return _names(table.get(config.model_type or "", ()))
+
+
+def _names(found: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _is_of_type(class_name: str, config: ModelConfig) -> bool:
+    """Return whether the class is for configs of this model type: an auto class would take another one."""
+    config_class = getattr(getattr(transformers, class_name, None), "config_class", None)
+    return getattr(config_class, "model_type", None) == config.model_type
+
+
+def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of this class and config on the meta device: names and shapes, no weights.
+
+    `dtype` is the type that it is loaded in: parameters of another one are so on purpose. Raises `UnsupportedAdapter` where the installed transformers cannot build it.
+    """
+    model_class = getattr(transformers, class_name, None)
+    if config.model_type not in CONFIG_MAPPING or model_class is None:
+        raise UnsupportedAdapter(
+            f"{config.path}: transformers {transformers.__version__} has no {class_name} of model_type "
+            f"{config.model_type}",
+            hint="install the transformers release that has it: pip install -U transformers",
+        )
+    _require_sane_sizes(config)
+    try:
+        raw = {name: value for name, value in config.raw.items() if name != "auto_map"}
+        built = CONFIG_MAPPING[config.model_type].from_dict(raw)
+        if class_name.endswith("ForSequenceClassification"):
+            built.num_labels = LABELS
+        with torch.device("meta"), _default_dtype(dtype):
+            model: PreTrainedModel = model_class(built)
+    except Exception as error:  # what a config of any kind raises in any of hundreds of classes cannot be listed
+        reason = " ".join(str(error).split())[:200]
+        raise UnsupportedAdapter(
+            f"{config.path}: transformers cannot build {class_name} from it: {reason}", hint=_WITH_PEFT
+        ) from error
+    return model
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _require_sane_sizes(config: ModelConfig) -> None:
+    """Refuse a number of layers that would build for ever; nothing real comes near."""
+    for path, value in _integers(config.raw, ""):
+        if value > _MOST_LAYERS and re.search(r"layers|blocks|depth|num_experts|n_layer", path):
+            raise UnsupportedAdapter(f"{config.path}: {path}: {value} is more than a model has")
+
+
+def _integers(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _integers(value, f"{prefix}{name}.")
+        elif type(value) is int:
+            yield f"{prefix}{name}", value
+
+
+def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
+    """Return what is special about the model, which was built to be loaded in `dtype`."""
+    tensors = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    modules = dict(model.named_modules())
+    paths = {id(module): path for path, module in reversed(modules.items())}
+    output = model.get_output_embeddings()
+    heads = [name for name, shape in shapes.items() if shape[:1] == (LABELS,) and name.endswith(".weight")]
+    kept_wide = _kept_wide(model, dtype)
+    return ModelFacts(
+        class_name=type(model).__name__,
+        shapes=shapes,
+        buffers=frozenset(name for name, _ in model.named_buffers()),
+        modules=frozenset(modules),
+        layers=frozenset(path for path, module in modules.items() if isinstance(module, _LAYERS)),
+        conv1d=frozenset(path for path, module in modules.items() if isinstance(module, Conv1D)),
+        transposed=frozenset(path for path, module in modules.items() if getattr(module, "is_transposed", False)),
+        tied=dict(model.all_tied_weights_keys),
+        output=paths.get(id(output)) if output is not None else None,
+        head=heads[0].removesuffix(".weight") if len(heads) == 1 else None,
+        wide=frozenset(
+            name
+            for name, tensor in tensors.items()
+            if (tensor.dtype is torch.float32 is not dtype) or (kept_wide and kept_wide.search(name))
+        ),
+    )
+
+
+def _kept_wide(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return what names match that `from_pretrained` keeps in float32 (transformers 5.23, `_get_dtype_plan`)."""
+    plan = model._get_dtype_plan(dtype)  # noqa: SLF001 - transformers' own answer
+    return build_glob_alternation(list(plan))[0] if plan else None

@@ -1,0 +1,71 @@
+"""The words for names: which rows of which tensors make another. Plain data; transformers is not needed to hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """`rows` consecutive rows of the tensor `name` from row `start`; a vector's rows are its elements.
+
+    The rows of a tensor of three dimensions are those of all its matrices, one after the other.
+    """
+
+    name: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A tensor made of rows of others, in this order.
+
+    `pieces` is None where its rows are not rows of theirs, because they were transposed. `sources` are the tensors
+    that it and its like are made of.
+    """
+
+    shape: Shape
+    pieces: tuple[Piece, ...] | None
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What planning a merge needs to know of a transformers class, built for one config without weights."""
+
+    class_name: str
+    shapes: Mapping[str, Shape]
+    """Every parameter and saved buffer, in the model's order. A label dimension is `LABELS`."""
+    buffers: frozenset[str]
+    modules: frozenset[str]
+    """Paths of all modules."""
+    layers: frozenset[str]
+    """Paths of the modules that PEFT wraps as layers: linear ones, Conv1D and embeddings."""
+    conv1d: frozenset[str]
+    """Paths of modules that store their weight as [in, out]."""
+    transposed: frozenset[str]
+    """Paths of modules whose three-dimensional parameters are [experts, in, out]."""
+    tied: Mapping[str, str]
+    """Parameter → the parameter that it is the same as; only the latter is saved."""
+    output: str | None
+    """Path of the language-modelling output layer."""
+    head: str | None
+    """Path of the last layer of the classification head: its outputs are the labels."""
+    wide: frozenset[str]
+    """Parameters that transformers loads in float32 whatever the model's type."""
+
+
+LABELS = 7919
+"""A number of labels that no other dimension has, by which the head is found."""
+
+
+def row_count(shape: Shape) -> int:
+    """Return how many rows a tensor of this shape has: all matrices' together, or a vector's elements."""
+    count = 1
+    for size in shape[:-1] if len(shape) > 1 else shape:
+        count *= size
+    return count

@@ -1,0 +1,46 @@
+"""Following the rows of tensors through transformers' conversions, without their values.
+
+What loading does to weights is concatenate, stack, split and reorder rows (the last dimension stays whole). So each
+tensor is replaced by one of its shape with a last dimension of 1, whose elements are numbers of rows; what comes out of
+a conversion says where every row came from. Exact, and as large as the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lora_tool.names.model import Piece, Shape, row_count
+
+
+def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+    """Return for each name a tensor of row numbers, [..., 1], or [n] for a vector; numbers do not repeat."""
+    tables = {}
+    first = 0
+    for name, shape in shapes.items():
+        count = row_count(shape)
+        kept = shape if len(shape) <= 1 else (*shape[:-1], 1)
+        tables[name] = torch.arange(first, first + count).reshape(kept)
+        first += count
+    return tables
+
+
+def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[Piece, ...]:
+    """Return which rows of the numbered tensors `shapes` the rows of `table` are, neighbours joined."""
+    numbers = table.reshape(-1)
+    if not len(numbers):
+        return ()
+    firsts, names, first = [], [], 0
+    for name, shape in shapes.items():
+        firsts.append(first)
+        names.append(name)
+        first += row_count(shape)
+    owners = torch.bucketize(numbers, torch.tensor(firsts), right=True) - 1
+    breaks = (numbers[1:] != numbers[:-1] + 1) | (owners[1:] != owners[:-1])
+    starts = [0, *(torch.nonzero(breaks).reshape(-1) + 1).tolist(), len(numbers)]
+    heads, sources = numbers[starts[:-1]].tolist(), owners[starts[:-1]].tolist()
+    return tuple(
+        Piece(name=names[source], start=head - firsts[source], rows=end - begin)
+        for head, source, begin, end in zip(heads, sources, starts[:-1], starts[1:], strict=True)
+    )

@@ -1,0 +1,299 @@
+"""A base whose tensors have other names or shapes on disk than in memory, as if it were stored as it is in memory.
+
+The planner knows parameters by the names that adapters use, those in memory. For a base that is not stored so, this
+makes a base that is: each parameter is the rows that it is made of, wherever they lie. The steps on it become steps on
+tensors of the names that `save_pretrained` writes (`to_disk`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import IncompatibleBase, LoraToolError, UnsupportedAdapter
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.names.model import Made, ModelFacts
+from lora_tool.names.naming import Naming, candidates
+from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.cutting import disk_steps, joined, rows_of
+from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Step
+from lora_tool.plan.modules import AdapterModules
+from lora_tool.plan.side_files import model_dtype
+from lora_tool.plan.task import Task
+from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
+
+_LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
+_WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readings:
+    """What a base may be loaded as: a language model, a sequence classifier, or either."""
+
+    base: ModelDir
+    generator: Naming | None
+    classifier: Naming | None
+
+    @property
+    def architecture(self) -> Architecture:
+        """The two classes in the words of the table of plainly stored ones."""
+        generator = self.generator.facts if self.generator else None
+        classifier = self.classifier.facts if self.classifier else None
+        head = classifier.head if classifier else None
+        last = next((last for last in _LAST_LAYERS if head and head.endswith(last)), "")
+        output = generator.output if generator else None
+        return Architecture(
+            model_type=self.base.config.model_type or "" if self.base.config else "",
+            causal_lm=generator.class_name if generator else None,
+            sequence_classification=classifier.class_name if classifier and head else None,
+            head=head.removesuffix(last) if head else None,
+            causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
+            conv1d=frozenset().union(*(facts.conv1d for facts in (generator, classifier) if facts)),
+        )
+
+
+def read_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> Readings:
+    """Return what transformers would load the base as. Imports torch and transformers.
+
+    Of several classes the one is taken that has a module for every tensor of the adapters. Raises `MissingDependency`,
+    and `UnsupportedAdapter` for a model that this transformers cannot build.
+    """
+    if base.config is None:
+        raise AssertionError("a whole model has a config")
+    errors: list[LoraToolError] = []
+    found: dict[bool, Naming | None] = {}
+    for classifier in (False, True):
+        fitting: list[tuple[int, Naming]] = []
+        for class_name in candidates(base.config, classifier=classifier):
+            try:
+                naming = Naming(base.config, class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
+            except LoraToolError as error:
+                errors.append(error)
+                continue
+            fitting.append((sum(_strangers(adapter, naming) for adapter in adapters), naming))
+            if not fitting[-1][0]:
+                break
+        found[classifier] = min(fitting, key=lambda item: item[0])[1] if fitting else None
+    if not any(found.values()):
+        raise errors[0] if errors else _unknown_type(base.config)
+    return Readings(base=base, generator=found[False], classifier=found[True])
+
+
+def _unknown_type(config: ModelConfig) -> UnsupportedAdapter:
+    return UnsupportedAdapter(
+        f"{config.path}: model_type {config.model_type}: the installed transformers has neither a causal LM nor a "
+        "sequence classifier of it",
+        hint="install the release that has it: pip install -U transformers",
+    )
+
+
+def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in table.items()}
+
+
+def _strangers(adapter: AdapterDir, naming: Naming) -> int:
+    """Return how many of the adapter's tensors the class has no module for."""
+    homes = {_home(key, naming) for key in adapter.keys.values()}
+    return sum(home is None for home in homes)
+
+
+def _home(key: AdapterKey, naming: Naming) -> str | None:
+    """Return the path in memory of the module that an adapter's tensor belongs to; None where there is none.
+
+    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
+    """
+    bare = key.module
+    while bare.endswith(".base_layer"):
+        bare = bare.removesuffix(".base_layer")
+    if bare in naming.facts.modules:
+        return key.module
+    leaf = key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
+    placed = naming.place(f"{bare}.{leaf}")
+    if placed not in naming.facts.shapes:
+        return None
+    module, _, found = placed.rpartition(".")
+    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
+    return module + key.module.removeprefix(bare) if found == leaf else key.module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """A base in the words of memory, the adapter in the same, and the way back."""
+
+    naming: Naming
+    disk: TensorTable
+    base: ModelDir
+    adapters: tuple[AdapterDir, ...]
+    arch: Architecture
+    task: Task
+    leftovers: tuple[Leftover, ...]
+    as_stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Parameters whose rows are not rows on disk → their whole tensor there; they can be copied only."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.naming.facts
+
+    @property
+    def fresh(self) -> frozenset[str]:
+        """Parameters of the class that the base has nothing for."""
+        return frozenset(self.naming.missing)
+
+    def parts_of_fused(self, modules: AdapterModules) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+        """Return the modules without those that are no layers, and the deltas on tensors that are on disk alone.
+
+        PEFT takes an adapter that an earlier transformers trained on single experts, and fuses its factors; here each
+        goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's way has another result.
+        """
+        lora = dict(modules.lora)
+        parameters = dict(modules.parameters)
+        per_expert: dict[str, tuple[LoraTerm, ...]] = {}
+        for module in [module for module in lora if module not in self.facts.layers]:
+            if module in self.facts.modules:
+                parameters[f"{module}.weight"] = lora.pop(module)
+            elif (name := disk_name(self, module)) is not None:
+                per_expert[name] = lora.pop(module)
+        require_whole_experts(self, per_expert)
+        return replace(modules, lora=lora, parameters=parameters), per_expert
+
+    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
+        """Return the steps on the tensors that `save_pretrained` writes, those of the base in the base's order.
+
+        `per_expert` are deltas on tensors that are on disk alone: parts of fused parameters.
+        """
+        _require_all_parameters(self, steps)
+        by_name = {step.out.name: step for step in steps}
+        shapes = {name: step.out.shape for name, step in by_name.items()}
+        shapes |= {name: self.facts.shapes[name] for name in self.as_stored}
+        written = self.naming.written(shapes)
+        turned = {name: made for name, made in written.items() if self.as_stored.keys() & set(made.sources)}
+        made_of_rows = {name: made for name, made in written.items() if name not in turned}
+        out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, self.disk)}
+        out |= {step.out.name: step for step in _stored(self, turned)}
+        out |= {name: _with_delta(out[name], term) for name, term in per_expert.items()}
+        order = {name: place for place, name in enumerate(self.disk)}
+        return tuple(sorted(out.values(), key=lambda step: order.get(step.out.name, len(order))))
+
+
+def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Mapped:
+    """Return base and adapter in memory's names. Raises `IncompatibleBase` for mixed types in one parameter."""
+    base = readings.base
+    naming = readings.generator if task is Task.CAUSAL_LM else readings.classifier
+    if naming is None:
+        what = "causal LM" if task is Task.CAUSAL_LM else "sequence classifier"
+        raise UnsupportedAdapter(
+            f"{base.root}: transformers has no {what} of model_type {readings.architecture.model_type}",
+            hint=_WITH_PEFT,
+        )
+    tensors: dict[str, StoredTensor] = {}
+    as_stored: dict[str, StoredTensor] = {}
+    for name, made in naming.parameters.items():
+        if made.pieces is None:
+            as_stored[name] = base.tensors[made.sources[0]]
+        else:
+            tensors[name] = _parameter(name, made, base.tensors)
+    dropped = tuple(
+        Leftover(
+            path=base.tensors[name].path,
+            name=name,
+            fate=Fate.DROPPED,
+            reason=f"{naming.facts.class_name} has no place for it; transformers leaves it out too",
+        )
+        for name in naming.unexpected
+    )
+    return Mapped(
+        naming=naming,
+        disk=base.tensors,
+        base=replace(base, weights=replace(base.weights, tensors=tensors)),
+        adapters=tuple(_in_memory(adapter, naming) for adapter in adapters),
+        arch=readings.architecture,
+        task=task,
+        leftovers=dropped,
+        as_stored=as_stored,
+    )
+
+
+def _in_memory(adapter: AdapterDir, naming: Naming) -> AdapterDir:
+    """Return the adapter with the module paths of this transformers."""
+    homes = {name: _home(key, naming) or key.module for name, key in adapter.keys.items()}
+    return replace(adapter, keys={name: replace(key, module=homes[name]) for name, key in adapter.keys.items()})
+
+
+def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
+    """Return the parameter as the bytes of the rows that it is made of."""
+    pieces = made.pieces or ()
+    dtypes = {disk[piece.name].dtype for piece in pieces}
+    if len(dtypes) != 1:
+        raise IncompatibleBase(
+            f"`{name}` is made of tensors of different types, {', '.join(sorted(map(str, dtypes)))}: "
+            f"{pieces[0].name} and {len(pieces) - 1} others"
+        )
+    spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
+    return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
+
+
+def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
+    """Return unless a parameter comes from nowhere: transformers would make up random values on every load."""
+    made = {step.out.name for step in steps}
+    lacking = [name for name in mapped.naming.missing if name not in made]
+    if lacking:
+        raise IncompatibleBase(
+            f"{mapped.base.root}: {mapped.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
+            + (f" ({len(lacking)} in all)" if len(lacking) > 1 else "")
+            + ": transformers would fill it with random values on every load",
+            hint="give the model that the adapter was trained on: --base MODEL",
+        )
+
+
+def _stored(mapped: Mapped, written: Mapping[str, Made]) -> Iterator[Step]:
+    """Yield copies of the tensors behind parameters that are not rows of them: saving turns them back."""
+    for name, made in written.items():
+        tensor = mapped.disk.get(name)
+        if tensor is None or tensor.shape != made.shape:
+            raise UnsupportedAdapter(
+                f"{mapped.base.root}: `{name}` is stored transposed, and not as transformers would write it",
+                hint=_WITH_PEFT,
+            )
+        yield Step(out=tensor.spec, op=Copy(source=tensor), fate=Fate.COPIED, reason="as in the base")
+
+
+def disk_name(mapped: Mapped, module: str) -> str | None:
+    """Return the tensor on disk that is the weight of `module`, a part of a fused parameter; None if it is none."""
+    name = f"{module}.weight"
+    made = mapped.naming.parameters.get(mapped.naming.place(name))
+    if made is None or made.pieces is None:
+        return None
+    held = {piece.name for piece in made.pieces}
+    return next((at for at in held if at == name or at.endswith(f".{name}") or name.endswith(f".{at}")), None)
+
+
+def require_whole_experts(mapped: Mapped, per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> None:
+    """Return unless PEFT could not fuse the factors, because some experts have none. Raises `UnsupportedAdapter`."""
+    for parameter in {mapped.naming.place(name) for name in per_expert}:
+        pieces = mapped.naming.parameters[parameter].pieces or ()
+        lacking = [piece.name for piece in pieces if piece.name not in per_expert]
+        if lacking:
+            raise UnsupportedAdapter(
+                f"{mapped.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
+                f"have no LoRA, the first is `{lacking[0]}`: PEFT cannot load such an adapter",
+                hint=_WITH_PEFT,
+            )
+
+
+def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
+    if not isinstance(step.op, Copy):
+        raise UnsupportedAdapter(f"`{step.out.name}` has LoRA of its own and as a part of a fused parameter")
+    for term in terms:
+        needed = (term.b.shape[0], term.a.shape[1])
+        if step.out.shape != needed:
+            raise IncompatibleBase(
+                f"{step.op.source.path}: `{step.out.name}` is {list(step.out.shape)}, the adapter's lora_B·lora_A is "
+                f"{list(needed)}",
+                hint="give the model that the adapter was trained on: --base MODEL",
+            )
+    # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
+    op = LoraDelta(source=step.op.source, terms=terms, rounded=True)
+    reason = " + ".join(f"LoRA rank {term.rank}, scaling {term.scaling:g}" for term in terms)
+    return replace(step, op=op, fate=Fate.MERGED, reason=reason)

@@ -1,0 +1,92 @@
+"""Whether a base is stored as it is in memory, so that headers alone tell where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import MissingDependency, UnsupportedAdapter
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.keys import Part
+from lora_tool.names.model import ModelFacts
+from lora_tool.plan.architectures import Architecture, architecture_of
+from lora_tool.plan.model import Leftover, LoraTerm, Step
+from lora_tool.plan.modules import AdapterModules
+from lora_tool.plan.task import Task
+
+_FULL_PRECISION = "give the full-precision model that it was made from: --base MODEL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsStored:
+    """A base that is stored as it is in memory: nothing to translate. `Mapped` is the other kind."""
+
+    base: ModelDir
+    adapters: Sequence[AdapterDir]
+    arch: Architecture
+    task: Task
+    facts: ModelFacts | None = None
+    fresh: frozenset[str] = frozenset()
+    leftovers: tuple[Leftover, ...] = ()
+
+    def parts_of_fused(self, modules: AdapterModules) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+        """Return the modules, and none that are a part of a fused parameter."""
+        return modules, {}
+
+    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
+        """Return the steps."""
+        if per_expert:
+            raise AssertionError("a plainly stored model has no fused parameters")
+        return tuple(steps)
+
+
+def config_of(base: ModelDir) -> ModelConfig:
+    """Return the config, which a whole model has."""
+    if base.config is None:
+        raise AssertionError("a whole model has a config")
+    return base.config
+
+
+def require_full_precision(base: ModelDir) -> None:
+    """Return unless the base's weights are quantised. Raises `UnsupportedAdapter`."""
+    config = config_of(base)
+    if config.quantization:
+        raise UnsupportedAdapter(
+            f"{config.path}: the base is quantised ({config.quantization}): merging into rounded weights is not exact",
+            hint=_FULL_PRECISION,
+        )
+    quantised = next((t for t in base.tensors.values() if t.dtype.value.startswith(("F8", "F4", "F6"))), None)
+    if quantised is not None:
+        raise UnsupportedAdapter(
+            f"{quantised.path}: `{quantised.name}` is {quantised.dtype}: the base is quantised", hint=_FULL_PRECISION
+        )
+
+
+def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir]) -> Architecture | None:
+    """Return the row of the base's model type if names on disk are those in memory; None if transformers must tell.
+
+    Raises `MissingDependency` where it must, and is not installed.
+    """
+    config = config_of(base)
+    arch = architecture_of(config.model_type or "")
+    known = {arch.causal_lm, arch.sequence_classification} - {None} if arch else set()
+    plain = arch is not None and (not config.architectures or bool(known & set(config.architectures)))
+    bare = any(adapter.config and adapter.config.target_parameters for adapter in adapters)
+    if plain and not bare and arch is not None and all(_all_found(base, adapter, arch) for adapter in adapters):
+        return arch
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            if plain and not bare:
+                return arch  # what is wrong with the names is said by them
+            raise MissingDependency(package, extra="merge")
+    return None
+
+
+def _all_found(base: ModelDir, adapter: AdapterDir, arch: Architecture) -> bool:
+    """Return whether every adapted module is on disk under its own name; heads may be new, output layers tied."""
+    held = {name.rpartition(".")[0] for name in (*base.tensors, *arch.causal_only)}
+    adapted = {key.module for key in adapter.keys.values() if key.part is not Part.PLAIN}
+    head = arch.head or ""
+    return all(module in held or module == head or module.startswith(f"{head}.") for module in adapted)
