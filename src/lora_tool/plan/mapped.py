@@ -7,9 +7,10 @@ tensors of the names that `save_pretrained` writes (`to_disk`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
@@ -18,13 +19,14 @@ from lora_tool.names.model import Made, ModelFacts
 from lora_tool.names.naming import Naming, candidates
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
-from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Step
+from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Task
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
+_OWN_WAY = "--precision float32 merges every tensor as it was trained"
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
 
@@ -141,12 +143,18 @@ class Mapped:
         """Parameters of the class that the base has nothing for."""
         return frozenset(self.naming.missing)
 
-    def parts_of_fused(self, modules: AdapterModules) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+    def parts_of_fused(
+        self, modules: AdapterModules, precision: Precision
+    ) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
         """Return the modules without those that are no layers, and the deltas on tensors that are on disk alone.
 
         PEFT takes an adapter that an earlier transformers trained on single experts, and fuses its factors; here each
-        goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's way has another result.
+        goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's bits are asked for and PEFT would
+        leave tensors out or scale them otherwise.
         """
+        if precision is Precision.PEFT:
+            for adapter in self.adapters:
+                _require_pefts_reading(self.naming, adapter)
         lora = dict(modules.lora)
         parameters = dict(modules.parameters)
         per_expert: dict[str, tuple[LoraTerm, ...]] = {}
@@ -155,7 +163,8 @@ class Mapped:
                 parameters[f"{module}.weight"] = lora.pop(module)
             elif (name := disk_name(self, module)) is not None:
                 per_expert[name] = lora.pop(module)
-        require_whole_experts(self, per_expert)
+        require_whole_experts(self, per_expert, precision)
+        _require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
         return replace(modules, lora=lora, parameters=parameters), per_expert
 
     def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
@@ -269,16 +278,52 @@ def disk_name(mapped: Mapped, module: str) -> str | None:
     return next((at for at in held if at == name or at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
-def require_whole_experts(mapped: Mapped, per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> None:
-    """Return unless PEFT could not fuse the factors, because some experts have none. Raises `UnsupportedAdapter`."""
+def require_whole_experts(mapped: Mapped, per_expert: Mapping[str, tuple[LoraTerm, ...]], precision: Precision) -> None:
+    """Return unless some experts of a layer have no LoRA, or PEFT would scale it otherwise than it was trained."""
     for parameter in {mapped.naming.place(name) for name in per_expert}:
         pieces = mapped.naming.parameters[parameter].pieces or ()
         lacking = [piece.name for piece in pieces if piece.name not in per_expert]
         if lacking:
             raise UnsupportedAdapter(
                 f"{mapped.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
-                f"have no LoRA, the first is `{lacking[0]}`: PEFT cannot load such an adapter",
+                f"have no LoRA, the first is `{lacking[0]}`: the adapter is incomplete",
                 hint=_WITH_PEFT,
+            )
+    for adapter in mapped.adapters if per_expert and precision is Precision.PEFT else ():
+        config = adapter.config
+        if config is not None and (config.use_rslora or config.rank_pattern or config.alpha_pattern):
+            raise UnsupportedAdapter(
+                f"{config.path}: use_rslora, rank_pattern or alpha_pattern on single experts: PEFT fuses their factors, "
+                "and would scale them otherwise than they were trained",
+                hint=_OWN_WAY,
+            )
+
+
+def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
+    """Return unless PEFT would leave some of the adapter's tensors out. Raises `UnsupportedAdapter`."""
+    tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
+    lost = naming.left_out_by_peft(adapter.root, tensors)
+    if lost:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
+            f"`{lost[0]}`, and would leave them out with a warning",
+            hint=_OWN_WAY,
+        )
+
+
+def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
+    """Return unless LoRA is on a layer that is the same as another. Raises `UnsupportedAdapter`.
+
+    The ends of tied embeddings are looked at by themselves.
+    """
+    output = f"{facts.output}.weight"
+    shared = {name for pair in facts.tied.items() if pair[0] != output for name in pair}
+    for module in modules:
+        if f"{module}.weight" in shared:
+            raise UnsupportedAdapter(
+                f"`{module}` is one layer in several places of {facts.class_name}: PEFT's merge would add the LoRA of "
+                "each place to all of them, though each was trained for its own",
+                hint="serve the adapter unmerged",
             )
 
 

@@ -96,7 +96,7 @@ def plan_merge(
         )
     if decided is not Task.CAUSAL_LM:
         head = find_head(adapters[0], modules, named.base, arch, num_labels=wanted)
-    modules, per_expert = named.parts_of_fused(modules)
+    modules, per_expert = named.parts_of_fused(modules, Precision(precision))
     merge = Merge(
         base=named.base,
         adapted=adapted,

@@ -12,7 +12,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
-from lora_tool.plan.model import Leftover, LoraTerm, Step
+from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.task import Task
 
@@ -31,8 +31,11 @@ class AsStored:
     fresh: frozenset[str] = frozenset()
     leftovers: tuple[Leftover, ...] = ()
 
-    def parts_of_fused(self, modules: AdapterModules) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
-        """Return the modules, and none that are a part of a fused parameter."""
+    def parts_of_fused(
+        self, modules: AdapterModules, precision: Precision
+    ) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+        """Return the modules, and none that are a part of a fused parameter, in any precision."""
+        del precision
         return modules, {}
 
     def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
