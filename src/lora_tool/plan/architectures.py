@@ -8,7 +8,7 @@ merged, by asking transformers where each module lives.
 
 The table was made by building, saving and reloading a tiny model of every causal-LM and sequence-classification class
 of transformers 5.23, with random weights compared bit by bit. A row needs an empty conversion mapping, parameters of
-the model's own type (Reformer and XLNet have some in float32 always), sub-configs of fixed classes, and no linear layer tied to another; where the two classes differ in more than their heads, the row names
+the model's own type (DeBERTa, Reformer and XLNet have some in float32 always), sub-configs of fixed classes, and no linear layer tied to another; where the two classes differ in more than their heads, the row names
 one. `tests/contract/test_architectures.py` checks every row against the transformers that is installed.
 
 The class is part of the promise: a checkpoint of another class (``BartForConditionalGeneration``) has no row.
@@ -128,7 +128,6 @@ _ROWS = (
         "data2vec-text", "Data2VecTextForCausalLM", "Data2VecTextForSequenceClassification", causal_only=_ROBERTA_HEAD
     ),
     _row("dbrx", "DbrxForCausalLM"),
-    _classifier("deberta", None, "DebertaForSequenceClassification"),
     _classifier("deberta-v2", None, "DebertaV2ForSequenceClassification"),
     _row("diffllama", "DiffLlamaForCausalLM", "DiffLlamaForSequenceClassification"),
     _classifier("distilbert", None, "DistilBertForSequenceClassification"),
