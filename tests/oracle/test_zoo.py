@@ -41,6 +41,10 @@ _SHARED = "is one layer in several places"
 REFUSED: Mapping[str, str] = {
     # PEFT 0.21 translates the names of today's adapter as if it were an old one, and drops part of it
     "causal-lm-laguna": "would leave them out with a warning",
+    # the causal LM is the decoder alone: a classifier made of it has a random encoder
+    **dict.fromkeys(
+        (f"reward-{name}" for name in ("bart", "bigbird_pegasus", "mbart", "mvp", "plbart")), "which .* does not have"
+    ),
     # transformer blocks that several layers share
     "causal-lm-zamba": _SHARED,
     "causal-lm-zamba2": _SHARED,
@@ -141,7 +145,11 @@ def save_both(case: Case, folder: Path) -> tuple[Path, Path]:
 def new_modules(base: PreTrainedModel, classifier: PreTrainedModel) -> list[str]:
     """Return the last names of the modules that the classifier has and the base does not, the outermost of each."""
     held = {name for name, _ in base.named_modules()}
-    new = [name for name, _ in classifier.named_modules() if name not in held and name.rpartition(".")[0] in held]
+    new = [
+        name
+        for name, module in classifier.named_modules()
+        if name not in held and name.rpartition(".")[0] in held and any(True for _ in module.parameters())
+    ]
     return sorted({name.rpartition(".")[2] for name in new})
 
 

@@ -160,7 +160,7 @@ def plan_merge(
 
 def _named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
     """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
-    arch = plainly_stored(base, adapters)
+    arch = plainly_stored(base, adapters, task)
     if arch is not None:
         return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
     from lora_tool.plan.mapped import mapped, read_names  # noqa: PLC0415 - imports torch and transformers

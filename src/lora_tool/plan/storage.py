@@ -67,7 +67,7 @@ def require_full_precision(base: ModelDir) -> None:
         )
 
 
-def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir]) -> Architecture | None:
+def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> Architecture | None:
     """Return the row of the base's model type if names on disk are those in memory; None if transformers must tell.
 
     Raises `MissingDependency` where it must, and is not installed.
@@ -76,6 +76,7 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir]) -> Architectu
     arch = architecture_of(config.model_type or "")
     known = {arch.causal_lm, arch.sequence_classification} - {None} if arch else set()
     plain = arch is not None and (not config.architectures or bool(known & set(config.architectures)))
+    plain = plain and arch is not None and _has_class(arch, adapters, task)
     bare = any(adapter.config and adapter.config.target_parameters for adapter in adapters)
     if plain and not bare and arch is not None and all(_all_found(base, adapter, arch) for adapter in adapters):
         return arch
@@ -85,6 +86,14 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir]) -> Architectu
                 return arch  # what is wrong with the names is said by them
             raise MissingDependency(package, extra="merge")
     return None
+
+
+def _has_class(arch: Architecture, adapters: Sequence[AdapterDir], task: Task) -> bool:
+    """Return whether the row has the class that the merged model is to be of, as far as it was said."""
+    told = {adapter.config.task_type for adapter in adapters if adapter.config}
+    classifier = task in (Task.SEQ_CLS, Task.REWARD) or "SEQ_CLS" in told
+    causal = task is Task.CAUSAL_LM or "CAUSAL_LM" in told
+    return not (classifier and arch.sequence_classification is None) and not (causal and arch.causal_lm is None)
 
 
 def _all_found(base: ModelDir, adapter: AdapterDir, arch: Architecture) -> bool:
