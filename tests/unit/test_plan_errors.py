@@ -245,7 +245,11 @@ for _name, _value, _words in (
     ("init_lora_weights", "pissa", "`init_lora_weights` pissa"),
     ("init_lora_weights", "olora", "`init_lora_weights` olora"),
     ("layer_replication", [[0, 2]], "`layer_replication`"),
-    ("target_parameters", ["mlp.up_proj.weight"], "`target_parameters` names 2 parameters"),
+    (
+        "target_parameters",
+        ["mlp.up_proj.weight"],
+        "`target_parameters` names `model.layers.0.mlp.up_proj.weight`, which has no LoRA tensors",
+    ),
     ("alora_invocation_tokens", [1, 2], "`alora_invocation_tokens`"),
     ("use_qalora", True, "`use_qalora`"),
     ("megatron_config", {"a": 1}, "`megatron_config`"),

@@ -24,7 +24,6 @@ except ImportError as error:  # pragma: no cover - the test environment has tran
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
@@ -72,7 +71,7 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTraine
     `dtype` is the type that it is loaded in: parameters of another one are so on purpose. Raises `UnsupportedAdapter` where the installed transformers cannot build it.
     """
     model_class = getattr(transformers, class_name, None)
-    if config.model_type not in CONFIG_MAPPING or model_class is None:
+    if model_class is None:
         raise UnsupportedAdapter(
             f"{config.path}: transformers {transformers.__version__} has no {class_name} of model_type "
             f"{config.model_type}",
@@ -80,8 +79,8 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTraine
         )
     _require_sane_sizes(config)
     try:
-        raw = {name: value for name, value in config.raw.items() if name != "auto_map"}
-        built = CONFIG_MAPPING[config.model_type].from_dict(raw)
+        raw = {name: _special(value) for name, value in config.raw.items() if name != "auto_map"}
+        built = getattr(transformers, class_name).config_class.from_dict(raw)
         if class_name.endswith("ForSequenceClassification"):
             built.num_labels = LABELS
         with torch.device("meta"), _default_dtype(dtype):
@@ -92,6 +91,16 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTraine
             f"{config.path}: transformers cannot build {class_name} from it: {reason}", hint=_WITH_PEFT
         ) from error
     return model
+
+
+def _special(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the value with the floats that JSON lacks: transformers writes ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        found = value.get("__float__")
+        if len(value) == 1 and isinstance(found, str):
+            return float(found)
+        return {name: _special(each) for name, each in value.items()}
+    return [_special(each) for each in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager

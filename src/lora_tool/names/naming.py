@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from lora_tool.errors import IncompatibleBase
 from lora_tool.formats.model_config import ModelConfig
@@ -17,6 +18,7 @@ class Naming:
 
     def __init__(self, config: ModelConfig, class_name: str, disk: Mapping[str, Shape], dtype: DType) -> None:
         loaded_as = meta.DTYPES.get(dtype, meta.DTYPES[DType.F32])
+        self._config, self._loaded_as = config, loaded_as
         model = meta.build(config, class_name, loaded_as)
         self._conversion = Conversion(model)
         self.facts: ModelFacts = meta.facts_of(model, loaded_as)
@@ -27,6 +29,12 @@ class Naming:
                 raise IncompatibleBase(
                     f"{config.path}: `{name}` is {list(expected)} by the config, {list(made.shape)} in the weights"
                 )
+
+    def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+        """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
+        from lora_tool.names.peft_view import left_out  # noqa: PLC0415 - PEFT's import is slow and seldom needed
+
+        return left_out(meta.build(self._config, self.facts.class_name, self._loaded_as), folder, tensors)
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ whole, a head, trained tokens, DoRA's magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeVar
@@ -15,7 +15,6 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
-from lora_tool.plan.model import LoraTerms
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
@@ -54,14 +53,14 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
         kept.append(_without_repeated(part, kept))
     modules = [part.modules for part in kept]
     return tuple(kept), AdapterModules(
-        lora=summed(each.lora for each in modules),
-        lora_bias=summed(each.lora_bias for each in modules),
+        lora=_summed(each.lora for each in modules),
+        lora_bias=_summed(each.lora_bias for each in modules),
         magnitudes=_union(each.magnitudes for each in modules),
         saved=_union(each.saved for each in modules),
         frozen_base=_union(each.frozen_base for each in modules),
         embeddings=frozenset().union(*(each.embeddings for each in modules)),
         tokens=_union(each.tokens for each in modules),
-        parameters=_parameters(modules),
+        parameters=_summed(each.parameters for each in modules),
         dropped={},
     )
 
@@ -71,8 +70,8 @@ def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, 
     for left, right in ((one, other), (other, one)):
         for module in sorted(left.magnitudes.keys() & right.lora.keys()):
             yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
-        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)}
-        touched |= {f"{module}.bias" for module in right.lora_bias} | right.parameters.keys()
+        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)} | right.parameters.keys()
+        touched |= {f"{module}.bias" for module in right.lora_bias}
         for name in left.saved.keys() & touched:
             yield name, "is saved whole in one and has LoRA or trained tokens in the other"
         for module in left.tokens.keys() & right.lora.keys():
@@ -109,14 +108,7 @@ def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:
     return replace(part, modules=replace(modules, saved=saved, frozen_base=frozen, dropped=dropped))
 
 
-def _parameters(modules: Sequence[AdapterModules]) -> dict[str, tuple[LoraTerms, bool]]:
-    terms = summed({name: terms for name, (terms, _) in each.parameters.items()} for each in modules)
-    transposed = {name: turned for each in modules for name, (_, turned) in each.parameters.items()}
-    return {name: (terms[name], transposed[name]) for name in terms}
-
-
-def summed(tables: Iterable[Mapping[str, tuple[Value, ...]]]) -> dict[str, tuple[Value, ...]]:
-    """Return for every name the terms of all tables, in their order."""
+def _summed(tables: Iterator[Mapping[str, tuple[Value, ...]]]) -> dict[str, tuple[Value, ...]]:
     joined: dict[str, tuple[Value, ...]] = {}
     for table in tables:
         for module, terms in table.items():

@@ -7,9 +7,10 @@ tensors of the names that `save_pretrained` writes (`to_disk`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
@@ -18,13 +19,14 @@ from lora_tool.names.model import Made, ModelFacts
 from lora_tool.names.naming import Naming, candidates
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
-from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerms, Step
+from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Task
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
+_OWN_WAY = "--precision float32 merges every tensor as it was trained"
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
 
@@ -120,7 +122,7 @@ def _home(key: AdapterKey, naming: Naming) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapped:
-    """A base in the words of memory, the adapters in the same, and the way back."""
+    """A base in the words of memory, the adapter in the same, and the way back."""
 
     naming: Naming
     disk: TensorTable
@@ -142,25 +144,30 @@ class Mapped:
         return frozenset(self.naming.missing)
 
     def parts_of_fused(
-        self, adapter: AdapterDir, modules: AdapterModules
-    ) -> tuple[AdapterModules, Mapping[str, LoraTerms]]:
-        """Return the adapter's modules without those that are no layers, and the deltas on tensors that are on disk alone.
+        self, modules: AdapterModules, precision: Precision
+    ) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+        """Return the modules without those that are no layers, and the deltas on tensors that are on disk alone.
 
         PEFT takes an adapter that an earlier transformers trained on single experts, and fuses its factors; here each
-        goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's way has another result.
+        goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's bits are asked for and PEFT would
+        leave tensors out or scale them otherwise.
         """
+        if precision is Precision.PEFT:
+            for adapter in self.adapters:
+                _require_pefts_reading(self.naming, adapter)
         lora = dict(modules.lora)
         parameters = dict(modules.parameters)
-        per_expert: dict[str, LoraTerms] = {}
+        per_expert: dict[str, tuple[LoraTerm, ...]] = {}
         for module in [module for module in lora if module not in self.facts.layers]:
             if module in self.facts.modules:
-                parameters[f"{module}.weight"] = (lora.pop(module), False)
+                parameters[f"{module}.weight"] = lora.pop(module)
             elif (name := disk_name(self, module)) is not None:
                 per_expert[name] = lora.pop(module)
-        require_whole_experts(self, adapter, per_expert)
+        require_whole_experts(self, per_expert, precision)
+        _require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
         return replace(modules, lora=lora, parameters=parameters), per_expert
 
-    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, LoraTerms]) -> tuple[Step, ...]:
+    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
         """Return the steps on the tensors that `save_pretrained` writes, those of the base in the base's order.
 
         `per_expert` are deltas on tensors that are on disk alone: parts of fused parameters.
@@ -174,13 +181,13 @@ class Mapped:
         made_of_rows = {name: made for name, made in written.items() if name not in turned}
         out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, self.disk)}
         out |= {step.out.name: step for step in _stored(self, turned)}
-        out |= {name: _with_delta(out[name], terms) for name, terms in per_expert.items()}
+        out |= {name: _with_delta(out[name], term) for name, term in per_expert.items()}
         order = {name: place for place, name in enumerate(self.disk)}
         return tuple(sorted(out.values(), key=lambda step: order.get(step.out.name, len(order))))
 
 
 def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Mapped:
-    """Return base and adapters in memory's names. Raises `IncompatibleBase` for mixed types in one parameter."""
+    """Return base and adapter in memory's names. Raises `IncompatibleBase` for mixed types in one parameter."""
     base = readings.base
     naming = readings.generator if task is Task.CAUSAL_LM else readings.classifier
     if naming is None:
@@ -218,8 +225,9 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
 
 
 def _in_memory(adapter: AdapterDir, naming: Naming) -> AdapterDir:
-    keys = {name: replace(key, module=_home(key, naming) or key.module) for name, key in adapter.keys.items()}
-    return replace(adapter, keys=keys)
+    """Return the adapter with the module paths of this transformers."""
+    homes = {name: _home(key, naming) or key.module for name, key in adapter.keys.items()}
+    return replace(adapter, keys={name: replace(key, module=homes[name]) for name, key in adapter.keys.items()})
 
 
 def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
@@ -270,35 +278,64 @@ def disk_name(mapped: Mapped, module: str) -> str | None:
     return next((at for at in held if at == name or at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
-def require_whole_experts(mapped: Mapped, adapter: AdapterDir, per_expert: Mapping[str, LoraTerms]) -> None:
-    """Return unless PEFT could not fuse the factors, or would scale them otherwise. Raises `UnsupportedAdapter`."""
-    config = adapter.config
+def require_whole_experts(mapped: Mapped, per_expert: Mapping[str, tuple[LoraTerm, ...]], precision: Precision) -> None:
+    """Return unless some experts of a layer have no LoRA, or PEFT would scale it otherwise than it was trained."""
     for parameter in {mapped.naming.place(name) for name in per_expert}:
         pieces = mapped.naming.parameters[parameter].pieces or ()
         lacking = [piece.name for piece in pieces if piece.name not in per_expert]
         if lacking:
             raise UnsupportedAdapter(
-                f"{adapter.root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them have "
-                f"no LoRA, the first is `{lacking[0]}`: PEFT cannot load such an adapter",
+                f"{mapped.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
+                f"have no LoRA, the first is `{lacking[0]}`: the adapter is incomplete",
                 hint=_WITH_PEFT,
             )
-        fused = len(pieces) > mapped.facts.shapes[parameter][0]
-        if config is not None and fused and (config.use_rslora or config.rank_pattern or config.alpha_pattern):
+    for adapter in mapped.adapters if per_expert and precision is Precision.PEFT else ():
+        config = adapter.config
+        if config is not None and (config.use_rslora or config.rank_pattern or config.alpha_pattern):
             raise UnsupportedAdapter(
-                f"{config.path}: use_rslora, rank_pattern and alpha_pattern on single experts, which are fused into "
-                f"`{parameter}` in memory: PEFT would scale them otherwise than they were trained",
-                hint="merge it with the transformers 4 that it was trained with",
+                f"{config.path}: use_rslora, rank_pattern or alpha_pattern on single experts: PEFT fuses their factors, "
+                "and would scale them otherwise than they were trained",
+                hint=_OWN_WAY,
             )
 
 
-def _with_delta(step: Step, terms: LoraTerms) -> Step:
+def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
+    """Return unless PEFT would leave some of the adapter's tensors out. Raises `UnsupportedAdapter`."""
+    tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
+    lost = naming.left_out_by_peft(adapter.root, tensors)
+    if lost:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
+            f"`{lost[0]}`, and would leave them out with a warning",
+            hint=_OWN_WAY,
+        )
+
+
+def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
+    """Return unless LoRA is on a layer that is the same as another. Raises `UnsupportedAdapter`.
+
+    The ends of tied embeddings are looked at by themselves.
+    """
+    output = f"{facts.output}.weight"
+    shared = {name for pair in facts.tied.items() if pair[0] != output for name in pair}
+    for module in modules:
+        if f"{module}.weight" in shared:
+            raise UnsupportedAdapter(
+                f"`{module}` is one layer in several places of {facts.class_name}: PEFT's merge would add the LoRA of "
+                "each place to all of them, though each was trained for its own",
+                hint="serve the adapter unmerged",
+            )
+
+
+def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
     if not isinstance(step.op, Copy):
         raise UnsupportedAdapter(f"`{step.out.name}` has LoRA of its own and as a part of a fused parameter")
     for term in terms:
-        if step.op.source.shape != (term.b.shape[0], term.a.shape[1]):
+        needed = (term.b.shape[0], term.a.shape[1])
+        if step.out.shape != needed:
             raise IncompatibleBase(
                 f"{step.op.source.path}: `{step.out.name}` is {list(step.out.shape)}, the adapter's lora_B·lora_A is "
-                f"{[term.b.shape[0], term.a.shape[1]]} ({term.a.path})",
+                f"{list(needed)}",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.names.model import ModelFacts
 from lora_tool.plan import layout
-from lora_tool.plan.adapters import Adapted, join, summed
+from lora_tool.plan.adapters import Adapted, join
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.features import require_mergeable
 from lora_tool.plan.manifest import describe_input, fingerprint
-from lora_tool.plan.model import ExpertLayout, LoraTerms, Plan, Precision, SideFile
+from lora_tool.plan.model import ExpertLayout, Plan, Precision, SideFile
 from lora_tool.plan.modules import adapter_modules
 from lora_tool.plan.side_files import (
     classifier_changes,
@@ -86,8 +87,7 @@ def plan_merge(
     require_full_precision(base)
     named = _named(base, adapters, Task(task))
     arch, decided = named.arch, named.task
-    fused = [_adapted(each, named, expert_layout) for each in named.adapters]
-    adapted, modules = join([part for part, _ in fused])
+    adapted, modules = join([_adapted(each, named.facts, expert_layout) for each in named.adapters])
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -96,6 +96,7 @@ def plan_merge(
         )
     if decided is not Task.CAUSAL_LM:
         head = find_head(adapters[0], modules, named.base, arch, num_labels=wanted)
+    modules, per_expert = named.parts_of_fused(modules, Precision(precision))
     merge = Merge(
         base=named.base,
         adapted=adapted,
@@ -103,16 +104,14 @@ def plan_merge(
         modules=modules,
         head=head,
         dtype=dtype,
-        tied_copies=tied_copies(base, arch) if named.facts is None else {},
+        tied_copies=tied_copies(named.base, arch),
         facts=named.facts,
         fresh=named.fresh,
     )
     prints = [fingerprint(each.weights) for each in adapters]
     _require_not_merged_before(base, adapters, prints)
     require_no_lora_on_tied_ends(merge)
-    steps = named.on_disk(
-        (*base_steps(merge), *added_steps(merge), *untying_steps(merge)), summed(terms for _, terms in fused)
-    )
+    steps = named.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     leftovers = (*dropped_from_base(merge), *named.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
     homes = layout.homes(steps, base.tensors)
@@ -160,30 +159,25 @@ def plan_merge(
 
 
 def _named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
-    """Return all inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
-    arch = plainly_stored(base, adapters)
+    """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
+    arch = plainly_stored(base, adapters, task)
     if arch is not None:
-        decided = _decide_task(task, adapters, base, arch)
-        return AsStored(base=base, adapters=tuple(adapters), arch=arch, task=decided)
+        return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
     from lora_tool.plan.mapped import mapped, read_names  # noqa: PLC0415 - imports torch and transformers
 
     readings = read_names(base, adapters)
     return mapped(readings, adapters, _decide_task(task, adapters, base, readings.architecture))
 
 
-def _adapted(
-    adapter: AdapterDir, named: AsStored | Mapped, expert_layout: ExpertLayout | None
-) -> tuple[Adapted, Mapping[str, LoraTerms]]:
-    """Return what the adapter does, and its deltas on tensors that are on disk alone."""
+def _adapted(adapter: AdapterDir, facts: ModelFacts | None, expert_layout: ExpertLayout | None) -> Adapted:
     config = _require_config(adapter)
-    modules = adapter_modules(adapter, config, facts=named.facts, expert_layout=expert_layout)
+    modules = adapter_modules(adapter, config, facts=facts, expert_layout=expert_layout)
     if not modules.lora and not modules.parameters and not modules.saved:
         raise UnsupportedAdapter(
             f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
             hint=f"lora-tool validate {adapter.root}",
         )
-    modules, per_expert = named.parts_of_fused(adapter, modules)
-    return Adapted(adapter=adapter, config=config, modules=modules), per_expert
+    return Adapted(adapter=adapter, config=config, modules=modules)
 
 
 def _adapter_names(adapters: Sequence[AdapterDir]) -> tuple[str, ...]:
@@ -200,7 +194,7 @@ def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, s
 
 def _decide_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Task:
     """Return what all adapters say; one that says nothing follows the others. Raises `UnsupportedAdapter`."""
-    configs = [_require_config(each) for each in adapters]
+    configs = [_require_config(adapter) for adapter in adapters]
     votes = [decide_task(task, each, config, base, arch) for each, config in zip(adapters, configs, strict=True)]
     silent = [vote is Task.CAUSAL_LM and not config.task_type for vote, config in zip(votes, configs, strict=True)]
     heard = {vote for vote, says_nothing in zip(votes, silent, strict=True) if not says_nothing} or set(votes)

@@ -74,10 +74,6 @@ class LoraTerm:
         return self.a.shape[0] // self.experts
 
 
-LoraTerms = tuple[LoraTerm, ...]
-"""The shares of all adapters of a merge in one delta, in their order."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDelta:
     """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D and embeddings do.

@@ -12,8 +12,8 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part, parse
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.model import BiasTerm, ExpertLayout, LoraTerm, LoraTerms
-from lora_tool.plan.parameters import is_transposed, parameter_term, targeted_parameters
+from lora_tool.plan.model import BiasTerm, ExpertLayout, LoraTerm
+from lora_tool.plan.parameters import parameter_term, targeted_parameters
 from lora_tool.tensors import StoredTensor
 
 
@@ -21,7 +21,7 @@ from lora_tool.tensors import StoredTensor
 class AdapterModules:
     """What an adapter does, by module path (LoRA) and by the model's own tensor name (whole tensors)."""
 
-    lora: Mapping[str, LoraTerms]
+    lora: Mapping[str, tuple[LoraTerm, ...]]
     """One term of each adapter that has LoRA on the module."""
     lora_bias: Mapping[str, tuple[BiasTerm, ...]]
     magnitudes: Mapping[str, StoredTensor]
@@ -34,8 +34,8 @@ class AdapterModules:
     """Modules whose LoRA is an embedding's: A is [r, rows], B is [columns, r]."""
     tokens: Mapping[str, StoredTensor]
     """Rows trained by themselves, by module path."""
-    parameters: Mapping[str, tuple[LoraTerms, bool]] = field(default_factory=dict)
-    """LoRA on a bare parameter, by its name, and whether it is stored as [experts, in, out]."""
+    parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
+    """LoRA on bare parameters, by their names."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Adapter tensor → why it takes no part: only frozen originals that PEFT, too, leaves aside."""
 
@@ -89,7 +89,12 @@ def adapter_modules(
             _require_copy(adapter, tensor, saved[key.tensor])
             dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
     _require_prefix(adapter)
-    parameters = _parameters(adapter, config, facts, pairs, expert_layout)
+    wrapped = targeted_parameters(config, facts) if facts else {}
+    parameters = {
+        name: (parameter_term(adapter, config, name, facts, pairs.pop(module, {}), expert_layout),)
+        for module, name in wrapped.items()
+        if facts
+    }
     lora = {module: (_lora_term(adapter, config, module, parts),) for module, parts in pairs.items()}
     biases = {
         module: (BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
@@ -113,34 +118,6 @@ def adapter_modules(
         parameters=parameters,
         dropped=dropped,
     )
-
-
-def _parameters(
-    adapter: AdapterDir,
-    config: AdapterConfig,
-    facts: ModelFacts | None,
-    pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]],
-    expert_layout: ExpertLayout | None,
-) -> dict[str, tuple[LoraTerms, bool]]:
-    """Take the pairs of `target_parameters` out of `pairs` and return them by parameter."""
-    if facts is None:
-        return {}
-    wrapped = targeted_parameters(config, facts)
-    parameters: dict[str, tuple[LoraTerms, bool]] = {
-        wrapped[module]: (
-            (parameter_term(adapter, config, wrapped[module], facts, pairs.pop(module), expert_layout),),
-            is_transposed(wrapped[module], facts),
-        )
-        for module in wrapped.keys() & pairs.keys()
-    }
-    lacking = [name for name in wrapped.values() if name not in parameters]
-    if lacking:
-        raise UnsupportedAdapter(
-            f"{adapter.root}: `target_parameters` names {len(lacking)} parameters of the base that have no LoRA tensors "
-            f"in the adapter, the first is `{lacking[0]}`: the adapter is incomplete",
-            hint=f"lora-tool validate {adapter.root}",
-        )
-    return parameters
 
 
 def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:

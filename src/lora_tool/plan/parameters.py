@@ -49,6 +49,12 @@ def parameter_term(
     Raises `UnsupportedAdapter` for a tensor that is missing or too many, and where the layout of lora_B cannot be
     known; `IncompatibleBase` where the shapes do not fit.
     """
+    if not parts:
+        raise UnsupportedAdapter(
+            f"{adapter.root}: `target_parameters` names `{parameter}`, which has no LoRA tensors in the adapter: "
+            "the adapter is incomplete",
+            hint=f"lora-tool validate {adapter.root}",
+        )
     if parts.keys() != _PAIR:
         some = next(iter(parts.values()))
         found = ", ".join(sorted(f"{part.value}.{leaf}" for part, leaf in parts))

@@ -27,6 +27,7 @@ from lora_tool.plan.model import (
     Step,
 )
 from lora_tool.plan.modules import AdapterModules
+from lora_tool.plan.parameters import is_transposed
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Head
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
@@ -177,9 +178,12 @@ def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> St
 
 def _parameter_step(merge: Merge, tensor: StoredTensor) -> Step:
     """Return the step of a parameter that has LoRA by itself: its shapes were checked against the model."""
-    terms, transposed = merge.modules.parameters[tensor.name]
+    if merge.facts is None:
+        raise AssertionError("LoRA on parameters is planned with the model's facts")
+    terms = merge.modules.parameters[tensor.name]
     if not tensor.dtype.is_float:
         raise IncompatibleBase(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, expected F32, BF16, F16 or F64")
+    transposed = is_transposed(tensor.name, merge.facts)
     op = LoraDelta(source=tensor, terms=terms, transposed=transposed, rounded=True)
     experts = f" on {terms[0].experts} experts" if terms[0].experts > 1 else ""
     reason = " + ".join(f"LoRA rank {term.rank}{experts}, scaling {term.scaling:g}" for term in terms)

@@ -12,7 +12,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
-from lora_tool.plan.model import Leftover, LoraTerms, Step
+from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.task import Task
 
@@ -24,7 +24,7 @@ class AsStored:
     """A base that is stored as it is in memory: nothing to translate. `Mapped` is the other kind."""
 
     base: ModelDir
-    adapters: tuple[AdapterDir, ...]
+    adapters: Sequence[AdapterDir]
     arch: Architecture
     task: Task
     facts: ModelFacts | None = None
@@ -32,13 +32,13 @@ class AsStored:
     leftovers: tuple[Leftover, ...] = ()
 
     def parts_of_fused(
-        self, adapter: AdapterDir, modules: AdapterModules
-    ) -> tuple[AdapterModules, Mapping[str, LoraTerms]]:
-        """Return the modules, and none that are a part of a fused parameter."""
-        del adapter
+        self, modules: AdapterModules, precision: Precision
+    ) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+        """Return the modules, and none that are a part of a fused parameter, in any precision."""
+        del precision
         return modules, {}
 
-    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, LoraTerms]) -> tuple[Step, ...]:
+    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
         """Return the steps."""
         if per_expert:
             raise AssertionError("a plainly stored model has no fused parameters")
@@ -67,7 +67,7 @@ def require_full_precision(base: ModelDir) -> None:
         )
 
 
-def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir]) -> Architecture | None:
+def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> Architecture | None:
     """Return the row of the base's model type if names on disk are those in memory; None if transformers must tell.
 
     Raises `MissingDependency` where it must, and is not installed.
@@ -76,15 +76,24 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir]) -> Architectu
     arch = architecture_of(config.model_type or "")
     known = {arch.causal_lm, arch.sequence_classification} - {None} if arch else set()
     plain = arch is not None and (not config.architectures or bool(known & set(config.architectures)))
-    plain = plain and not any(each.config and each.config.target_parameters for each in adapters)
-    if plain and arch is not None and all(_all_found(base, each, arch) for each in adapters):
+    plain = plain and arch is not None and _has_class(arch, adapters, task)
+    bare = any(adapter.config and adapter.config.target_parameters for adapter in adapters)
+    if plain and not bare and arch is not None and all(_all_found(base, adapter, arch) for adapter in adapters):
         return arch
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
-            if plain:
+            if plain and not bare:
                 return arch  # what is wrong with the names is said by them
             raise MissingDependency(package, extra="merge")
     return None
+
+
+def _has_class(arch: Architecture, adapters: Sequence[AdapterDir], task: Task) -> bool:
+    """Return whether the row has the class that the merged model is to be of, as far as it was said."""
+    told = {adapter.config.task_type for adapter in adapters if adapter.config}
+    classifier = task in (Task.SEQ_CLS, Task.REWARD) or "SEQ_CLS" in told
+    causal = task is Task.CAUSAL_LM or "CAUSAL_LM" in told
+    return not (classifier and arch.sequence_classification is None) and not (causal and arch.causal_lm is None)
 
 
 def _all_found(base: ModelDir, adapter: AdapterDir, arch: Architecture) -> bool:

@@ -77,7 +77,7 @@ def require_no_lora_on_tied_ends(merge: Merge) -> None:
     config = merge.base.config
     says_tied = config is not None and bool(config.tie_word_embeddings) and merge.head is None
     touched = [f"{module}.weight" for module in merge.modules.lora]
-    ends = [name for name in touched if name in merge.arch.causal_only or _has_vocabulary_rows(merge, name)]
+    ends = [name for name in touched if _is_output(merge, name) or _has_vocabulary_rows(merge, name)]
     if ends and (says_tied or tied_ends(merge) is not None):
         tensor = merge.modules.lora[ends[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
@@ -85,6 +85,13 @@ def require_no_lora_on_tied_ends(merge: Merge) -> None:
             "PEFT's merge would change both, though only one was trained",
             hint="serve the adapter unmerged, or train it on a base saved with tie_word_embeddings=false",
         )
+
+
+def _is_output(merge: Merge, name: str) -> bool:
+    """Return whether it is the output layer itself, and not another layer of the language-modelling head."""
+    tensor = merge.base.tensors.get(name)
+    vocab_size = merge.base.config.vocab_size if merge.base.config else None
+    return name in merge.arch.causal_only and (tensor is None or tensor.shape[0] == vocab_size)
 
 
 def _has_vocabulary_rows(merge: Merge, name: str) -> bool:
