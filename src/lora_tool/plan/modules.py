@@ -221,8 +221,6 @@ def _lora_term(
     embedding = {(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)}
     held = {(part, leaf) for part, leaf in parts if part is not Part.MAGNITUDE}
     unknown = min(held - linear, held - embedding, key=len)
-    if (Part.EMBEDDING_A, None) in held and config.use_dora:
-        raise _refuse(adapter, a.name, "belongs to DoRA on an embedding, which is not merged here")
     if unknown:
         raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
     _require_shapes(adapter, config, module, a, b)
