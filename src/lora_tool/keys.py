@@ -27,6 +27,7 @@ class Part(str, enum.Enum):
     EMBEDDING_B = "lora_embedding_B"
     MAGNITUDE = "lora_magnitude_vector"
     TOKENS_DELTA = "trainable_tokens_delta"
+    TOKENS_BASE = "token_adapter.base_layer"
     SAVED_MODULE = "modules_to_save"
     ORIGINAL_MODULE = "original_module"
     BASE_LAYER = "base_layer"
@@ -71,8 +72,8 @@ class AdapterKey:
             return PREFIX + self.tensor
         if self.part is Part.SAVED_MODULE:  # a module that was trained whole has its plain name
             return f"{PREFIX}{self.module}.{self.leaf}"
-        if self.part is Part.BASE_LAYER:
-            return f"{PREFIX}{self.module}.base_layer.{self.leaf}"
+        if self.part in (Part.BASE_LAYER, Part.TOKENS_BASE):
+            return f"{PREFIX}{self.module}.{self.part.value}.{self.leaf}"
         leaf = self.leaf if self.part is not Part.MAGNITUDE else None
         part = f"token_adapter.{self.part.value}" if self.part is Part.TOKENS_DELTA else self.part.value
         return ".".join(filter(None, (PREFIX + self.module, part, leaf)))
@@ -94,9 +95,10 @@ def parse(name: str) -> AdapterKey:
 
 def _plain(name: str, inner: str, *, prefixed: bool) -> AdapterKey:
     module, _, leaf = inner.rpartition(".")
-    if module.endswith(".base_layer"):
-        module = module.removesuffix(".base_layer")
-        return AdapterKey(text=name, module=module, part=Part.BASE_LAYER, leaf=leaf, prefixed=prefixed)
+    for part in (Part.TOKENS_BASE, Part.BASE_LAYER):
+        if module.endswith(f".{part.value}"):
+            module = module.removesuffix(f".{part.value}")
+            return AdapterKey(text=name, module=module, part=part, leaf=leaf, prefixed=prefixed)
     return AdapterKey(text=name, module=module, part=Part.PLAIN, leaf=leaf, prefixed=prefixed)
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import save_file
 
 from tests.oracle.peft_merge import (
     different,
     layout,
+    load_model,
     merge_with_ours,
     merge_with_peft,
     save_adapter,
@@ -29,6 +32,13 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"use_dora": True}),
     "dora-rslora": ("qwen2", {"use_dora": True, "use_rslora": True, "lora_alpha": 7}),
     "dora-conv1d": ("gpt2", {"use_dora": True, "fan_in_fan_out": True}),
+    "dora-embedding": ("llama", {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}),
+    "dora-embedding-positions": (
+        "gpt2",
+        {"use_dora": True, "use_rslora": True, "target_modules": ["wpe", "c_fc"], "fan_in_fan_out": True},
+    ),
+    "excluded-by-regex": ("llama", {"exclude_modules": r".*layers\.0.*|.*down_proj"}),
+    "one-layer-by-number": ("llama", {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 1}),
     "embedding-untied": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
     "embedding-rslora-non-power-of-two": ("llama", {"target_modules": ["embed_tokens"], "r": 6, "use_rslora": True}),
     "embedding-and-lm-head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}),
@@ -74,6 +84,54 @@ def test_precision_peft_writes_pefts_bits(tmp_path: Path, feature: tuple[str, di
     assert different(ours, theirs) == []
     tied = "tie_word_embeddings"
     assert config_of(tmp_path / "ours")[tied] == config_of(tmp_path / "peft")[tied]
+
+
+def test_a_base_of_mixed_types_keeps_each(tmp_path: Path) -> None:
+    """PEFT sees what the files hold where the model is given its tensors as they are."""
+    base = make_base(tmp_path / "base", "llama", torch.bfloat16)
+    wide = {torch.float32: ("norm", "layers.1.mlp.up_proj"), torch.float16: ("layers.0.self_attn.q_proj",)}
+    tensors = saved_tensors(base)
+    for dtype, ends in wide.items():
+        tensors |= {
+            name: (tensor * 1.001).to(dtype)
+            for name, tensor in tensors.items()
+            if any(name.endswith(f"{end}.weight") for end in ends)
+        }
+    for path in base.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(base, "causal-lm")
+    for name, parameter in model.named_parameters():
+        parameter.data = tensors[name].clone()
+    lora = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "modules_to_save": ["model.norm"]}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    theirs = dict(PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict())
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
+    assert layout(ours) == layout(theirs)
+    assert len({tensor.dtype for tensor in ours.values()}) == 3
+    assert different(ours, theirs) == []
+
+
+@pytest.mark.parametrize("name", ["dora", "dora-embedding", "embedding-untied", "bias-all", "tokens-tied"])
+def test_a_float64_base_gives_pefts_bits(tmp_path: Path, name: str) -> None:
+    model_type, lora = FEATURES[name]
+    base = make_base(tmp_path / "base", model_type, torch.float64)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"target_modules": "all-linear", "r": 4, **lora})
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "peft", "causal-lm"))
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
+    assert layout(ours) == layout(theirs)
+    assert different(ours, theirs) == []
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_a_float64_base_keeps_its_digits(precision: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.float64)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora, dtype=torch.float32)
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "peft", "causal-lm"))
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision))
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=1e-13, atol=1e-15), name
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])

@@ -37,6 +37,7 @@ from lora_tool.sources import Source, Wanted, resolve
     show_default=True,
     help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
 )
+@click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
 @writing_options("files as in the base")
 def command(
     adapters: tuple[str, ...],
@@ -47,6 +48,7 @@ def command(
     num_labels: int | None,
     dtype: str | None,
     precision: str,
+    untie: bool,  # noqa: FBT001
     max_shard_size: int | None,
     jobs: int | None,
     overwrite: bool,  # noqa: FBT001
@@ -75,6 +77,7 @@ def command(
         num_labels=num_labels,
         dtype=DTYPES[dtype] if dtype else None,
         precision=precision,
+        untie=untie,
         max_shard_bytes=max_shard_size,
     )
     carry_out(

@@ -44,20 +44,43 @@ class Computer:
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
-        self._wide = np.dtype(np.float64 if precision is Precision.FLOAT64 else np.float32)
+        self._precision = precision
+        self._wide: np.dtype[Any] = np.dtype(np.float32)
+        self._column_norms: Array = np.empty(0)
         self._stopped = stopped
         self._buffers: dict[str, Array] = {}
-        self._kept: tuple[StoredTensor, int, tuple[Array, ...]] | None = None
+        self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
+        self._wide = np.dtype(np.float64 if self._needs_float64(unit.step) else np.float32)
         with np.errstate(all="ignore"):  # what is not finite is refused by name
+            if isinstance(unit.step.op, DoraDelta) and unit.step.op.transposed:
+                self._column_norms = self._norms_of_columns(unit.step.op, unit)
             for first, last in _blocks(unit):
                 if self._stopped():
                     return
                 result = self._block(unit.step, first, last)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
+
+    def _needs_float64(self, step: Step) -> bool:
+        """Whether the working precision is float64: asked for, or because float32 would lose bits of the base."""
+        return self._precision is Precision.FLOAT64 or step.op.source.dtype is DType.F64
+
+    def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
+        """Return ‖W + Δ‖ of every column: a pass over all rows of its own, so that memory stays a block."""
+        squares = np.zeros(op.source.shape[1], np.float64)
+        for first, last in _blocks(unit):
+            if self._stopped():
+                break
+            delta = self._delta(op, first, last)
+            if delta is not None:
+                delta = np.add(delta, self._wide_copy(self._stored(op.source, first, last)), out=delta)
+                whole = delta.reshape(last - first, -1)
+                squares += np.einsum("ij,ij->j", whole, whole, dtype=np.float64)
+        norms: Array = np.sqrt(squares).astype(self._wide)
+        return norms
 
     def _block(self, step: Step, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
@@ -104,11 +127,12 @@ class Computer:
     def _scale_to_magnitude(self, op: DoraDelta, source: Array, delta: Array, first: int, last: int) -> None:
         """Replace `delta` by m/‖W + Δ‖ · (W + Δ); the norms are of rows, of columns where W is stored [in, out]."""
         np.add(delta, self._wide_copy(source).reshape(delta.shape), out=delta)
-        axis = 0 if op.transposed else 1
-        norms = np.sqrt(np.einsum("ij,ij->j" if op.transposed else "ij,ij->i", delta, delta))
-        outputs = (0, op.magnitude.shape[0]) if op.transposed else (first, last)
-        factor = self._wide_rows(op.magnitude, *outputs) / norms
-        np.multiply(delta, np.expand_dims(factor, axis), out=delta)
+        if op.transposed:
+            factor = self._wide_rows(op.magnitude, 0, op.magnitude.shape[0]) / self._column_norms
+            np.multiply(delta, factor, out=delta)
+        else:
+            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(np.einsum("ij,ij->i", delta, delta))
+            np.multiply(delta, factor[:, np.newaxis], out=delta)
 
     def _delta(self, op: Op, first: int, last: int) -> Array | None:
         """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for a mere cast."""
@@ -128,7 +152,7 @@ class Computer:
         return delta.reshape(-1)
 
     def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
-        return self._wide_rows(bias, first, last) * self._wide.type(scaling)
+        return np.asarray(self._wide_rows(bias, first, last) * self._wide.type(scaling))
 
     def _product(self, op: LoraDelta | DoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
@@ -151,11 +175,11 @@ class Computer:
     def _right(self, op: LoraDelta | DoraDelta, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
         tensor = term.b if op.transposed else term.a
-        if self._kept is None or self._kept[0] is not tensor or self._kept[1] != term.expert:
+        if self._kept is None or self._kept[0] is not tensor or self._kept[1:3] != (term.expert, self._wide):
             whole = self._b(term, slice(0, tensor.shape[0])).T if op.transposed else self._a(term)
             kept = kernels.slices(whole, axis=0) if self._wide == np.float64 else (whole,)
-            self._kept = (tensor, term.expert, kept)
-        return self._kept[2]
+            self._kept = (tensor, term.expert, self._wide, kept)
+        return self._kept[3]
 
     def _a(self, term: LoraTerm) -> Array:
         """Return the rows of A that are the term's expert's."""
@@ -195,8 +219,6 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
     """Yield the unit's rows in blocks of about `BLOCK_WEIGHTS` weights and about the same height."""
     shape = unit.step.out.shape
     rows = unit.last - unit.first
-    if isinstance(unit.step.op, DoraDelta) and unit.step.op.transposed:
-        return iter([(unit.first, unit.last)])  # the norms are of columns: every row is needed first
     width = max(1, math.prod(shape[1:]))
     count = max(1, math.ceil(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
     edges = [unit.first + rows * number // count for number in range(count + 1)]

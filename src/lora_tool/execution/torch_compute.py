@@ -67,12 +67,12 @@ class TorchComputer:
         if isinstance(op, BiasDelta):
             bias = self._load(op.source).to(dtype)
             for term in op.terms:
-                bias += self._factor(term.bias) * term.scaling
+                bias += self._factor(term.bias, bias) * term.scaling
             return bias
         if isinstance(op, LoraDelta):
             weight = self._load(op.source).to(dtype)
             for lora in op.terms:
-                delta = self._delta(op, lora)
+                delta = self._delta(op, lora, weight)
                 weight += delta.to(dtype) if op.rounded else delta
             return weight
         if isinstance(op, ReplaceRows):
@@ -84,16 +84,16 @@ class TorchComputer:
 
     def _dora(self, op: DoraDelta, weight: torch.Tensor) -> torch.Tensor:
         """Return what PEFT's `DoraLinearVariant.merge_unsafe` computes, in its order of operations."""
-        delta = self._delta(op, op.term)
+        delta = self._delta(op, op.term, weight)
         unmerged = weight.T + delta.T if op.transposed else weight + delta
         norms = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
-        factor = (self._factor(op.magnitude) / norms).view(-1, 1)
+        factor = (self._factor(op.magnitude, weight) / norms).view(-1, 1)
         merged = (factor.T if op.transposed else factor) * (weight + delta)
         return merged.to(weight.dtype)
 
-    def _delta(self, op: LoraDelta | DoraDelta, term: LoraTerm) -> torch.Tensor:
+    def _delta(self, op: LoraDelta | DoraDelta, term: LoraTerm, weight: torch.Tensor) -> torch.Tensor:
         """Return scaling·(B·A) as W is stored, of the rows of the source; formed whole, because shapes decide bits."""
-        b, a = self._factor(term.b), self._factor(term.a)
+        b, a = self._factor(term.b, weight), self._factor(term.a, weight)
         if term.experts == 1:
             delta = b @ a
             delta = (delta.T if op.transposed else delta) * term.scaling
@@ -109,14 +109,15 @@ class TorchComputer:
             delta = torch.einsum(equation, columns, stacked)[0] * term.scaling
         return delta[term.first : term.first + op.source.shape[0]]
 
-    def _factor(self, tensor: StoredTensor) -> torch.Tensor:
-        """PEFT upcasts 16-bit factors to float32 when it loads them, and leaves wider ones."""
+    def _factor(self, tensor: StoredTensor, weight: torch.Tensor) -> torch.Tensor:
+        """PEFT gives factors the type of the weight, and then upcasts 16-bit ones to float32."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         if tensor not in self._factors:
             # a stack of experts has hundreds of steps in a row with the same two factors
             while len(self._factors) > 1:
                 self._factors.pop(next(iter(self._factors)))
-            self._factors[tensor] = self._load(tensor).to(torch.float32)
-        return self._factors[tensor]
+            self._factors[tensor] = self._load(tensor)
+        return self._factors[tensor].to(dtype)
 
     def _load(self, tensor: StoredTensor) -> torch.Tensor:
         values = torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])

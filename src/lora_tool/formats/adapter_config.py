@@ -38,7 +38,7 @@ class FieldUse(str, enum.Enum):
 _USED = (
     "task_type peft_type base_model_name_or_path revision r target_modules exclude_modules lora_alpha fan_in_fan_out "
     "bias use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
-    "trainable_token_indices use_dora lora_bias target_parameters"
+    "trainable_token_indices use_dora lora_bias target_parameters ensure_weight_tying"
 )
 _INERT = (
     "auto_mapping peft_version inference_mode lora_dropout loftq_config eva_config corda_config lora_ga_config "
@@ -46,7 +46,7 @@ _INERT = (
 )
 _REFUSED = (
     "megatron_config velora_config alora_invocation_tokens use_qalora monteclora_config layer_replication use_bdlora "
-    "arrow_config kasa_config ensure_weight_tying"
+    "arrow_config kasa_config"
 )
 FIELD_USES: Mapping[str, FieldUse] = {
     **dict.fromkeys(_USED.split(), FieldUse.USED),
@@ -90,6 +90,7 @@ class AdapterConfig:
     """`lora_B_layout`, which Unsloth writes since 2026-09: how the columns of a fused lora_B belong to experts."""
     by_unsloth: bool = False
     """Whether Unsloth wrote it: `auto_mapping` says so."""
+    ensure_weight_tying: bool = False
     refused: tuple[str, ...] = ()
     """Names of the fields that are set to what we refuse."""
     unknown: tuple[str, ...] = ()
@@ -276,6 +277,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         token_indices=_token_indices(fields),
         expert_layout=fields.text(_LAYOUT),
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
+        ensure_weight_tying=fields.boolean("ensure_weight_tying"),
         refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
         unknown=tuple(name for name in raw if name not in FIELD_USES and name != _LAYOUT),
         problems=tuple(fields.problems),

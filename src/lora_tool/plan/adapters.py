@@ -6,7 +6,7 @@ whole, a head, trained tokens, DoRA's magnitudes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeVar
@@ -35,6 +35,12 @@ class Adapted:
     def tokens(self) -> Mapping[str, tuple[int, ...]]:
         """Embedding module → the rows that this adapter trained by themselves."""
         return {module: self.config.tokens(module) for module in self.modules.tokens}
+
+    def without(self, tensors: Collection[StoredTensor], reason: str) -> Adapted:
+        """Return the same adapter with these of its whole tensors dropped, for the reason."""
+        mine = [tensor for tensor in tensors if self.adapter.tensors.get(tensor.name) == tensor]
+        dropped = {**self.modules.dropped, **{tensor.name: reason for tensor in mine}}
+        return replace(self, modules=replace(self.modules.without(mine), dropped=dropped))
 
 
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
@@ -93,19 +99,17 @@ def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, 
 
 def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:
     """Return the adapter without the whole tensors that an earlier one holds with the same values."""
-    repeated: dict[str, str] = {}
-
-    def new(table: Mapping[str, StoredTensor], others: Sequence[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
-        for name in table:
-            if any(name in other for other in others):
-                repeated[table[name].name] = f"the same values are in {earlier[0].adapter.root}"
-        return {name: tensor for name, tensor in table.items() if not any(name in other for other in others)}
-
-    modules = part.modules
-    saved = new(modules.saved, [each.modules.saved for each in earlier])
-    frozen = new(modules.frozen_base, [each.modules.frozen_base for each in earlier])
-    dropped = {**modules.dropped, **repeated}
-    return replace(part, modules=replace(modules, saved=saved, frozen_base=frozen, dropped=dropped))
+    repeated = [
+        tensor
+        for each in earlier
+        for mine, other in (
+            (part.modules.saved, each.modules.saved),
+            (part.modules.frozen_base, each.modules.frozen_base),
+        )
+        for name, tensor in mine.items()
+        if name in other
+    ]
+    return part.without(repeated, "an earlier adapter holds it with the same values") if repeated else part
 
 
 def _summed(tables: Iterator[Mapping[str, tuple[Value, ...]]]) -> dict[str, tuple[Value, ...]]:

@@ -18,7 +18,6 @@ _REFUSED_FIELDS = {
     "use_bdlora": "block-diagonal LoRA",
     "arrow_config": "Arrow routing, which picks experts per token and cannot be merged",
     "kasa_config": "KaSA, which truncates the base weights first",
-    "ensure_weight_tying": "ensure_weight_tying, which PEFT merges twice into the shared matrix",
 }
 
 

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.names.model import ModelFacts
 from lora_tool.plan import layout
 from lora_tool.plan.adapters import Adapted, join
 from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.ends import (
+    end_names,
+    other_vocabulary,
+    tied_copies,
+    tied_ends,
+    trained_apart,
+    with_vocabulary,
+    without_tied_repeats,
+)
 from lora_tool.plan.features import require_mergeable
 from lora_tool.plan.manifest import describe_input, fingerprint
 from lora_tool.plan.model import ExpertLayout, Plan, Precision, SideFile
-from lora_tool.plan.modules import adapter_modules
+from lora_tool.plan.modules import AdapterModules, adapter_modules
 from lora_tool.plan.side_files import (
     classifier_changes,
     config_file,
@@ -26,6 +34,7 @@ from lora_tool.plan.side_files import (
     left_out,
     other_tokenizers,
     pad_token,
+    vocabulary_changes,
 )
 from lora_tool.plan.steps import (
     Merge,
@@ -36,8 +45,8 @@ from lora_tool.plan.steps import (
     require_all_consumed,
 )
 from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision
-from lora_tool.plan.task import Task, decide_task, find_head
-from lora_tool.plan.tying import is_untied, require_no_lora_on_tied_ends, tied_copies, untying_steps
+from lora_tool.plan.task import Head, Task, decide_task, find_head
+from lora_tool.plan.tying import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.tensors import DType, FileStamp
 
 if TYPE_CHECKING:
@@ -65,6 +74,7 @@ def plan_merge(
     num_labels: int | None = None,
     dtype: DType | None = None,
     precision: Precision | str = Precision.FLOAT32,
+    untie: bool = False,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | None = None,
     base_origin: HubOrigin = LOCAL,
@@ -74,7 +84,7 @@ def plan_merge(
     writes nothing.
 
     The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
-    every tensor's own. `max_shard_bytes` None keeps the base's grouping into files. Every tensor of all inputs is in
+    every tensor's own. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps the base's grouping into files. Every tensor of all inputs is in
     the plan, as a step or as a leftover with its reason. `adapter_origin` has one entry per adapter where there are
     several. Raises `CorruptFile` or `BadConfig` for a broken input, `UnsupportedAdapter` for what cannot be merged
     exactly, `IncompatibleBase` where base and adapter do not fit.
@@ -87,7 +97,7 @@ def plan_merge(
     require_full_precision(base)
     named = _named(base, adapters, Task(task))
     arch, decided = named.arch, named.task
-    adapted, modules = join([_adapted(each, named.facts, expert_layout) for each in named.adapters])
+    adapted, modules = join([_adapted(each, named, expert_layout) for each in named.adapters])
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -97,17 +107,7 @@ def plan_merge(
     if decided is not Task.CAUSAL_LM:
         head = find_head(adapters[0], modules, named.base, arch, num_labels=wanted)
     modules, per_expert = named.parts_of_fused(modules, Precision(precision))
-    merge = Merge(
-        base=named.base,
-        adapted=adapted,
-        arch=arch,
-        modules=modules,
-        head=head,
-        dtype=dtype,
-        tied_copies=tied_copies(named.base, arch),
-        facts=named.facts,
-        fresh=named.fresh,
-    )
+    merge = _merge(named, adapted, modules, head=head, dtype=dtype, untie=untie)
     prints = [fingerprint(each.weights) for each in adapters]
     _require_not_merged_before(base, adapters, prints)
     require_no_lora_on_tied_ends(merge)
@@ -169,9 +169,50 @@ def _named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStor
     return mapped(readings, adapters, _decide_task(task, adapters, base, readings.architecture))
 
 
-def _adapted(adapter: AdapterDir, facts: ModelFacts | None, expert_layout: ExpertLayout | None) -> Adapted:
+def _merge(
+    named: AsStored | Mapped,
+    adapted: tuple[Adapted, ...],
+    modules: AdapterModules,
+    *,
+    head: Head | None,
+    dtype: DType | None,
+    untie: bool,
+) -> Merge:
+    """Return everything that the steps are made from, with the ends of the model settled."""
+    base, arch, facts = named.base, named.arch, named.facts
+    copies = tied_copies(base, arch, facts) if head is None else {}
+    ends = tied_ends(base, arch, facts, copies) if head is None else None
+    says_tied = base.config is not None and base.config.tie_word_embeddings is True
+    # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it
+    untied = head is None and says_tied and ends is None and bool(arch.causal_only)
+    if ends is not None:
+        untied = untie or trained_apart(ends, adapted)
+        if not untied:
+            adapted, modules = without_tied_repeats(ends, adapted, modules)
+    vocabulary = other_vocabulary(base, arch, modules)
+    if vocabulary is not None:
+        dropped = frozenset(copies) | (frozenset(arch.causal_only) if head is not None else frozenset())
+        base = with_vocabulary(base, vocabulary, modules, dropped)
+    return Merge(
+        base=base,
+        adapted=adapted,
+        arch=arch,
+        modules=modules,
+        head=head,
+        dtype=dtype,
+        tied_copies=copies,
+        facts=facts,
+        fresh=named.fresh,
+        ends=ends,
+        untied=untied,
+        vocabulary=vocabulary,
+    )
+
+
+def _adapted(adapter: AdapterDir, named: AsStored | Mapped, expert_layout: ExpertLayout | None) -> Adapted:
     config = _require_config(adapter)
-    modules = adapter_modules(adapter, config, facts=facts, expert_layout=expert_layout)
+    ends = end_names(named.base, named.arch)
+    modules = adapter_modules(adapter, config, facts=named.facts, expert_layout=expert_layout, ends=ends)
     if not modules.lora and not modules.parameters and not modules.saved:
         raise UnsupportedAdapter(
             f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
@@ -231,8 +272,10 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
     if merge.facts is not None:
         changes["architectures"] = [merge.facts.class_name]
-    if is_untied(merge):
+    if merge.untied:
         changes["tie_word_embeddings"] = False
+    if merge.vocabulary is not None:
+        changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
     adapters = [part.adapter for part in merge.adapted]
     warnings: list[str] = []
     if merge.head is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
@@ -37,12 +37,20 @@ class AdapterModules:
     parameters: Mapping[str, tuple[LoraTerm, ...]] = field(default_factory=dict)
     """LoRA on bare parameters, by their names."""
     dropped: Mapping[str, str] = field(default_factory=dict)
-    """Adapter tensor → why it takes no part: only frozen originals that PEFT, too, leaves aside."""
+    """Adapter tensor → why it takes no part: frozen originals that PEFT, too, leaves aside, and repeats."""
+
+    def without(self, tensors: Collection[StoredTensor]) -> AdapterModules:
+        """Return the same without these whole tensors."""
+
+        def kept(table: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+            return {name: tensor for name, tensor in table.items() if tensor not in tensors}
+
+        return replace(self, saved=kept(self.saved), frozen_base=kept(self.frozen_base), tokens=kept(self.tokens))
 
 
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
 _EMBEDDINGS = ("embed_tokens", "lm_head")
-"""What PEFT saves by itself after the vocabulary was resized (`EMBEDDING_LAYER_NAMES`), and loads over the base's."""
+"""What PEFT takes for embeddings by their names alone (`EMBEDDING_LAYER_NAMES`)."""
 
 
 def adapter_modules(
@@ -51,11 +59,13 @@ def adapter_modules(
     *,
     facts: ModelFacts | None = None,
     expert_layout: ExpertLayout | None = None,
+    ends: frozenset[str] = frozenset(),
 ) -> AdapterModules:
     """Return the adapter's tensors by what they do.
 
     `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
-    lora_B. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the
+    lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
+    resized, and loads over the base's. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the
     config, for a tensor that the config does not explain (PEFT would drop it without a word), and for parts that are
     not merged here.
     """
@@ -73,21 +83,19 @@ def adapter_modules(
             if pairs[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
                 raise _refuse(adapter, name, f"is there twice: another name for `{key.canonical}` is in the file too")
         elif key.part is Part.PLAIN:
-            saved[_plain(adapter, config, key)] = tensor
+            saved[_plain(adapter, config, key, ends)] = tensor
         elif key.part is Part.BASE_LAYER:
             trained = key.leaf == "bias" and config.bias in ("all", "lora_only")
             (saved if trained else frozen)[f"{key.module}.{key.leaf}"] = tensor
         elif key.part is Part.TOKENS_DELTA:
             tokens[key.module] = tensor
+        elif key.part is Part.TOKENS_BASE:
+            frozen[f"{key.module}.{key.leaf}"] = tensor
         elif key.part is Part.SAVED_MODULE:
             copies.append(key)
         else:
             dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
-    for key in copies:
-        tensor = adapter.tensors[key.text]
-        if saved.setdefault(_plain(adapter, config, key), tensor) is not tensor:
-            _require_copy(adapter, tensor, saved[key.tensor])
-            dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
+    dropped |= _without_copies(adapter, config, copies, saved)
     _require_prefix(adapter)
     wrapped = targeted_parameters(config, facts) if facts else {}
     parameters = {
@@ -141,9 +149,24 @@ def _require_one_name(adapter: AdapterDir) -> None:
         )
 
 
-def _require_copy(adapter: AdapterDir, copy: StoredTensor, tensor: StoredTensor) -> None:
-    if not same_values(copy, tensor):
-        raise _refuse(adapter, copy.name, f"has other values than `{tensor.name}`, and both are the same module's")
+def _without_copies(
+    adapter: AdapterDir, config: AdapterConfig, copies: Collection[AdapterKey], saved: dict[str, StoredTensor]
+) -> dict[str, str]:
+    """Put saved modules under their model's names into `saved`; return those dropped, because they are there already.
+
+    PEFT loads the plain name, and writes both after a vocabulary was resized. Raises `UnsupportedAdapter` where the
+    two differ.
+    """
+    dropped = {}
+    for key in copies:
+        copy = adapter.tensors[key.text]
+        tensor = saved.setdefault(_plain(adapter, config, key, frozenset()), copy)
+        if tensor is copy:
+            continue
+        if not same_values(copy, tensor):
+            raise _refuse(adapter, copy.name, f"has other values than `{tensor.name}`, and both are the same module's")
+        dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
+    return dropped
 
 
 def _require_prefix(adapter: AdapterDir) -> None:
@@ -152,11 +175,11 @@ def _require_prefix(adapter: AdapterDir) -> None:
         raise _refuse(adapter, bare, "does not begin with `base_model.model.`, so PEFT would not find its module")
 
 
-def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey) -> str:
+def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey, ends: frozenset[str]) -> str:
     trained_bias = key.leaf == "bias" and (
         config.bias == "all" or (config.bias == "lora_only" and config.targets(key.module))
     )
-    resized = key.leaf == "weight" and key.module.endswith(_EMBEDDINGS)
+    resized = key.tensor in ends or (key.leaf == "weight" and key.module.endswith(_EMBEDDINGS))
     if not (trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)):
         raise _refuse(adapter, key.text, "belongs to no target and to none of `modules_to_save`; PEFT would drop it")
     return key.tensor
@@ -175,8 +198,6 @@ def _lora_term(
     embedding = {(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)}
     held = {(part, leaf) for part, leaf in parts if part is not Part.MAGNITUDE}
     unknown = min(held - linear, held - embedding, key=len)
-    if (Part.EMBEDDING_A, None) in held and config.use_dora:
-        raise _refuse(adapter, a.name, "belongs to DoRA on an embedding, which is not merged here")
     if unknown:
         raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
     _require_shapes(adapter, config, module, a, b)
@@ -207,7 +228,8 @@ def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: 
     if a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
         raise _refuse(adapter, a.name, f"{shapes} do not have the rank {rank} that the config gives this module")
-    if not config.targets(module) and not config.targets(parse(a.name).module):
+    tied = config.ensure_weight_tying and module.endswith(_EMBEDDINGS)
+    if not tied and not config.targets(module) and not config.targets(parse(a.name).module):
         raise _refuse(adapter, a.name, "is not matched by `target_modules`; PEFT would drop it without a word")
 
 

@@ -95,6 +95,16 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
             yield _copied(base.folder, name, "base")
 
 
+def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
+    """Return what `config.json` must say for a model with `size` tokens, where it says it now."""
+    raw = base.config.raw if base.config else {}
+    nested = raw.get("text_config")
+    if isinstance(nested, dict) and "vocab_size" in nested:
+        changes: dict[str, Any] = {"text_config": {**nested, "vocab_size": size}}
+        return changes | ({"vocab_size": size} if "vocab_size" in raw else {})
+    return {"vocab_size": size}
+
+
 def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
     """Yield a warning for each tokenizer file of which the adapters have different ones: the first is copied."""
     names = dict.fromkeys(name for adapter in adapters for name in adapter.folder.tokenizer_files)

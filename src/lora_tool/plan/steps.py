@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
@@ -13,6 +13,7 @@ from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.ends import MATRIX, TiedEnds, Vocabulary
 from lora_tool.plan.model import (
     Assemble,
     BiasDelta,
@@ -33,8 +34,6 @@ from lora_tool.plan.task import Head
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
-MATRIX = 2
-"""Dimensions of what LoRA on linear layers and embeddings changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +53,12 @@ class Merge:
     """What transformers says of the model, where its tensors are not stored as they are in memory."""
     fresh: frozenset[str] = frozenset()
     """Parameters that the merged model's class has and the base does not."""
+    ends: TiedEnds | None = None
+    """The shared matrix of a causal LM with tied embeddings."""
+    untied: bool = False
+    """Whether the output has two matrices and a config that says so."""
+    vocabulary: Vocabulary | None = None
+    """Where the adapter brings another number of tokens than the base has."""
 
 
 def module_and_leaf(name: str) -> tuple[str, str]:
@@ -86,12 +91,12 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     if leaf == "weight" and module in modules.lora:
         # an adapter on an embedding carries the embedding that it was trained on, and PEFT loads that over the base's
         source = modules.frozen_base.get(tensor.name, tensor)
-        _require_same_shape(source, tensor)
-        return _lora_step(merge, source, tensor.name, module)
+        _require_same_shape(merge, source, tensor)
+        return lora_step(merge, source, tensor.name, module)
     if leaf == "bias" and module in modules.lora_bias:
         terms = modules.lora_bias[module]
         for term in terms:
-            _require_same_shape(term.bias, tensor)
+            _require_same_shape(merge, term.bias, tensor)
         op: Op = BiasDelta(source=tensor, terms=terms)
         reason = " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
         return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=reason)
@@ -101,9 +106,11 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
 def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
     rows = merge.modules.tokens[module]
     indices = next(part.tokens[module] for part in merge.adapted if module in part.tokens)
-    out = _spec(merge, tensor)
+    source = merge.modules.frozen_base.get(tensor.name, tensor)
+    _require_same_shape(merge, source, tensor)
+    out = replace(_spec(merge, tensor), shape=source.shape)
     try:
-        op = ReplaceRows(source=tensor, rows=rows, indices=indices)
+        op = ReplaceRows(source=source, rows=rows, indices=indices)
     except ValueError as error:
         raise IncompatibleBase(f"{rows.path}: {error}", hint=_OTHER_BASE) from error
     if module in merge.modules.lora or rows.shape[1:] != tensor.shape[1:]:
@@ -139,7 +146,7 @@ def _kept_step(merge: Merge, tensor: StoredTensor) -> Step:
 
 
 def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
-    _require_same_shape(saved, base)
+    _require_same_shape(merge, saved, base)
     dtype = _at_least_as_loaded(merge, base.name, merge.dtype or base.dtype)
     out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
     return Step(
@@ -150,7 +157,11 @@ def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:
     )
 
 
-def _lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
+def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Step:
+    """Return the step that adds the module's deltas to `source` and writes it as `name`.
+
+    Raises `IncompatibleBase` where they do not fit.
+    """
     terms = merge.modules.lora[module]
     embedding = module in merge.modules.embeddings
     transposed = embedding or not merge.arch.conv1d.isdisjoint({module, module.rpartition(".")[2]})
@@ -196,8 +207,11 @@ def _home_dtype(merge: Merge, source: StoredTensor, name: str) -> DType:
     return home.dtype if home else model_dtype(merge.base) or source.dtype
 
 
-def _require_same_shape(found: StoredTensor, base: StoredTensor) -> None:
-    if found.shape != base.shape:
+def _require_same_shape(merge: Merge, found: StoredTensor, base: StoredTensor) -> None:
+    expected = base.shape
+    if merge.vocabulary is not None and base.name in merge.vocabulary.names:
+        expected = (merge.vocabulary.size, *base.shape[1:])
+    if found.shape != expected:
         raise IncompatibleBase(
             f"{found.path}: `{found.name}` is {list(found.shape)}, the base's `{base.name}` is {list(base.shape)}",
             hint=_OTHER_BASE,
@@ -207,7 +221,7 @@ def _require_same_shape(found: StoredTensor, base: StoredTensor) -> None:
 def added_steps(merge: Merge) -> Iterator[Step]:
     """Yield steps for the tensors that the base does not have: the head's."""
     for name, tensor in merge.modules.saved.items():
-        if name in merge.base.tensors or name in merge.arch.causal_only:
+        if name in merge.base.tensors or (merge.ends is not None and name == merge.ends.output):
             continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
         of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
         if not of_head and name not in merge.fresh:
@@ -224,7 +238,7 @@ def added_steps(merge: Merge) -> Iterator[Step]:
     if head is not None and f"{head.module}.weight" in merge.modules.frozen_base:
         name = f"{head.module}.weight"
         if head.module in merge.modules.lora and name not in merge.base.tensors:
-            yield _lora_step(merge, merge.modules.frozen_base[name], name, head.module)
+            yield lora_step(merge, merge.modules.frozen_base[name], name, head.module)
 
 
 def _not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase:
@@ -263,7 +277,7 @@ _WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
 
 def _destination(key: AdapterKey) -> str:
     """Return the model's tensor that an adapter's tensor is, or goes into."""
-    if key.part in _WHOLE or key.part is Part.BASE_LAYER:
+    if key.part in _WHOLE or key.part in (Part.BASE_LAYER, Part.TOKENS_BASE):
         return key.tensor
     return f"{key.module}.{'bias' if key.leaf == 'bias' else 'weight'}"
 
@@ -310,7 +324,7 @@ def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
             for term in op.terms:
                 yield from (term.a, term.b)
         case ReplaceRows():
-            yield op.rows
+            yield from (op.source, op.rows)
         case DoraDelta():
             yield from (op.source, op.term.a, op.term.b, op.magnitude)
         case BiasDelta():

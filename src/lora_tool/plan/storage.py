@@ -60,7 +60,7 @@ def require_full_precision(base: ModelDir) -> None:
             f"{config.path}: the base is quantised ({config.quantization}): merging into rounded weights is not exact",
             hint=_FULL_PRECISION,
         )
-    quantised = next((t for t in base.tensors.values() if t.dtype.value.startswith(("F8", "F4", "F6"))), None)
+    quantised = next((t for t in base.tensors.values() if t.dtype.value.startswith(("F8_", "F6_", "F4"))), None)
     if quantised is not None:
         raise UnsupportedAdapter(
             f"{quantised.path}: `{quantised.name}` is {quantised.dtype}: the base is quantised", hint=_FULL_PRECISION

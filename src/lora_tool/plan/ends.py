@@ -1,0 +1,228 @@
+"""The two ends of a language model, which have a row per token: the input embedding and the output layer.
+
+Where they are tied there is one matrix on disk. An adapter may hold whole ends: because they were trained whole, or
+because PEFT saves them by itself after `resize_token_embeddings`, with more or fewer rows than the base has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.stored import same_values
+from lora_tool.names.model import ModelFacts
+from lora_tool.plan.adapters import Adapted
+from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.modules import AdapterModules
+from lora_tool.tensors import Span, StoredTensor
+
+MATRIX = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedEnds:
+    """The shared matrix of a causal LM: the tensor `output` is not on disk, or only as a copy of the embedding."""
+
+    output: str
+    candidates: tuple[StoredTensor, ...]
+    """Matrices with a row per token: the embedding, and whatever has as many rows by chance."""
+    root: Path
+
+    @property
+    def embedding(self) -> StoredTensor:
+        """The input embedding. Raises `UnsupportedAdapter` where it cannot be told from its shape."""
+        if len(self.candidates) != 1:
+            raise UnsupportedAdapter(
+                f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token: "
+                "which is the embedding cannot be told"
+            )
+        return self.candidates[0]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that are, or may be, one of the ends."""
+        return frozenset({self.output, *(tensor.name for tensor in self.candidates)})
+
+
+def tied_copies(base: ModelDir, arch: Architecture, facts: ModelFacts | None) -> dict[str, str]:
+    """Return tensor name → the tensor that it is a tied copy of, for what transformers ties again and saves once.
+
+    Torch files hold both ends of tied embeddings, and some safetensors files do. transformers ties them where the
+    config does not say otherwise and the values are the same (5.23, `PreTrainedModel.tie_weights`). Reads the two
+    ends where they do not share their bytes.
+    """
+    if base.config is None or base.config.tie_word_embeddings is False:
+        return {}
+    if facts is not None:
+        both = {name: of for name, of in facts.tied.items() if name in base.tensors and of in base.tensors}
+        return {name: of for name, of in both.items() if same_values(base.tensors[name], base.tensors[of])}
+    copies = {}
+    for name in arch.causal_only:
+        copy = base.tensors.get(name)
+        if copy is None:
+            continue
+        # `X.decoder.bias` of BERT's kin is tied to `X.bias`, the matrix to the embedding
+        sibling = base.tensors.get(f"{name.removesuffix('.decoder.bias')}.bias")
+        others = [t for t in base.tensors.values() if len(t.shape) == MATRIX and t.name not in arch.causal_only]
+        candidates = [sibling] if sibling is not None and sibling is not copy else others
+        source = next((other for other in candidates if same_values(copy, other)), None)
+        if source is not None:
+            copies[name] = source.name
+    return copies
+
+
+def tied_ends(
+    base: ModelDir, arch: Architecture, facts: ModelFacts | None, copies: Mapping[str, str]
+) -> TiedEnds | None:
+    """Return the ends of a causal LM whose output layer is not on disk, or is a tied copy; None for any other."""
+    output = _output(arch)
+    if output is None or output in base.tensors.keys() - copies.keys():
+        return None
+    candidates = _embeddings(base, arch)
+    if facts is not None:
+        if output not in facts.tied:
+            return None
+        candidates = [tensor for tensor in base.tensors.values() if tensor.name == facts.tied[output]]
+    return TiedEnds(output=output, candidates=tuple(candidates), root=base.root)
+
+
+def trained_apart(ends: TiedEnds, adapted: Sequence[Adapted]) -> bool:
+    """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
+    return any(
+        part.config.saves(name.removesuffix(".weight")) and not part.config.ensure_weight_tying
+        for part in adapted
+        for name in ends.names & part.modules.saved.keys()
+    )
+
+
+def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
+    """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
+    return frozenset({*arch.causal_only, *(tensor.name for tensor in _embeddings(base, arch))})
+
+
+def _output(arch: Architecture) -> str | None:
+    return next((name for name in arch.causal_only if name.endswith(".weight")), None)
+
+
+def _embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
+    vocab_size = base.config.vocab_size if base.config else None
+    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
+    return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
+
+
+def without_tied_repeats(
+    ends: TiedEnds, adapted: Sequence[Adapted], modules: AdapterModules
+) -> tuple[tuple[Adapted, ...], AdapterModules]:
+    """Return adapters and modules without what they hold a second time for the tied output layer.
+
+    So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, and the rows of
+    trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where the two differ.
+    """
+    output = ends.output.removesuffix(".weight")
+    repeats = []
+    if ends.output in modules.saved:
+        _require_one(ends, modules.saved.get(ends.embedding.name, ends.embedding), modules.saved[ends.output])
+        repeats.append(modules.saved[ends.output])
+    if output in modules.tokens:
+        embedding = ends.embedding.name.removesuffix(".weight")
+        rows = {part.tokens.get(module) for part in adapted for module in (embedding, output)} - {None}
+        if embedding not in modules.tokens or len(rows) != 1:
+            raise UnsupportedAdapter(
+                f"{modules.tokens[output].path}: `{modules.tokens[output].name}` trains other tokens of the output "
+                f"layer than of the embeddings, which this base ties",
+                hint="train both with the same tokens, or on a base saved with tie_word_embeddings=false",
+            )
+        _require_one(ends, modules.tokens[embedding], modules.tokens[output])
+        repeats.append(modules.tokens[output])
+        if ends.output in modules.frozen_base:
+            frozen = modules.frozen_base[ends.output]
+            _require_one(ends, modules.frozen_base.get(ends.embedding.name, ends.embedding), frozen)
+            repeats.append(frozen)
+    reason = f"the same as for {ends.output}'s tied end, the embedding"
+    return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
+
+
+def _require_one(ends: TiedEnds, one: StoredTensor, other: StoredTensor) -> None:
+    if not same_values(one, other):
+        raise UnsupportedAdapter(
+            f"{other.path}: `{other.name}` has other values than `{one.name}`, and this base ties the two "
+            f"({ends.embedding.name})",
+            hint="give a base saved with tie_word_embeddings=false: --base MODEL",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Another number of tokens than the base's: `size` rows for each of the tensors `names`."""
+
+    size: int
+    names: frozenset[str]
+
+
+def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules) -> Vocabulary | None:
+    """Return the vocabulary that an adapter brings along which was trained after `resize_token_embeddings`.
+
+    None where its embeddings have as many rows as the base's. Raises `UnsupportedAdapter` where its tensors do not
+    agree on a number.
+    """
+    vocab_size = base.config.vocab_size if base.config else None
+    rows: dict[str, int] = {}
+    for name, tensor in _whole(modules):
+        home = base.tensors.get(name)
+        same = home is not None and home.shape[1:] == tensor.shape[1:] and home.shape[0] == vocab_size
+        tied_output = home is None and name == _output(arch) and len(tensor.shape) == MATRIX
+        if (same or tied_output) and tensor.shape[0] != vocab_size:
+            rows[name] = tensor.shape[0]
+    if not rows:
+        return None
+    if len(set(rows.values())) != 1:
+        found = ", ".join(f"`{name}` {count}" for name, count in sorted(rows.items()))
+        raise UnsupportedAdapter(f"{base.root}: the adapter's embeddings have different numbers of rows: {found}")
+    ends = {tensor.name for tensor in _embeddings(base, arch)}
+    if rows.keys() & ends:
+        ends &= rows.keys()  # a matrix with as many rows by chance is no embedding
+    sized = {
+        name for name in arch.causal_only if name in base.tensors and base.tensors[name].shape[:1] == (vocab_size,)
+    }
+    return Vocabulary(size=next(iter(rows.values())), names=frozenset(ends | sized | rows.keys()))
+
+
+def _whole(modules: AdapterModules) -> Iterator[tuple[str, StoredTensor]]:
+    yield from modules.saved.items()
+    yield from modules.frozen_base.items()
+
+
+def with_vocabulary(
+    base: ModelDir, vocabulary: Vocabulary, modules: AdapterModules, dropped: frozenset[str]
+) -> ModelDir:
+    """Return the base as `resize_token_embeddings` would make it, as far as the adapter does not bring the rows itself.
+
+    Fewer rows are the first ones. Raises `IncompatibleBase` for more: the new rows of an end that the adapter does not
+    hold were random when it was trained, and are lost.
+    """
+    brought = {name for name, tensor in _whole(modules) if tensor.shape[:1] == (vocabulary.size,)}
+    tensors = dict(base.tensors)
+    for name in vocabulary.names - brought - dropped:
+        tensor = tensors[name]
+        if tensor.shape[0] < vocabulary.size:
+            raise IncompatibleBase(
+                f"the adapter was trained with {vocabulary.size} tokens, `{name}` of {base.root} has {tensor.shape[0]}: "
+                "its new rows were random, and are not in the adapter",
+                hint='save it again with them: modules_to_save=["embed_tokens", "lm_head"], or give the resized base',
+            )
+        tensors[name] = first_rows(tensor, vocabulary.size)
+    return replace(base, weights=replace(base.weights, tensors=tensors))
+
+
+def first_rows(tensor: StoredTensor, count: int) -> StoredTensor:
+    """Return the first `count` rows of the tensor, of the same bytes on disk."""
+    left = tensor.nbytes // tensor.shape[0] * count
+    spans = []
+    for span in tensor.spans:
+        taken = min(left, span.nbytes)
+        spans.append(Span(path=span.path, offset=span.offset, nbytes=taken))
+        left -= taken
+    return StoredTensor(spec=replace(tensor.spec, shape=(count, *tensor.shape[1:])), spans=tuple(spans))

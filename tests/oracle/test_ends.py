@@ -1,0 +1,195 @@
+"""The ends of a language model against PEFT: tied, untied, resized. Names, types, bits, and what the config says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import PreTrainedModel
+
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from tests.oracle.peft_merge import (
+    different,
+    layout,
+    load_model,
+    merge_with_ours,
+    save_base,
+    saved_tensors,
+)
+from tests.oracle.tiny import Task
+
+# PEFT and transformers warn of every adapter here: what becomes of those is the test
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+Q: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+EMBED = Q | {"target_modules": ["embed_tokens", "q_proj"]}
+HEAD = Q | {"target_modules": ["lm_head", "q_proj"]}
+BOTH = Q | {"target_modules": ["embed_tokens", "lm_head"]}
+ENSURE = {"ensure_weight_tying": True}
+
+
+def train(model: PreTrainedModel, folder: Path, lora: dict[str, Any], task: Task = "causal-lm") -> Path:
+    """Write an adapter as PEFT's users do, with whatever PEFT saves beside it by itself."""
+    task_type = TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS
+    peft_model = get_peft_model(model, LoraConfig(task_type=task_type, **lora))
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in (p for p in peft_model.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    peft_model.save_pretrained(folder)
+    return folder
+
+
+def merged_by_peft(model: PreTrainedModel, adapter: Path, out: Path) -> Path:
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
+    return out
+
+
+def says(folder: Path) -> tuple[Any, Any]:
+    config = json.loads((folder / "config.json").read_text())
+    return config["tie_word_embeddings"], config["vocab_size"]
+
+
+def assert_same(ours: Path, theirs: Path) -> None:
+    assert layout(saved_tensors(ours)) == layout(saved_tensors(theirs))
+    assert different(saved_tensors(ours), saved_tensors(theirs)) == []
+    assert says(ours) == says(theirs)
+
+
+def tied_base(folder: Path, model_type: str = "qwen2") -> Path:
+    return save_base(folder, model_type, "causal-lm", torch.bfloat16, tie_word_embeddings=True)
+
+
+def untied_copy(base: Path, folder: Path) -> Path:
+    """Return the base with two matrices, as PEFT's warning says to make it."""
+    tied = load_model(base, "causal-lm")
+    state = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
+    tied.config.tie_word_embeddings = False
+    untied = type(tied)(tied.config).to(torch.bfloat16)
+    untied.load_state_dict(state)
+    untied.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "lora", [EMBED, HEAD, BOTH, EMBED | ENSURE, HEAD | ENSURE, BOTH | {"use_rslora": True}], ids=str
+)
+def test_untie_writes_both_ends_as_they_were_trained(lora: dict[str, Any], tmp_path: Path) -> None:
+    base = tied_base(tmp_path / "base")
+    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", lora)
+    with pytest.raises(UnsupportedAdapter, match="ties to the other end") as refused:
+        merge_with_ours(base, adapter, tmp_path / "no", "peft")
+    assert "--untie" in (refused.value.hint or "")
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft", untie=True)
+    # on two matrices PEFT needs no tying: it finds both pairs in the file
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    if config["ensure_weight_tying"]:
+        config |= {"ensure_weight_tying": False, "target_modules": ["embed_tokens", "lm_head", *lora["target_modules"]]}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+    untied = load_model(untied_copy(base, tmp_path / "untied"), "causal-lm")
+    assert_same(ours, merged_by_peft(untied, adapter, tmp_path / "theirs"))
+
+
+def test_the_untied_model_computes_what_was_trained(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32, tie_word_embeddings=True)
+    for name, lora in {"embed": EMBED, "head": HEAD, "ensured": EMBED | ENSURE}.items():
+        adapter = train(load_model(base, "causal-lm"), tmp_path / name, lora)
+        merged = merge_with_ours(base, adapter, tmp_path / f"{name}-merged", "float32", untie=True)
+        tokens = torch.arange(12)[None]
+        with torch.no_grad():
+            trained = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)(tokens).logits
+            ours = load_model(merged, "causal-lm")(tokens).logits
+        assert torch.allclose(trained, ours, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        Q | ENSURE,
+        Q | ENSURE | {"modules_to_save": ["embed_tokens"]},
+        Q | ENSURE | {"modules_to_save": ["lm_head"]},
+        Q | ENSURE | {"trainable_token_indices": [1, 5]},
+        Q | {"trainable_token_indices": {"embed_tokens": [1, 5], "lm_head": [1, 5]}} | ENSURE,
+        EMBED | {"modules_to_save": ["lm_head"]},
+        HEAD | {"modules_to_save": ["embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_ends_that_peft_keeps_right_are_merged_as_it_does(lora: dict[str, Any], tmp_path: Path) -> None:
+    base = tied_base(tmp_path / "base")
+    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", lora)
+    theirs = merged_by_peft(load_model(base, "causal-lm"), adapter, tmp_path / "theirs")
+    assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
+
+
+RESIZED: dict[str, dict[str, Any]] = {
+    "plain": Q,
+    "saved-both": Q | {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "saved-embedding": Q | {"modules_to_save": ["embed_tokens"]},
+    "tokens": Q | {"trainable_token_indices": [1, 87]},
+    "tokens-of-both": Q | {"trainable_token_indices": {"embed_tokens": [1, 87], "lm_head": [1, 87]}} | ENSURE,
+}
+
+
+def resized(base: Path, rows: int, task: Task = "causal-lm") -> PreTrainedModel:
+    model = load_model(base, task)
+    model.resize_token_embeddings(rows)
+    return model
+
+
+@pytest.mark.parametrize("rows", [104, 88], ids=["grown", "shrunk"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", RESIZED)
+def test_the_vocabulary_follows_the_adapter(name: str, tied: bool, rows: int, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=tied)
+    adapter = train(resized(base, rows), tmp_path / "adapter", RESIZED[name])
+    theirs = merged_by_peft(resized(base, rows), adapter, tmp_path / "theirs")
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+    assert_same(ours, theirs)
+    assert says(ours)[1] == rows
+
+
+def test_lora_on_a_grown_embedding(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16, tie_word_embeddings=False)
+    adapter = train(resized(base, 104), tmp_path / "adapter", EMBED)
+    with pytest.raises(IncompatibleBase, match=r"trained with 104 tokens, `lm_head\.weight`"):
+        merge_with_ours(base, adapter, tmp_path / "no", "peft")
+    both = train(resized(base, 104), tmp_path / "both", BOTH)
+    theirs = merged_by_peft(resized(base, 104), both, tmp_path / "theirs")
+    assert_same(merge_with_ours(base, both, tmp_path / "ours", "peft"), theirs)
+
+
+def test_lora_on_a_shrunk_embedding_cuts_the_other_end(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16, tie_word_embeddings=False)
+    adapter = train(resized(base, 88), tmp_path / "adapter", EMBED)
+    theirs = merged_by_peft(resized(base, 88), adapter, tmp_path / "theirs")
+    assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "phi"])
+def test_other_names_and_biases(model_type: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32)
+    lora = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": model_type == "gpt2"}
+    adapter = train(resized(base, 88), tmp_path / "adapter", lora)
+    theirs = merged_by_peft(resized(base, 88), adapter, tmp_path / "theirs")
+    assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
+
+
+def test_a_reward_model_with_new_tokens(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=True)
+    adapter = train(resized(base, 104, "seq-cls"), tmp_path / "adapter", Q, "seq-cls")
+    theirs = merged_by_peft(resized(base, 104, "seq-cls"), adapter, tmp_path / "theirs")
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+    assert_same(ours, theirs)
+
+
+def test_a_base_whose_config_says_tied_and_whose_files_say_not(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=False)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", BOTH)
+    theirs = merged_by_peft(load_model(base, "causal-lm"), adapter, tmp_path / "theirs")
+    assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
