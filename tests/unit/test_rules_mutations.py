@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from lora_tool.report import Report, Severity
+from lora_tool.verification.verifying import verify
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, MODEL, MUTATIONS, REWARD, RUN, SHARDED, Mutation, break_, copy_of
 
 
 def _judged(folder: Path, mutation: Mutation) -> Report:
+    if mutation.verified:
+        return verify(folder).report
     base = folder.parent / "base" if mutation.with_base else None
     return judge(folder, base=base, **mutation.options)
 

@@ -37,6 +37,9 @@ from lora_tool.sources import Source, Wanted, resolve
     show_default=True,
     help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
 )
+@click.option(
+    "--verify/--no-verify", default=True, show_default=True, help="Read samples back and check them before publishing."
+)
 @writing_options("files as in the base")
 def command(
     adapters: tuple[str, ...],
@@ -47,6 +50,7 @@ def command(
     num_labels: int | None,
     dtype: str | None,
     precision: str,
+    verify: bool,  # noqa: FBT001
     max_shard_size: int | None,
     jobs: int | None,
     overwrite: bool,  # noqa: FBT001
@@ -87,6 +91,7 @@ def command(
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,
+        verify=verify,
     )
 
 

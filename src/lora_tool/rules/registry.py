@@ -34,6 +34,12 @@ class Need(str, enum.Enum):
     """The weights themselves are read, not only their headers."""
     SERVER = "server"
     """What the adapter is to be served with was named."""
+    PLAN = "plan"
+    """It is known what every tensor of a merged model should be."""
+    COMPARED = "compared"
+    """The values of a merged model were compared with its base's."""
+    RECOMPUTED = "recomputed"
+    """The changed tensors of a merged model were computed a second time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

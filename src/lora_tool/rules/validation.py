@@ -28,6 +28,8 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     against_base,
     containers,
     head,
+    merged_headers,
+    merged_values,
     model_head,
     serving,
     training,
@@ -36,6 +38,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     zero_values,
 )
 from lora_tool.rules.base_match import match_base
+from lora_tool.rules.merged_subject import MergedSubject
 from lora_tool.rules.registry import RULES, Need, Rule, chosen
 from lora_tool.rules.runs import FINISHED, Judged, run_table
 from lora_tool.rules.sharded import ShardedSubject, sharded_subject
@@ -193,6 +196,22 @@ def adapter_subject(
     )
 
 
+def judge(subject: Subject, rules: Iterable[Rule]) -> Report:
+    """Return what the rules find in one subject that was put together elsewhere, from headers and what it brings."""
+    return _judge(
+        subject,
+        _Asked(
+            rules=tuple(rules),
+            base=None,
+            num_labels=None,
+            task=None,
+            deep=None,
+            servers=frozenset(),
+            why_no_base=NO_BASE,
+        ),
+    )
+
+
 def _judge(subject: Subject, asked: _Asked) -> Report:
     path = str(subject.checkpoint.root)
     findings: list[Finding] = []
@@ -230,6 +249,8 @@ def _why_not(rule: Rule, subject: Subject, asked: _Asked) -> str | None:
         reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
         if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
             reason = asked.why_no_base if subject.base is None else subject.why_no_match
+        if reason is None and isinstance(subject, MergedSubject):
+            reason = subject.why_not(rule.needs)
         if reason is None and rule.deep and asked.deep is None and isinstance(checkpoint, ModelDir):
             return "a model's weights are read only with --deep"
         return reason

@@ -1,0 +1,104 @@
+"""`lora-tool verify`: whether a merged folder is what its base and adapter give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lora_tool.cli.exit_codes import DONE, FAILED_CHECK
+from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from lora_tool.verification.verifying import Verification
+
+
+@click.command("verify", epilog="Example: lora-tool verify my-reward-model/")
+@click.argument("merged", type=click.Path(path_type=Path), metavar="MERGED")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="ADAPTER",
+    help="Adapter that was merged: path or Hub id.  [default: what lora_tool.json names]",
+)
+@base_option("Base model: path or Hub id.  [default: what lora_tool.json, the adapter or config.json names]")
+@click.option("--sample", is_flag=True, help="Compare samples from everywhere instead of every value.")
+@click.option("--tensors", is_flag=True, help="A line for each tensor.")
+@click.option(
+    "--select", type=comma_list, metavar="CODES", multiple=True, help="Only these rules: LT605, or LT6 for all of them."
+)
+@click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help="Not these rules.")
+@click.option(
+    "--fail-on", type=click.Choice(["error", "warning"]), default="error", show_default=True, help="What fails."
+)
+@click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@json_option
+@quiet_option("Print nothing unless there are findings.")
+def command(
+    merged: Path,
+    adapters: tuple[str, ...],
+    base: str | None,
+    sample: bool,  # noqa: FBT001 - click passes flags by name
+    tensors: bool,  # noqa: FBT001
+    select: tuple[tuple[str, ...], ...],
+    ignore: tuple[tuple[str, ...], ...],
+    fail_on: str,
+    strict: bool,  # noqa: FBT001
+    jobs: int | None,
+    form: str,
+    as_json: bool,  # noqa: FBT001
+    quiet: bool,  # noqa: FBT001
+) -> int:
+    """Compare the model folder MERGED with its base and adapter, whoever merged it.
+
+    Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
+    computed again. Exits with 5 where that does not hold.
+    """
+    from lora_tool.rules.registry import UnknownRule  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.verification.checking import Level  # noqa: PLC0415
+    from lora_tool.verification.inputs import find_inputs  # noqa: PLC0415
+    from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
+
+    as_json = as_json or form == "json"
+    inputs = find_inputs(merged, base=base, adapters=adapters)
+    with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=quiet or as_json or sample) as bar:
+        try:
+            verification = verify_inputs(
+                inputs,
+                level=Level.SAMPLE if sample else Level.FULL,
+                select=[code for codes in select for code in codes],
+                ignore=[code for codes in ignore for code in codes],
+                jobs=jobs,
+                progress=bar,
+            )
+        except UnknownRule as error:
+            raise click.UsageError(str(error)) from error
+    if not (quiet and not verification.report.findings):
+        _print(verification, as_json=as_json, tensors=tensors)
+    return _exit_code(verification, fail_on="warning" if strict else fail_on, strict=strict)
+
+
+def _print(verification: Verification, *, as_json: bool, tensors: bool) -> None:
+    from lora_tool.report.text import report_text  # noqa: PLC0415
+    from lora_tool.verification.text import verification_json, verification_lines  # noqa: PLC0415
+
+    if as_json:
+        click.echo(json.dumps(verification_json(verification), indent=2))
+        return
+    for line in verification_lines(verification, tensors=tensors):
+        click.echo(line)
+    click.echo(report_text(verification.report, color=wants_colour()))
+
+
+def _exit_code(verification: Verification, *, fail_on: str, strict: bool) -> int:
+    from lora_tool.report import Severity  # noqa: PLC0415
+
+    report = verification.report
+    failed = report.at_least(Severity(fail_on)) or (strict and report.skipped)
+    return FAILED_CHECK if failed else DONE

@@ -1,0 +1,91 @@
+"""A verification as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lora_tool.display import printable
+from lora_tool.plan.model import Fate
+from lora_tool.report.json import report_json
+from lora_tool.rules.evidence import TensorEvidence, Verdict
+from lora_tool.verification.checking import Level
+from lora_tool.verification.verifying import Verification, summary_json
+
+_KEPT = {
+    Fate.COPIED: "have the base's bytes",
+    Fate.CAST: "have the base's values, rounded",
+    Fate.REPLACED: "have the adapter's values",
+    Fate.ADDED: "have the values of their source",
+}
+
+
+def verification_lines(verification: Verification, *, tensors: bool = False) -> Iterator[str]:
+    """Yield what was compared and how near it is; with `tensors` a line for each tensor."""
+    how = "every value" if verification.level is Level.FULL else "samples"
+    against = f" with {' + '.join((verification.base, *verification.adapters))}" if verification.base else ""
+    yield printable(f"compared {verification.merged}{against}: {how}")
+    for fate in dict.fromkeys(found.fate for found in verification.evidence.values()):
+        yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.fate is fate])
+    if tensors:
+        yield from (f"  {tensor_line(found)}" for found in verification.evidence.values())
+
+
+def _fate_line(fate: Fate, found: list[TensorEvidence]) -> str:
+    right = [item for item in found if item.verdict is Verdict.RIGHT]
+    count = f"{len(right)} of {len(found)}" if len(right) < len(found) else f"{len(found)}"
+    if fate is not Fate.MERGED:
+        return f"{count} {fate} {_KEPT.get(fate, 'are as planned')}"
+    ulps = max((item.ulps or 0.0 for item in right), default=0.0)
+    loose = sum(bool(item.reason) for item in right)
+    rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
+    kept = [item.cosine for item in right if item.cosine is not None]
+    direction = f"; cosine of W' - W with ΔW {min(kept):.4f} or more" if kept else ""
+    return f"{count} merged are W + ΔW, the farthest {ulps:.3f} units in the last place away{rounded}{direction}"
+
+
+def tensor_line(found: TensorEvidence) -> str:
+    """Return one tensor's evidence in a line."""
+    figures = [
+        f"{name} {value:.4g}"
+        for name, value in (
+            ("ulps", found.ulps),
+            ("distance", found.distance),
+            ("factor", found.factor),
+            ("cosine", found.cosine),
+        )
+        if value is not None and found.fate is Fate.MERGED
+    ]
+    wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []
+    return printable("  ".join([f"{found.verdict.value:<10}", f"{found.fate.value:<8}", found.name, *wrong, *figures]))
+
+
+def verification_json(verification: Verification) -> dict[str, Any]:
+    """Return the report as `validate` gives it, with `verification`: the summary and every tensor's evidence."""
+    return {
+        **report_json(verification.report),
+        "verification": {
+            **summary_json(verification),
+            "merged": printable(str(verification.merged)),
+            "base": printable(verification.base),
+            "adapters": [printable(adapter) for adapter in verification.adapters],
+            "precision": verification.precision.value if verification.precision else None,
+            "per_tensor": [_tensor_json(found) for found in verification.evidence.values()],
+        },
+    }
+
+
+def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
+    return {
+        "name": printable(found.name),
+        "fate": found.fate.value,
+        "verdict": found.verdict.value,
+        "compared": found.compared,
+        "values": found.numel,
+        "wrong": found.wrong,
+        "ulps": found.ulps,
+        "distance": found.distance,
+        "factor": found.factor,
+        "cosine": found.cosine,
+        "reason": found.reason or None,
+    }
