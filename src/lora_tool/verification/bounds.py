@@ -42,11 +42,11 @@ def working_type(op: Op, out: DType) -> np.dtype[np.float32] | np.dtype[np.float
 
 def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
     """Return the bound of what lora-tool writes with `precision`."""
-    terms = tuple(_terms(op))
+    terms = tuple(terms_of(op))
     result = FLOATS[out].roundoff
     if not terms and not isinstance(op, DoraDelta):
         return _compared(Bound(of_result=1), op, out)
-    rank = sum(term.a.shape[0] for term in terms)
+    rank = sum(term.rank for term in terms)
     unit = _DOUBLE if precision is Precision.FLOAT64 else _SINGLE
     steps = _gamma(rank + 2 * max(1, len(terms)), unit)
     of_product = 2.5 * steps + (2 * rank * _LEFT_OUT if precision is Precision.FLOAT64 else 0)
@@ -59,7 +59,7 @@ def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
     if precision is Precision.PEFT:
         if FLOATS[op.source.dtype].roundoff < result:  # PEFT adds to a base that was rounded when it was loaded
             of_result, of_change = of_result + 2, of_change + result
-        if isinstance(op, LoraDelta) and op.embedding:
+        if isinstance(op, LoraDelta) and op.rounded:
             of_change += result
     return _compared(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
 
@@ -72,7 +72,7 @@ def sixteen_bit_bound(op: Op, out: DType) -> Bound:
     """
     result = FLOATS[out].roundoff
     unit = max(result, FLOATS[op.source.dtype].roundoff)
-    if isinstance(op, Cast) or not tuple(_terms(op)):
+    if isinstance(op, Cast) or not tuple(terms_of(op)):
         unit = max(unit, FLOATS[DType.BF16].roundoff)
     rounded_first = 2 * unit / result if unit > result or FLOATS[op.source.dtype].roundoff < result else 0.0
     of_result = unit / result + rounded_first + (8 * unit / result if isinstance(op, DoraDelta) else 0.0)
@@ -87,7 +87,7 @@ def sixteen_bit_bound(op: Op, out: DType) -> Bound:
 def _compared(bound: Bound, op: Op, out: DType) -> Bound:
     """Add what the comparison itself may be off by: float64 products, and a few operations in the working type."""
     unit = 4 * (_SINGLE if working_type(op, out) == np.float32 else _DOUBLE)
-    rank = sum(term.a.shape[0] for term in _terms(op))
+    rank = sum(term.rank for term in terms_of(op))
     return Bound(
         of_result=bound.of_result + 2 * unit / FLOATS[out].roundoff,
         of_change=bound.of_change + unit,
@@ -99,7 +99,8 @@ def _gamma(steps: int, unit: float) -> float:
     return steps * unit / (1 - steps * unit)
 
 
-def _terms(op: Op) -> Iterator[LoraTerm]:
+def terms_of(op: Op) -> Iterator[LoraTerm]:
+    """Yield the operation's products."""
     if isinstance(op, LoraDelta):
         yield from op.terms
     elif isinstance(op, DoraDelta):

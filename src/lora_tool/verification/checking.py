@@ -7,18 +7,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from lora_tool.plan.model import Cast, Copy, DoraDelta, Fate, LoraDelta, Op, Plan, Precision, Step
-from lora_tool.rules.evidence import TensorEvidence, Verdict
-from lora_tool.tensors import StoredTensor, TensorTable
+from lora_tool.plan.model import DoraDelta, Plan, Precision, Step
+from lora_tool.rules.evidence import TensorEvidence
+from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
-from lora_tool.verification.diagnosis import diagnose
+from lora_tool.verification.diagnosis import evidence_of
 from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.parts import Part, parts_of
 from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretches, stretches
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally, compare
@@ -26,7 +27,7 @@ from lora_tool.verification.tally import Tally, compare
 Progress = Callable[[int], None]
 """Called with the number of bytes just compared, from any worker."""
 _TASK_PARTS = 16
-"""Blocks or pieces per task: enough that handing it out costs nothing."""
+"""Blocks or stretches per task: enough that handing it out costs nothing."""
 
 
 @enum.unique
@@ -44,10 +45,10 @@ class Level(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """Part of one tensor's comparison: ranges of rows to recompute, or stretches of bytes to compare."""
+    """Part of the comparison of the tensors' part `number`: ranges of rows to recompute, or stretches of bytes."""
 
-    step: Step
-    stored: StoredTensor
+    number: int
+    part: Part
     rows: tuple[Rows, ...] = ()
     stretches: tuple[tuple[int, int], ...] = ()
 
@@ -66,13 +67,22 @@ def check_tensors(
     `precision` is the arithmetic that made them, None where that is not known: then what 16-bit arithmetic explains is
     right, too. Raises `SourceChanged` or OSError where a file cannot be read to its end.
     """
-    steps = [(_as_stored(step, tensors[step.out.name]), tensors[step.out.name]) for step in _present(plan, tensors)]
-    tallies = {step.out.name: Tally() for step, _ in steps}
+    steps = tuple(_present(plan, tensors))
+    parts: list[Part] = []
+    owned: dict[str, range] = {}
+    for step in steps:
+        begin = len(parts)
+        parts += parts_of(step, tensors[step.out.name])
+        owned[step.out.name] = range(begin, len(parts))
+    tallies = [Tally() for _ in parts]
     with Files() as files, threadpool_limits(limits=1, user_api="blas"):
-        for name, tally in _in_parallel(_tasks(steps, level), files, precision, jobs, progress or (lambda _: None)):
-            tallies[name].add(tally)
+        for number, tally in _in_parallel(_tasks(parts, level), files, precision, jobs, progress or (lambda _: None)):
+            tallies[number].add(tally)
         return {
-            step.out.name: _evidence(step, stored, tallies[step.out.name], precision, files) for step, stored in steps
+            step.out.name: evidence_of(
+                step, [(parts[at], tallies[at]) for at in owned[step.out.name]], files, stated=precision is not None
+            )
+            for step in steps
         }
 
 
@@ -84,39 +94,28 @@ def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
             yield step
 
 
-def _as_stored(step: Step, stored: StoredTensor) -> Step:
-    """Return the step with the type that the tensor was stored in: a tool may have been asked for another one."""
-    if step.out.dtype is stored.dtype:
-        return step
-    op: Op = Cast(source=step.op.source) if isinstance(step.op, Copy) else step.op
-    if isinstance(op, Cast) and op.source.dtype is stored.dtype:
-        op = Copy(source=op.source)
-    return replace(step, out=replace(step.out, dtype=stored.dtype), op=op)
-
-
-def _tasks(steps: Sequence[tuple[Step, StoredTensor]], level: Level) -> Iterator[_Task]:
-    for step, stored in steps:
-        if isinstance(step.op, Copy):
-            found = stretches(stored) if level is Level.FULL else sampled_stretches(stored)
-            for part in _parts(list(found)):
-                yield _Task(step=step, stored=stored, stretches=tuple(part))
-        elif why_not(step.op) is None and stored.spec.numel:
-            rows = blocks(stored) if level is Level.FULL else sampled_rows(stored, step.op)
-            listed = list(rows)
+def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
+    for number, part in enumerate(parts):
+        if part.copied:
+            found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
+            for some in _grouped(list(found)):
+                yield _Task(number=number, part=part, stretches=tuple(some))
+        elif why_not(part.op) is None and part.stored.spec.numel:
+            rows = list(blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
             # the norms of DoRA on a weight stored [in, out] take a pass over all of it: once, not once per task
-            alone = isinstance(step.op, DoraDelta) and step.op.transposed
-            for group in [listed] if alone else _parts(listed):
-                yield _Task(step=step, stored=stored, rows=tuple(group))
+            alone = isinstance(part.op, DoraDelta) and part.op.transposed
+            for group in [rows] if alone else _grouped(rows):
+                yield _Task(number=number, part=part, rows=tuple(group))
 
 
-def _parts(items: Sequence[Rows] | Sequence[tuple[int, int]]) -> Iterator[Sequence]:  # type: ignore[type-arg]
+def _grouped(items: Sequence[Rows] | Sequence[tuple[int, int]]) -> Iterator[Sequence]:  # type: ignore[type-arg]
     for at in range(0, len(items), _TASK_PARTS):
         yield items[at : at + _TASK_PARTS]
 
 
 def _in_parallel(
     tasks: Iterator[_Task], files: Files, precision: Precision | None, jobs: int | None, progress: Progress
-) -> Iterator[tuple[str, Tally]]:
+) -> Iterator[tuple[int, Tally]]:
     stop = threading.Event()
     local = threading.local()
 
@@ -128,16 +127,14 @@ def _in_parallel(
             tally.add(part)
             if stop.is_set():
                 break
-            progress(part.compared * task.stored.dtype.bits // 8)
+            progress(part.compared * task.part.stored.dtype.bits // 8)
         return tally
 
     with ThreadPoolExecutor(jobs or _available_cores()) as workers:
         try:
-            futures: list[tuple[str, Future[Tally]]] = [
-                (task.step.out.name, workers.submit(run, task)) for task in tasks
-            ]
-            for name, future in futures:
-                yield name, future.result()
+            futures: list[tuple[int, Future[Tally]]] = [(task.number, workers.submit(run, task)) for task in tasks]
+            for number, future in futures:
+                yield number, future.result()
         except BaseException:
             stop.set()
             workers.shutdown(wait=False, cancel_futures=True)
@@ -149,75 +146,42 @@ def _available_cores() -> int:
 
 
 def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
-    if isinstance(task.step.op, Copy):
+    part = task.part
+    if part.copied:
         for start, nbytes in task.stretches:
-            yield _compare_bytes(task, files, start, nbytes)
+            yield _compare_bytes(part, files, start, nbytes)
         return
-    op, dtype = task.step.op, task.stored.dtype
-    wide = working_type(op, dtype)
-    bound = stated_bound(op, dtype, precision or Precision.FLOAT32)
-    loose = None if precision else sixteen_bit_bound(op, dtype)
-    width = rows_and_columns(task.stored.shape)[1]
+    dtype = part.stored.dtype
+    wide = working_type(part.op, dtype)
+    bound = stated_bound(part.op, dtype, precision or Precision.FLOAT32)
+    loose = None if precision else sixteen_bit_bound(part.op, dtype)
+    width = rows_and_columns(part.stored.shape)[1]
     for rows in task.rows:
         with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
-            for part, expected in recomputer.blocks(op, rows, wide):
-                stored = files.rows(task.stored, part)
-                yield compare(stored, dtype, expected, bound, loose, partial(_flat, rows=part, width=width))
+            for some, expected in recomputer.blocks(part.op, rows, wide):
+                stored = files.rows(part.stored, some)
+                position = partial(_flat, rows=some, width=width, begin=part.begin)
+                yield compare(stored, dtype, expected, bound, loose, position)
 
 
-def _flat(at: int, rows: Rows, width: int) -> int:
+def _flat(at: int, *, rows: Rows, width: int, begin: int) -> int:
     """Return the flat index in the tensor of value `at` of a block of rows."""
     row, column = divmod(at, width)
     for first, last in rows:
         if row < last - first:
-            return (first + row) * width + column
+            return begin + (first + row) * width + column
         row -= last - first
     raise AssertionError("a value of the block is in one of its rows")
 
 
-def _compare_bytes(task: _Task, files: Files, start: int, nbytes: int) -> Tally:
+def _compare_bytes(part: Part, files: Files, start: int, nbytes: int) -> Tally:
     """Compare a stretch of a copied tensor byte by byte."""
-    stored, source = files.read(task.stored, start, nbytes), files.read(task.step.op.source, start, nbytes)
-    width = max(1, task.stored.dtype.bits // 8)
+    stored, source = files.read(part.stored, start, nbytes), files.read(part.op.source, start, nbytes)
+    width = max(1, part.stored.dtype.bits // 8)
     tally = Tally(compared=nbytes // width)
     if stored.data != source.data:
         differing = np.flatnonzero(stored != source) // width
         tally.wrong = tally.loosely_wrong = len(np.unique(differing))
+        tally.first = part.begin + start // width + int(differing[0])
         tally.moved = True
-        tally.first = start // width + int(differing[0])
     return tally
-
-
-def _evidence(
-    step: Step, stored: StoredTensor, tally: Tally, precision: Precision | None, files: Files
-) -> TensorEvidence:
-    verdict, factor, reason = Verdict.RIGHT, tally.factor, ""
-    unknown = None if isinstance(step.op, Copy) else why_not(step.op)
-    wrong = tally.wrong if precision else tally.loosely_wrong
-    if unknown is not None:
-        verdict, reason = Verdict.UNKNOWN, unknown
-    elif wrong:
-        verdict, found = diagnose(step, stored, tally, files)
-        factor = factor if found is None else found
-    elif tally.wrong:
-        reason = "within what 16-bit arithmetic explains"
-    terms = (
-        step.op.terms if isinstance(step.op, LoraDelta) else (step.op.term,) if isinstance(step.op, DoraDelta) else ()
-    )
-    return TensorEvidence(
-        name=step.out.name,
-        fate=step.fate,
-        verdict=verdict,
-        compared=tally.compared,
-        numel=stored.spec.numel,
-        wrong=wrong,
-        first=tally.first if wrong else None,
-        ulps=None if isinstance(step.op, Copy) else tally.ulps,
-        distance=tally.distance,
-        factor=factor,
-        cosine=tally.cosine,
-        unmoved=step.fate is Fate.MERGED and unknown is None and not tally.moved,
-        scaling=terms[0].scaling if len(terms) == 1 else None,
-        rank=terms[0].a.shape[0] if len(terms) == 1 else None,
-        reason=reason,
-    )

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, ReplaceRows
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, ExpertLayout, LoraDelta, LoraTerm, Op, ReplaceRows
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.elements import Array
+from lora_tool.verification.elements import Array, decode
 from lora_tool.verification.files import Files, Rows, rows_and_columns
 from lora_tool.verification.pieces import split
 
@@ -76,7 +76,7 @@ class Recomputer:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._factors_kept: dict[str, tuple[StoredTensor, Array]] = {}
+        self._factors_kept: dict[str, tuple[StoredTensor, int, Array]] = {}
         self._buffer: Array = np.empty(0)
 
     def blocks(self, op: Op, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Expected]]:
@@ -138,17 +138,42 @@ class Recomputer:
 
     def _factors(self, at: int, term: LoraTerm, rows: Rows, *, transposed: bool) -> tuple[Array, Array]:
         """Return s·B of the rows and A, or, where W is stored [in, out], s·Aᵀ of the rows and Bᵀ. Both float64."""
+        inside = [(first + term.first, last + term.first) for first, last in rows]
         if transposed:
-            columns = self._kept(f"left {at}", term.a)
-            chosen = np.concatenate([columns[:, first:last] for first, last in rows], axis=1)
-            return np.ascontiguousarray(chosen.T) * term.scaling, self._kept(f"right {at}", term.b).T
-        return self._files.matrix(term.b, rows, _DOUBLE) * term.scaling, self._kept(f"right {at}", term.a)
+            columns = self._a(f"left {at}", term)
+            chosen = np.concatenate([columns[:, first:last] for first, last in inside], axis=1)
+            return np.ascontiguousarray(chosen.T) * term.scaling, self._b(f"right {at}", term, None).T
+        return self._b(f"left {at}", term, inside) * term.scaling, self._a(f"right {at}", term)
 
-    def _kept(self, place: str, tensor: StoredTensor) -> Array:
+    def _a(self, place: str, term: LoraTerm) -> Array:
+        """Return the rows of A that are the term's expert's, float64, and keep them."""
+        first = term.expert * term.rank
+        return self._kept(
+            place, term.a, first, lambda: self._files.matrix(term.a, [(first, first + term.rank)], _DOUBLE)
+        )
+
+    def _b(self, place: str, term: LoraTerm, rows: Rows | None) -> Array:
+        """Return rows of B (all without `rows`, and keep them), with the columns of the term's expert, float64."""
+        if term.experts == 1:
+            if rows is not None:
+                return self._files.matrix(term.b, rows, _DOUBLE)
+            return self._kept(place, term.b, 0, lambda: self._files.matrix(term.b, None, _DOUBLE))
+        # the experts' columns are scattered over all of B, and its experts come one after the other
+        height, width = rows_and_columns(term.b.shape)
+        raw = self._kept(f"{place} stack", term.b, -1, lambda: self._files.rows(term.b, [(0, height)]))
+        table = raw.reshape(height, width, -1)
+        if term.layout is ExpertLayout.GROUPED_BY_EXPERT:
+            own = table[:, term.expert * term.rank : (term.expert + 1) * term.rank]
+        else:
+            own = table[:, term.expert :: term.experts]
+        chosen = own if rows is None else np.concatenate([own[first:last] for first, last in rows])
+        return decode(np.ascontiguousarray(chosen).reshape(-1), term.b.dtype, _DOUBLE).reshape(-1, term.rank)
+
+    def _kept(self, place: str, tensor: StoredTensor, what: int, read: Callable[[], Array]) -> Array:
         held = self._factors_kept.get(place)
-        if held is None or held[0] is not tensor:
-            self._factors_kept[place] = held = (tensor, self._files.matrix(tensor, None, _DOUBLE))
-        return held[1]
+        if held is None or held[0] is not tensor or held[1] != what:
+            self._factors_kept[place] = held = (tensor, what, read())
+        return held[2]
 
     def _dora(self, op: DoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
         moved = product.values + base
@@ -175,8 +200,8 @@ class Recomputer:
                 moved += self._files.matrix(op.source, block, _DOUBLE)
                 squares += np.square(moved).sum(axis=0)
             magnitude = self._files.matrix(op.magnitude, None, _DOUBLE).reshape(-1)
-            self._factors_kept["columns"] = held = (op.magnitude, magnitude / np.sqrt(squares))
-        return held[1]
+            self._factors_kept["columns"] = held = (op.magnitude, 0, magnitude / np.sqrt(squares))
+        return held[2]
 
     def _replaced(self, op: ReplaceRows, rows: Rows, base: Array, wide: np.dtype[Any]) -> Expected:
         change = np.zeros_like(base)
