@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lora_tool.checkpoint import Kind
 from lora_tool.plan.model import Fate, Plan, Step
 from lora_tool.rules.evidence import TensorEvidence, Verdict
 from lora_tool.rules.registry import Need
@@ -25,6 +26,11 @@ class MergedSubject(ModelSubject):
     """What the base is called in messages."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the inputs that the plan was made from, by the manifest's names."""
+
+    @property
+    def kind(self) -> str:
+        """A merged model, whoever merged it."""
+        return str(Kind.MERGED_MODEL)
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

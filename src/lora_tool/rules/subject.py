@@ -42,6 +42,11 @@ class Subject:
         return self.checkpoint.problems
 
     @property
+    def kind(self) -> str:
+        """What the folder is, in the words of reports."""
+        return str(self.checkpoint.kind)
+
+    @property
     def home(self) -> str:
         """The path of a finding that names none: the weights file of an adapter, else the folder."""
         return str(self.checkpoint.root)

@@ -226,7 +226,7 @@ def _judge(subject: Subject, asked: _Asked) -> Report:
             ran.append(rule.code)
         else:
             skipped.append(Skipped(code=rule.code, path=path, reason=reason))
-    checked = Checked(path=path, kind=str(subject.checkpoint.kind), rules=tuple(ran))
+    checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
     return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
 
