@@ -11,6 +11,9 @@ import click
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK
 from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
 from lora_tool.cli.progress import progress_bar
+from lora_tool.cli.reporting import report_file, require_different
+from lora_tool.report.forms import Form
+from lora_tool.report.model import Severity
 
 if TYPE_CHECKING:
     from lora_tool.verification.verifying import Verification
@@ -37,7 +40,21 @@ if TYPE_CHECKING:
 )
 @click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice([form.value for form in Form]),
+    default=Form.TEXT.value,
+    show_default=True,
+    help="What is printed.",
+)
+@click.option(
+    "--report",
+    "reports",
+    metavar="FORMAT=FILE",
+    multiple=True,
+    help="Write the report to a file as well: junit=report.xml. May be repeated.",
+)
 @json_option
 @quiet_option("Print nothing unless there are findings.")
 def command(
@@ -52,6 +69,7 @@ def command(
     strict: bool,  # noqa: FBT001
     jobs: int | None,
     form: str,
+    reports: tuple[str, ...],
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
 ) -> int:
@@ -65,9 +83,11 @@ def command(
     from lora_tool.verification.inputs import find_inputs  # noqa: PLC0415
     from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
-    as_json = as_json or form == "json"
+    printed = Form.JSON if as_json else Form(form)
+    files = [report_file(value) for value in reports]
+    require_different(files)
     inputs = find_inputs(merged, base=base, adapters=adapters)
-    with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=quiet or as_json or sample) as bar:
+    with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=quiet or sample or printed is Form.JSON) as bar:
         try:
             verification = verify_inputs(
                 inputs,
@@ -79,26 +99,25 @@ def command(
             )
         except UnknownRule as error:
             raise click.UsageError(str(error)) from error
+    failing = Severity.WARNING if strict else Severity(fail_on)
     if not (quiet and not verification.report.findings):
-        _print(verification, as_json=as_json, tensors=tensors)
-    return _exit_code(verification, fail_on="warning" if strict else fail_on, strict=strict)
+        click.echo(_text(verification, printed, failing, tensors=tensors, color=wants_colour()))
+    for file in files:
+        file.write(_text(verification, file.form, failing, tensors=tensors))
+    failed = verification.report.at_least(failing) or (strict and verification.report.skipped)
+    return FAILED_CHECK if failed else DONE
 
 
-def _print(verification: Verification, *, as_json: bool, tensors: bool) -> None:
-    from lora_tool.report.text import report_text  # noqa: PLC0415
+def _text(
+    verification: Verification, form: Form, failing: Severity, *, tensors: bool = False, color: bool = False
+) -> str:
+    from lora_tool.report.forms import rendered  # noqa: PLC0415
+    from lora_tool.rules.registry import RULES  # noqa: PLC0415
     from lora_tool.verification.text import verification_json, verification_lines  # noqa: PLC0415
 
-    if as_json:
-        click.echo(json.dumps(verification_json(verification), indent=2))
-        return
-    for line in verification_lines(verification, tensors=tensors):
-        click.echo(line)
-    click.echo(report_text(verification.report, color=wants_colour()))
-
-
-def _exit_code(verification: Verification, *, fail_on: str, strict: bool) -> int:
-    from lora_tool.report import Severity  # noqa: PLC0415
-
-    report = verification.report
-    failed = report.at_least(Severity(fail_on)) or (strict and report.skipped)
-    return FAILED_CHECK if failed else DONE
+    if form is Form.JSON:
+        return json.dumps(verification_json(verification), indent=2, allow_nan=False)
+    pages = {code: rule.page for code, rule in RULES.items()}
+    color = color and form is Form.TEXT
+    text = rendered(verification.report, form, pages=pages, fail_on=failing, color=color)
+    return "\n".join((*verification_lines(verification, tensors=tensors), text)) if form is Form.TEXT else text

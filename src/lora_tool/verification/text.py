@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,9 +84,14 @@ def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
         "compared": found.compared,
         "values": found.numel,
         "wrong": found.wrong,
-        "ulps": found.ulps,
-        "distance": found.distance,
-        "factor": found.factor,
-        "cosine": found.cosine,
+        "ulps": _finite(found.ulps),
+        "distance": _finite(found.distance),
+        "factor": _finite(found.factor),
+        "cosine": _finite(found.cosine),
         "reason": found.reason or None,
     }
+
+
+def _finite(value: float | None) -> float | None:
+    """Return the value, None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None

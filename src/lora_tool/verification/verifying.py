@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,5 +155,5 @@ def summary_json(verification: Verification) -> dict[str, Any]:
         "not_recomputed": [item.name for item in found if item.verdict is Verdict.UNKNOWN],
         "values_compared": sum(item.compared for item in found),
         "values": sum(item.numel for item in found),
-        "largest_ulps": round(max(ulps), 4) if ulps else None,
+        "largest_ulps": round(max(ulps), 4) if ulps and math.isfinite(max(ulps)) else None,
     }
