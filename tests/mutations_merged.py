@@ -230,6 +230,33 @@ def _random_head(folder: Path) -> None:
         table[SCORE] = raw(*table[SCORE].shape, dtype="BF16")
 
 
+@breaks("LT605 by its bytes", MERGED, with_base=True)
+def _one_bit_by_bytes(folder: Path) -> None:
+    _one_bit(folder)
+
+
+@breaks("LT606 by its bytes", MERGED, with_base=True)
+def _one_forgotten_by_bytes(folder: Path) -> None:
+    _one_forgotten(folder)
+
+
+@breaks("LT607 by its bytes", MERGED, with_base=True)
+def _nothing_merged_by_bytes(folder: Path) -> None:
+    _nothing_merged(folder)
+
+
+@breaks("LT614 by its bytes", CAUSAL_MERGED, with_base=True)
+def _other_saved_by_bytes(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        table[f"{PREFIX}model.norm.weight"] = raw(16, dtype="BF16")
+    with fields(folder.parent / "adapter") as config:
+        config["modules_to_save"] = ["model.norm"]
+    merged_in(folder.parent)
+    base = base_of(folder)
+    with weights(folder) as table:
+        table["model.norm.weight"] = base["model.norm.weight"]
+
+
 @breaks("LT615", MERGED, verified=True)
 def _no_template(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()

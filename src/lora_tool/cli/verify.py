@@ -78,9 +78,9 @@ def command(
     Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
     computed again. Exits with 5 where that does not hold.
     """
+    from lora_tool.plan.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.rules.registry import UnknownRule  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.verification.checking import Level  # noqa: PLC0415
-    from lora_tool.verification.inputs import find_inputs  # noqa: PLC0415
     from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
     printed = Form.JSON if as_json else Form(form)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lora_tool.checkpoint import (
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.plan.provenance import Provenance
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
 from lora_tool.rules import (  # noqa: F401 - importing a family registers its rules
@@ -38,6 +39,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     zero_values,
 )
 from lora_tool.rules.base_match import match_base
+from lora_tool.rules.merged_bytes import merged_subject
 from lora_tool.rules.merged_subject import MergedSubject
 from lora_tool.rules.registry import RULES, Need, Rule, chosen
 from lora_tool.rules.runs import FINISHED, Judged, run_table
@@ -54,6 +56,7 @@ def validate(
     checkpoint: Checkpoint,
     *,
     base: ModelDir | None = None,
+    adapters: Sequence[AdapterDir] = (),
     num_labels: int | None = None,
     task: str | None = None,
     select: Iterable[str] = (),
@@ -65,7 +68,8 @@ def validate(
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
 
-    `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `task`
+    `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `adapters` are
+    those that a model was merged with: with `base` it is compared with what they give. `task`
     "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
     the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
     rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
@@ -75,6 +79,7 @@ def validate(
     asked = _Asked(
         rules=chosen(select, ignore),
         base=base,
+        adapters=tuple(adapters),
         num_labels=1 if task == "reward" and num_labels is None else num_labels,
         task=task,
         deep=deep,
@@ -102,6 +107,7 @@ class _Asked:
 
     rules: tuple[Rule, ...]
     base: ModelDir | None
+    adapters: tuple[AdapterDir, ...]
     num_labels: int | None
     task: str | None
     deep: bool | None
@@ -133,6 +139,9 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield adapter_subject(
             checkpoint, base=asked.base, num_labels=asked.num_labels, task=asked.task, servers=asked.servers
         )
+    elif isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
+        provenance = Provenance(merged=checkpoint, base=asked.base, adapters=asked.adapters)
+        yield merged_subject(provenance, num_labels=asked.num_labels, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels)
     elif isinstance(checkpoint, ZeroDir | DcpDir):
@@ -203,6 +212,7 @@ def judge(subject: Subject, rules: Iterable[Rule]) -> Report:
         _Asked(
             rules=tuple(rules),
             base=None,
+            adapters=(),
             num_labels=None,
             task=None,
             deep=None,

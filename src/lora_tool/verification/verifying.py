@@ -12,13 +12,13 @@ from typing import Any
 from lora_tool.checkpoint import ModelDir, open_model
 from lora_tool.errors import VerificationFailed
 from lora_tool.plan.model import Plan, Precision
+from lora_tool.plan.provenance import Provenance, find_inputs
 from lora_tool.report import Report, Severity, Skipped
 from lora_tool.rules.evidence import TensorEvidence, Verdict
 from lora_tool.rules.merged_subject import MergedSubject
 from lora_tool.rules.registry import chosen
 from lora_tool.rules.validation import judge
 from lora_tool.verification.checking import Level, Progress, check_tensors
-from lora_tool.verification.inputs import Inputs, find_inputs
 
 _OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
@@ -66,7 +66,7 @@ def verify(
 
 
 def verify_inputs(
-    inputs: Inputs,
+    inputs: Provenance,
     *,
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),

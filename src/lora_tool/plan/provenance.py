@@ -1,4 +1,4 @@
-"""Finding what a merged folder was made from: given, named by its manifest, or by the configs; and planning it again."""
+"""What a merged folder was made from: given, named by its manifest, or by the configs; and planning it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AS_IN_THE_BASE = "as in the base"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Provenance:
     """A merged model, and the base and adapters that it is compared with."""
 
     merged: ModelDir
@@ -66,7 +66,7 @@ class Inputs:
         return {"base": fingerprint(self.base.weights), **adapters}
 
 
-def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Inputs:
+def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Provenance:
     """Return the merged model, its base and its adapters.
 
     Without `adapters` the manifest names them; without `base` the manifest, else the adapter's config, else the merged
@@ -76,7 +76,7 @@ def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequen
     model = open_model(merged)
     paths = [resolve(adapter, download=True, wanted=Wanted.ADAPTER).path for adapter in adapters]
     opened = tuple(_open_adapter(path) for path in paths or _recorded_adapters(model))
-    return Inputs(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
+    return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
 
 
 def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
