@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 )
 @base_option("Base model: path or Hub id.  [default: what lora_tool.json, the adapter or config.json names]")
 @click.option("--sample", is_flag=True, help="Compare samples from everywhere instead of every value.")
+@click.option("--logits", is_flag=True, help="Run both models, too, and compare their answers.")
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
+)
 @click.option("--tensors", is_flag=True, help="A line for each tensor.")
 @click.option(
     "--select", type=comma_list, metavar="CODES", multiple=True, help="Only these rules: LT605, or LT6 for all of them."
@@ -62,6 +69,8 @@ def command(
     adapters: tuple[str, ...],
     base: str | None,
     sample: bool,  # noqa: FBT001 - click passes flags by name
+    logits: bool,  # noqa: FBT001
+    prompts: Path | None,
     tensors: bool,  # noqa: FBT001
     select: tuple[tuple[str, ...], ...],
     ignore: tuple[tuple[str, ...], ...],
@@ -86,6 +95,13 @@ def command(
     printed = Form.JSON if as_json else Form(form)
     files = [report_file(value) for value in reports]
     require_different(files)
+    asked = None
+    if prompts is not None:
+        if not logits:
+            raise click.UsageError("--prompts are for --logits")
+        from lora_tool.verification.prompts import read_prompts  # noqa: PLC0415 - torch, only where asked for
+
+        asked = read_prompts(prompts)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=quiet or sample or printed is Form.JSON) as bar:
         try:
@@ -94,6 +110,8 @@ def command(
                 level=Level.SAMPLE if sample else Level.FULL,
                 select=[code for codes in select for code in codes],
                 ignore=[code for codes in ignore for code in codes],
+                logits=logits,
+                prompts=asked,
                 jobs=jobs,
                 progress=bar,
             )

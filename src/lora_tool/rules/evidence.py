@@ -64,3 +64,49 @@ class TensorEvidence:
     def whole(self) -> bool:
         """Whether every value was compared."""
         return self.compared == self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputEvidence:
+    """What merged model and base with unmerged adapter answered to the same inputs, both computed in float32.
+
+    `explained_` figures are of a third run: the unmerged model with every changed weight moved at random by up to half
+    a unit in the last place of the merged model's type, which is what storing it may cost.
+    """
+
+    what: str
+    """"logits" of a language model, "scores" of a classifier."""
+    inputs: str
+    """What was asked, in words."""
+    values: int
+    largest: float
+    mean: float
+    explained_largest: float
+    explained_mean: float
+    divergence: float | None = None
+    """Mean Kullback-Leibler divergence of the next token's distribution, merged from unmerged, in nats."""
+    explained_divergence: float | None = None
+    same_choice: float | None = None
+    """Share of positions, or of texts of a classifier with several labels, with the same first choice."""
+    rank_agreement: float | None = None
+    """Kendall's tau-b between the two orders that the rewards put the texts in."""
+    streamed: bool = True
+    """Whether only a layer at a time was in memory."""
+
+    @property
+    def allowed_largest(self) -> float:
+        """The largest difference that rounding explains: four times that of the third run."""
+        return 4 * self.explained_largest + self.noise
+
+    @property
+    def allowed_mean(self) -> float:
+        """The mean difference that rounding explains: three times that of the third run."""
+        return 3 * self.explained_mean + self.noise
+
+    noise: float = 0.0
+    """What two float32 runs of one model may differ by."""
+
+    @property
+    def explained(self) -> bool:
+        """Whether the type of the merged weights explains the differences. NaN is not explained."""
+        return self.largest <= self.allowed_largest and self.mean <= self.allowed_mean

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.checkpoint import Kind
 from lora_tool.plan.model import Fate, Plan, Step
-from lora_tool.rules.evidence import TensorEvidence, Verdict
+from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.registry import Need
 from lora_tool.rules.subject import ModelSubject
 from lora_tool.tensors import TensorSpec
@@ -22,6 +22,8 @@ class MergedSubject(ModelSubject):
     evidence: Mapping[str, TensorEvidence] = field(default_factory=dict)
     recomputed: bool = False
     """Whether the changed tensors were computed a second time, not only compared with the base's bytes."""
+    outputs: OutputEvidence | None = None
+    """What both models answered, where they were asked."""
     base: str | None = None
     """What the base is called in messages."""
     inputs: Mapping[str, str] = field(default_factory=dict)

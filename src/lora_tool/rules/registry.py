@@ -40,6 +40,8 @@ class Need(str, enum.Enum):
     """The values of a merged model were compared with its base's."""
     RECOMPUTED = "recomputed"
     """The changed tensors of a merged model were computed a second time."""
+    OUTPUTS = "outputs"
+    """A merged model, and its base with the adapter, were asked the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     containers,
     head,
     merged_headers,
+    merged_outputs,
     merged_values,
     model_head,
     serving,
@@ -243,6 +244,8 @@ def _judge(subject: Subject, asked: _Asked) -> Report:
 def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
     """Whether the rule is for such a folder, and was asked for."""
     if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
+        return False
+    if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
         return False
     has_values = bool(subject.tensors) or isinstance(subject, ShardedSubject)
     return not rule.deep or (asked.deep is not False and has_values)

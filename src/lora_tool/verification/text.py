@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from lora_tool.display import printable
 from lora_tool.plan.model import Fate
 from lora_tool.report.json import report_json
-from lora_tool.rules.evidence import TensorEvidence, Verdict
+from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.verification.checking import Level
 from lora_tool.verification.verifying import Verification, summary_json
 
@@ -28,6 +29,8 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
     yield printable(f"compared {verification.merged}{against}: {how}")
     for fate in dict.fromkeys(found.fate for found in verification.evidence.values()):
         yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.fate is fate])
+    if verification.outputs is not None:
+        yield from (f"  {line}" for line in output_lines(verification.outputs))
     if tensors:
         yield from (f"  {tensor_line(found)}" for found in verification.evidence.values())
 
@@ -43,6 +46,28 @@ def _fate_line(fate: Fate, found: list[TensorEvidence]) -> str:
     kept = [item.cosine for item in right if item.cosine is not None]
     direction = f"; cosine of W' - W with ΔW {min(kept):.4f} or more" if kept else ""
     return f"{count} merged are W + ΔW, the farthest {ulps:.3f} units in the last place away{rounded}{direction}"
+
+
+def output_lines(found: OutputEvidence) -> Iterator[str]:
+    """Yield what both models answered."""
+    how = "a layer at a time" if found.streamed else "each model loaded whole"
+    yield f"{found.what} in float32 on {printable(found.inputs)}, {how}:"
+    yield (
+        f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average; rounding at random gives "
+        f"{found.explained_largest:.3g} and {found.explained_mean:.3g}: {'explained' if found.explained else 'NOT explained'}"
+    )
+    agreement = [
+        f"{name} {value:.4g}"
+        for name, value in (
+            ("KL divergence", found.divergence),
+            ("of which rounding gives", found.explained_divergence),
+            ("same first choice", found.same_choice),
+            ("rank agreement (Kendall)", found.rank_agreement),
+        )
+        if value is not None
+    ]
+    if agreement:
+        yield "  " + ", ".join(agreement)
 
 
 def tensor_line(found: TensorEvidence) -> str:
@@ -71,6 +96,7 @@ def verification_json(verification: Verification) -> dict[str, Any]:
             "base": printable(verification.base),
             "adapters": [printable(adapter) for adapter in verification.adapters],
             "precision": verification.precision.value if verification.precision else None,
+            "outputs": _outputs_json(verification.outputs),
             "per_tensor": [_tensor_json(found) for found in verification.evidence.values()],
         },
     }
@@ -90,6 +116,18 @@ def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
         "cosine": _finite(found.cosine),
         "reason": found.reason or None,
     }
+
+
+def _outputs_json(found: OutputEvidence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    table = dataclasses.asdict(found)
+    table |= {
+        "allowed_largest": found.allowed_largest,
+        "allowed_mean": found.allowed_mean,
+        "explained": found.explained,
+    }
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in table.items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import ModelDir, open_model
-from lora_tool.errors import VerificationFailed
+from lora_tool.errors import UnsupportedAdapter, VerificationFailed
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.provenance import Provenance, find_inputs
 from lora_tool.report import Report, Severity, Skipped
-from lora_tool.rules.evidence import TensorEvidence, Verdict
+from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged_subject import MergedSubject
 from lora_tool.rules.registry import chosen
 from lora_tool.rules.validation import judge
@@ -35,6 +35,8 @@ class Verification:
     precision: Precision | None
     evidence: Mapping[str, TensorEvidence]
     report: Report
+    outputs: OutputEvidence | None = None
+    """What both models answered, where they were asked."""
 
     def raise_for_errors(self) -> None:
         """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""
@@ -52,6 +54,8 @@ def verify(
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    logits: bool = False,
+    prompts: Sequence[str] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
@@ -59,10 +63,20 @@ def verify(
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
+    `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
     Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together.
     """
     inputs = find_inputs(Path(merged), base=_text(base), adapters=[str(adapter) for adapter in adapters])
-    return verify_inputs(inputs, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress)
+    return verify_inputs(
+        inputs,
+        level=level,
+        select=select,
+        ignore=ignore,
+        logits=logits,
+        prompts=prompts,
+        jobs=jobs,
+        progress=progress,
+    )
 
 
 def verify_inputs(
@@ -71,10 +85,13 @@ def verify_inputs(
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    logits: bool = False,
+    prompts: Sequence[str] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
+    told: Callable[[str], None] | None = None,
 ) -> Verification:
-    """Return what `verify` returns, for inputs that were found."""
+    """Return what `verify` returns, for inputs that were found. `told` is called with each run of `logits`."""
     level = Level(level)
     rules = chosen(select, ignore)
     plan, why_no_plan = inputs.plan_or_why_not()
@@ -82,17 +99,30 @@ def verify_inputs(
     if plan is not None:
         tensors, precision = inputs.merged.tensors, inputs.precision
         evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+    outputs, why_no_outputs = None, ""
+    if logits:
+        from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
+
+        try:
+            outputs = ask(inputs, plan, prompts=prompts, told=told)
+        except UnsupportedAdapter as error:
+            why_no_outputs = str(error)
     subject = MergedSubject(
         checkpoint=inputs.merged,
         plan=plan,
         why_no_plan=why_no_plan,
         evidence=evidence,
+        outputs=outputs,
         recomputed=True,
         base=str(inputs.base.root),
         inputs=inputs.fingerprints(),
     )
     report = judge(subject, [rule for rule in rules if not rule.deep])
+    if why_no_outputs:
+        unanswered = Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs)
+        report = replace(report, skipped=(*report.skipped, unanswered))
     return Verification(
+        outputs=outputs,
         merged=inputs.merged.root,
         base=str(inputs.base.root),
         adapters=tuple(str(adapter.root) for adapter in inputs.adapters),
