@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.execution.engine import execute
+from lora_tool.plan.merge import plan_merge
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, PREFIX, WEIGHTS, fields, lora, raw, tensors
 
@@ -43,27 +46,41 @@ class Mutation:
     with_base: bool = False
     quiet: bool = False
     """The code is expected as information only."""
+    verified: bool = False
+    """It is a merged model, which `verify` judges."""
 
 
 MUTATIONS: dict[str, Mutation] = {}
 
 
 def _breaks(
-    name: str, of: str, *, with_base: bool = False, quiet: bool = False, **options: object
+    name: str, of: str, *, with_base: bool = False, quiet: bool = False, verified: bool = False, **options: object
 ) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
     def register(injure: Callable[[Path], None]) -> Callable[[Path], None]:
         code = name.partition(" ")[0]
-        MUTATIONS[name] = Mutation(code=code, of=of, injure=injure, options=options, with_base=with_base, quiet=quiet)
+        MUTATIONS[name] = Mutation(
+            code=code, of=of, injure=injure, options=options, with_base=with_base, quiet=quiet, verified=verified
+        )
         return injure
 
     return register
 
 
 def copy_of(fixture: str, where: Path) -> Path:
-    """Copy the fixture that `fixture` (``causal-llama/adapter``) lies in, and return the copy of it."""
+    """Copy the fixture that `fixture` (``causal-llama/adapter``) lies in, and return the copy of it.
+
+    ``reward-qwen2/merged`` is made on the spot, from the copies of its base and adapter.
+    """
     root, _, folder = fixture.partition("/")
     shutil.copytree(FIXTURES / root, where / root)
-    return where / root / folder
+    return merged_in(where / root) if folder == "merged" else where / root / folder
+
+
+def merged_in(root: Path) -> Path:
+    """Merge the adapter in `root` into the base beside it, and return the merged folder."""
+    adapter = open_checkpoint(root / "adapter")
+    assert isinstance(adapter, AdapterDir)
+    return execute(plan_merge(open_model(root / "base"), adapter), root / "merged", overwrite=True)
 
 
 def break_(folder: Path, name: str) -> None:
@@ -858,3 +875,6 @@ def _served_regex(folder: Path) -> None:
 def _served_alora(folder: Path) -> None:
     _plain(folder)
     _set(folder, alora_invocation_tokens=[1, 2])
+
+
+from tests import mutations_merged  # noqa: E402, F401 - registers the injuries of merged models

@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from lora_tool.execution.engine import execute
     from lora_tool.plan.merge import plan_merge
     from lora_tool.rules.validation import validate
+    from lora_tool.verification.verifying import verify
 
-__all__ = ["execute", "open_checkpoint", "plan_merge", "validate"]
+__all__ = ["execute", "open_checkpoint", "plan_merge", "validate", "verify"]
 
 _HOMES = {
     "execute": "lora_tool.execution.engine",
     "open_checkpoint": "lora_tool.checkpoint",
     "plan_merge": "lora_tool.plan.merge",
     "validate": "lora_tool.rules.validation",
+    "verify": "lora_tool.verification.verifying",
 }
 
 

@@ -14,6 +14,7 @@
     ├── ExecutionError             it failed while writing
     │   ├── OutOfSpace
     │   └── SourceChanged          an input changed while it was read
+    ├── VerificationFailed         what was written is not what it should be
     ├── FindingsFound              raised by ``Report.raise_for_errors``
     └── MissingDependency          an extra is not installed
 
@@ -131,6 +132,10 @@ class OutOfSpace(ExecutionError):
 
 class SourceChanged(ExecutionError):
     """An input file changed between planning and reading."""
+
+
+class VerificationFailed(LoraToolError):
+    """What was written is not what it should be; as the output of a command it was not kept."""
 
 
 class FindingsFound(LoraToolError):

@@ -25,8 +25,13 @@ FLOORS: dict[str, float] = {
     "__main__": 7,
 }
 """First name below `lora_tool` → its floor."""
-NEVER = {"rules": ("execution", "torch", "transformers", "peft"), "report": ("execution", "torch", "transformers")}
-"""Judging needs neither arithmetic nor a model."""
+NEVER = {
+    "rules": ("execution", "torch", "transformers", "peft"),
+    "report": ("execution", "torch", "transformers"),
+    "verification": ("execution", "ml_dtypes"),
+    "execution": ("verification",),
+}
+"""Judging needs neither arithmetic nor a model; a proof shares no arithmetic with the writer."""
 LONGEST = 400
 
 FILES = sorted((SOURCE / "lora_tool").rglob("*.py"))

@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.checkpoint import open_checkpoint
 from lora_tool.report import Report, Severity
+from lora_tool.verification.verifying import verify
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, FIXTURES, MODEL, MUTATIONS, REWARD, RUN, SHARDED, Mutation, break_, copy_of
 
 
 def _judged(folder: Path, mutation: Mutation) -> Report:
+    if mutation.verified:
+        return verify(folder).report
     base = folder.parent / "base" if mutation.with_base else None
+    if mutation.with_base and folder.name == "merged":
+        adapter = open_checkpoint(folder.parent / "adapter")
+        return judge(folder, base=base, adapters=[adapter], **mutation.options)
     return judge(folder, base=base, **mutation.options)
 
 
@@ -29,6 +36,15 @@ def test_good_fixture_is_silent_with_its_base(fixture: str, base: str, task: str
     report = judge(FIXTURES / fixture, base=FIXTURES / base, task=task)
     assert lines(report) == []
     assert report.skipped == ()
+
+
+@pytest.mark.parametrize("fixture", ["reward-qwen2/merged", "causal-llama/merged"])
+def test_good_merge_is_silent(fixture: str, tmp_path: Path) -> None:
+    folder = copy_of(fixture, tmp_path)
+    adapter = open_checkpoint(folder.parent / "adapter")
+    assert lines(judge(folder)) == []
+    assert lines(judge(folder, base=folder.parent / "base", adapters=[adapter]), Severity.INFO) == []
+    assert lines(verify(folder).report, Severity.INFO) == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -8,11 +8,13 @@ DONE = 0
 FINDINGS = 1
 USAGE = 2
 CANNOT = 3
+FAILED_CHECK = 5
 INTERRUPTED = 130
 
 # the most specific class first: the first that matches decides
 _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.FindingsFound, FINDINGS),
+    (errors.VerificationFailed, FAILED_CHECK),
     (errors.OutputExists, 6),
     (errors.LoraToolError, CANNOT),
 )

@@ -22,6 +22,7 @@ COMMANDS = {
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
     "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
     "merge": "Merge an adapter into its base model.",
+    "verify": "Prove that a merged folder is its base plus its adapter.",
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
     "prune": "Remove the checkpoints of a run that are neither the last nor the best.",

@@ -28,6 +28,13 @@ from lora_tool.sources import Source, Wanted, resolve
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @base_option("Base model to compare with.  [default: what adapter_config.json names, if it is on this disk]")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="ADAPTER",
+    help="Adapter that a model, given as PATH, was merged with.",
+)
 @click.option("--rm", "reward", is_flag=True, help="A reward model is expected: a head with one label.")
 @click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
 @click.option("--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters]")
@@ -91,12 +98,13 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     paths = paths or (".",)
     asked = _asked(ctx, options, configuration(options["config_file"], paths))
     given_base = _open_base(resolve(options["base"])) if options["base"] is not None else None
+    adapters = tuple(map(_open_adapter, options["adapters"]))
     reports: list[Report] = []
     errors: list[LoraToolError] = []
     for path in paths:
         error: LoraToolError
         try:
-            reports.append(_judged(path, asked, given_base))
+            reports.append(_judged(path, asked, given_base, adapters))
         except LoraToolError as unreadable:
             error = unreadable
         except OSError as unreadable:
@@ -171,12 +179,14 @@ def _flat(lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return tuple(code for codes in lists for code in codes)
 
 
-def _judged(path: str, asked: _Asked, given_base: ModelDir | None) -> Report:
+def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tuple[AdapterDir, ...]) -> Report:
     checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
-    base, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(checkpoint)
+    of_merged = adapters[0] if adapters and isinstance(checkpoint, ModelDir) else checkpoint
+    base, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(of_merged)
     return validate(
         checkpoint,
         base=base,
+        adapters=adapters,
         num_labels=1 if asked.reward else asked.num_labels,
         task="reward" if asked.reward else None,
         select=asked.select,
@@ -192,6 +202,14 @@ def _open_base(source: Source) -> ModelDir:
     opened = open_checkpoint(source.path)
     if not isinstance(opened, ModelDir):
         raise NotACheckpoint(f"{source.path} is not a model but: {opened.kind}", hint="give a model: --base MODEL")
+    return opened
+
+
+def _open_adapter(reference: str) -> AdapterDir:
+    path = resolve(reference, download=True, wanted=Wanted.ADAPTER).path
+    opened = open_checkpoint(path)
+    if not isinstance(opened, AdapterDir):
+        raise NotACheckpoint(f"{path} is not an adapter but: {opened.kind}", hint="give an adapter: --adapter ADAPTER")
     return opened
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from lora_tool.cli.progress import progress_bar
+from lora_tool.cli.read_back import ReadBack
 from lora_tool.display import printable, size
 from lora_tool.plan.model import Plan
 from lora_tool.tensors import DType
@@ -80,8 +81,12 @@ def carry_out(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    verify: bool = False,
 ) -> None:
-    """Print the plan (`dry_run`), or write the folder `out` and print what was done. Raises as `execute` does."""
+    """Print the plan (`dry_run`), or write the folder `out` and print what was done. Raises as `execute` does.
+
+    With `verify` samples of what was written are read back and compared before the folder gets its name.
+    """
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
 
     check_output(out, overwrite=overwrite, inputs=tuple(inputs))
@@ -93,9 +98,10 @@ def carry_out(
         return
     from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
 
+    check = ReadBack(plan, out, jobs=jobs) if verify else None
     with progress_bar("writing", plan.data_bytes, quiet=quiet or as_json) as advance:
-        execute(plan, out, jobs=jobs, overwrite=overwrite, progress=advance)
-    _print_result(plan, out, as_json=as_json, quiet=quiet)
+        execute(plan, out, jobs=jobs, overwrite=overwrite, progress=advance, check=check)
+    _print_result(plan, out, check, as_json=as_json, quiet=quiet)
 
 
 def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
@@ -107,7 +113,7 @@ def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
         click.echo(f"would write {printable(str(out))}\n{plan_text(plan)}")
 
 
-def _print_result(plan: Plan, out: Path, *, as_json: bool, quiet: bool) -> None:
+def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         result = {
             "schema_version": 1,
@@ -115,6 +121,7 @@ def _print_result(plan: Plan, out: Path, *, as_json: bool, quiet: bool) -> None:
             "total_size": plan.data_bytes,
             "counts": plan.counts(),
             "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
+            "verification": checked.summary if checked else None,
             "notes": list(plan.notes),
             "warnings": list(plan.warnings),
         }
@@ -126,4 +133,6 @@ def _print_result(plan: Plan, out: Path, *, as_json: bool, quiet: bool) -> None:
             click.echo(f"  {printable(file.filename)}: {printable(file.reason)}")
         counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
         click.echo(f"{counts} (precision {plan.precision})")
+        if checked is not None:
+            click.echo(checked.line)
         click.echo(f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {len(plan.shards)} weight files")

@@ -6,10 +6,10 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_limits
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int], None]
 """Called with the number of bytes just written, from any worker."""
 
+Check = Callable[[Path], Mapping[str, Any]]
+"""Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""
+
 
 def execute(
     plan: Plan,
@@ -36,12 +39,13 @@ def execute(
     jobs: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
     It appears under that name complete and flushed to disk, or not at all. Anonymous memory is a few blocks per
-    worker; `jobs` workers, by default one per available core. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`,
-    `ExecutionError`.
+    worker; `jobs` workers, by default one per available core. `check` may look at it before it gets its name, and refuse
+    it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what `check` raises.
     """
     target = Path(out)
     check_output(target, overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
@@ -57,7 +61,8 @@ def execute(
         for file in plan.side_files:
             content = file.content if file.content is not None else _bytes_of(file)
             write_file(folder / file.filename, content)
-        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes))
+        verification = check(folder) if check is not None else None
+        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, verification))
         sources.check_unchanged()
     return target
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lora_tool.errors import BadConfig, Defect, Problem
 from lora_tool.formats.files import read_json
+from lora_tool.tensors import DType, TensorSpec
 
 FILE_NAME = "lora_tool.json"
 SCHEMA_VERSION = 1
@@ -22,6 +23,27 @@ class Manifest:
     raw: Mapping[str, Any]
     merged_adapters: tuple[str, ...]
     """sha256 of the weight files of every adapter whose delta is in these weights, older merges included."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec] | None:
+        """The tensors that were written, by the ledger; None where it has none, or not of a form that we know."""
+        ledger = self.raw.get("ledger")
+        if not isinstance(ledger, list) or not all(isinstance(entry, dict) for entry in ledger):
+            return None
+        try:
+            specs = [
+                TensorSpec(name=str(entry["name"]), dtype=DType(entry["dtype"]), shape=tuple(entry["shape"]))
+                for entry in ledger
+            ]
+        except (KeyError, TypeError, ValueError):
+            return None
+        return {spec.name: spec for spec in specs}
+
+    def input(self, name: str) -> Mapping[str, Any]:
+        """Return the record of the input `name` (``base``, ``adapter``); empty where there is none."""
+        inputs = self.raw.get("inputs")
+        found = inputs.get(name) if isinstance(inputs, dict) else None
+        return found if isinstance(found, dict) else {}
 
 
 def read_manifest(path: Path) -> Manifest:

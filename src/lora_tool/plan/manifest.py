@@ -90,8 +90,11 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
 
 
-def manifest_bytes(plan: Plan, hashes: Mapping[Path, str]) -> bytes:
-    """Return the content of `lora_tool.json`: the same plan gives the same bytes. `hashes` are those of `plan.hashed`."""
+def manifest_bytes(plan: Plan, hashes: Mapping[Path, str], verification: Mapping[str, Any] | None = None) -> bytes:
+    """Return the content of `lora_tool.json`: the same plan gives the same bytes.
+
+    `hashes` are those of `plan.hashed`, `verification` what a check of the written folder found, None without one.
+    """
     packages = ["numpy"] + (["torch"] if plan.precision.value == "peft" else [])
     table = {
         "schema_version": SCHEMA_VERSION,
@@ -100,6 +103,7 @@ def manifest_bytes(plan: Plan, hashes: Mapping[Path, str]) -> bytes:
         "precision": plan.precision.value,
         "versions": _versions(packages),
         "warnings": list(plan.warnings),
+        "verification": None if verification is None else dict(verification),
         "counts": plan.counts(),
         "ledger": [
             {**step_json(step, plan.input_names), "shard": shard.filename}

@@ -34,6 +34,14 @@ class Need(str, enum.Enum):
     """The weights themselves are read, not only their headers."""
     SERVER = "server"
     """What the adapter is to be served with was named."""
+    PLAN = "plan"
+    """It is known what every tensor of a merged model should be."""
+    COMPARED = "compared"
+    """The values of a merged model were compared with its base's."""
+    RECOMPUTED = "recomputed"
+    """The changed tensors of a merged model were computed a second time."""
+    OUTPUTS = "outputs"
+    """A merged model, and its base with the adapter, were asked the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import PREFIX, AdapterKey, Part
 from lora_tool.plan.architectures import Architecture
 from lora_tool.rules.weights_scan import WeightScan, scan
-from lora_tool.tensors import StoredTensor, TensorTable
+from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
@@ -40,6 +40,11 @@ class Subject:
     def problems(self) -> tuple[Problem, ...]:
         """What was wrong with the files when the folder was opened."""
         return self.checkpoint.problems
+
+    @property
+    def kind(self) -> str:
+        """What the folder is, in the words of reports."""
+        return str(self.checkpoint.kind)
 
     @property
     def home(self) -> str:
@@ -72,6 +77,12 @@ class ModelSubject(Subject):
 
     checkpoint: ModelDir
     num_labels: int | None = None
+
+    @property
+    def expected(self) -> Mapping[str, TensorSpec] | None:
+        """The tensors that the folder should hold, by its manifest; None where it has none."""
+        manifest = self.checkpoint.manifest
+        return None if manifest is None else manifest.tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

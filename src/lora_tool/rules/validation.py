@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lora_tool.checkpoint import (
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.plan.provenance import Provenance
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
 from lora_tool.rules import (  # noqa: F401 - importing a family registers its rules
@@ -28,6 +29,9 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     against_base,
     containers,
     head,
+    merged_headers,
+    merged_outputs,
+    merged_values,
     model_head,
     serving,
     training,
@@ -36,6 +40,8 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     zero_values,
 )
 from lora_tool.rules.base_match import match_base
+from lora_tool.rules.merged_bytes import merged_subject
+from lora_tool.rules.merged_subject import MergedSubject
 from lora_tool.rules.registry import RULES, Need, Rule, chosen
 from lora_tool.rules.runs import FINISHED, Judged, run_table
 from lora_tool.rules.sharded import ShardedSubject, sharded_subject
@@ -51,6 +57,7 @@ def validate(
     checkpoint: Checkpoint,
     *,
     base: ModelDir | None = None,
+    adapters: Sequence[AdapterDir] = (),
     num_labels: int | None = None,
     task: str | None = None,
     select: Iterable[str] = (),
@@ -62,7 +69,8 @@ def validate(
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
 
-    `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `task`
+    `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `adapters` are
+    those that a model was merged with: with `base` it is compared with what they give. `task`
     "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
     the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
     rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
@@ -72,6 +80,7 @@ def validate(
     asked = _Asked(
         rules=chosen(select, ignore),
         base=base,
+        adapters=tuple(adapters),
         num_labels=1 if task == "reward" and num_labels is None else num_labels,
         task=task,
         deep=deep,
@@ -99,6 +108,7 @@ class _Asked:
 
     rules: tuple[Rule, ...]
     base: ModelDir | None
+    adapters: tuple[AdapterDir, ...]
     num_labels: int | None
     task: str | None
     deep: bool | None
@@ -130,6 +140,9 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield adapter_subject(
             checkpoint, base=asked.base, num_labels=asked.num_labels, task=asked.task, servers=asked.servers
         )
+    elif isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
+        provenance = Provenance(merged=checkpoint, base=asked.base, adapters=asked.adapters)
+        yield merged_subject(provenance, num_labels=asked.num_labels, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels)
     elif isinstance(checkpoint, ZeroDir | DcpDir):
@@ -194,6 +207,23 @@ def adapter_subject(
     )
 
 
+def judge(subject: Subject, rules: Iterable[Rule]) -> Report:
+    """Return what the rules find in one subject that was put together elsewhere, from headers and what it brings."""
+    return _judge(
+        subject,
+        _Asked(
+            rules=tuple(rules),
+            base=None,
+            adapters=(),
+            num_labels=None,
+            task=None,
+            deep=None,
+            servers=frozenset(),
+            why_no_base=NO_BASE,
+        ),
+    )
+
+
 def _judge(subject: Subject, asked: _Asked) -> Report:
     path = str(subject.checkpoint.root)
     findings: list[Finding] = []
@@ -208,13 +238,15 @@ def _judge(subject: Subject, asked: _Asked) -> Report:
             ran.append(rule.code)
         else:
             skipped.append(Skipped(code=rule.code, path=path, reason=reason))
-    checked = Checked(path=path, kind=str(subject.checkpoint.kind), rules=tuple(ran))
+    checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
     return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
 
 def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
     """Whether the rule is for such a folder, and was asked for."""
     if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
+        return False
+    if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
         return False
     has_values = bool(subject.tensors) or isinstance(subject, ShardedSubject)
     return not rule.deep or (asked.deep is not False and has_values)
@@ -231,6 +263,8 @@ def _why_not(rule: Rule, subject: Subject, asked: _Asked) -> str | None:
         reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
         if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
             reason = asked.why_no_base if subject.base is None else subject.why_no_match
+        if reason is None and isinstance(subject, MergedSubject):
+            reason = subject.why_not(rule.needs)
         if reason is None and rule.deep and asked.deep is None and isinstance(checkpoint, ModelDir):
             return "a model's weights are read only with --deep"
         return reason

@@ -1,0 +1,150 @@
+"""What a merged folder was made from: given, named by its manifest, or by the configs; and planning it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
+from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
+from lora_tool.plan.manifest import fingerprint
+from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.model import Plan, Precision
+from lora_tool.sources import Wanted, resolve
+from lora_tool.tensors import DType
+
+_AS_IN_THE_BASE = "as in the base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """A merged model, and the base and adapters that it is compared with."""
+
+    merged: ModelDir
+    base: ModelDir
+    adapters: tuple[AdapterDir, ...]
+
+    @property
+    def by_manifest(self) -> Mapping[str, Any] | None:
+        """What the manifest says of the merge; None where another tool made it, or it was another operation."""
+        manifest = self.merged.manifest
+        return manifest.raw if manifest is not None and manifest.raw.get("operation") == "merge" else None
+
+    @property
+    def precision(self) -> Precision | None:
+        """The arithmetic of the merge, None where nobody says."""
+        recorded = (self.by_manifest or {}).get("precision")
+        return Precision(recorded) if recorded in {precision.value for precision in Precision} else None
+
+    def plan(self) -> Plan:
+        """Return the plan of the same merge, made now. Raises as `plan_merge` does."""
+        record = self.by_manifest or {}
+        dtype = record.get("dtype", _AS_IN_THE_BASE)
+        labels = record.get("num_labels")
+        return plan_merge(
+            self.base,
+            self.adapters,
+            task=record.get("task", "auto"),
+            num_labels=labels if type(labels) is int else None,
+            dtype=DType(dtype) if dtype in {known.value for known in DType} else None,
+            precision=self.precision or Precision.FLOAT32,
+        )
+
+    def plan_or_why_not(self) -> tuple[Plan | None, str]:
+        """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""
+        try:
+            return self.plan(), ""
+        except UnsupportedAdapter as error:
+            return None, str(error)
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """Return the inputs' fingerprints by the names that the manifest gives them."""
+        names = (_adapter_name(number) for number in range(1, len(self.adapters) + 1))
+        adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
+        return {"base": fingerprint(self.base.weights), **adapters}
+
+
+def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Provenance:
+    """Return the merged model, its base and its adapters.
+
+    Without `adapters` the manifest names them; without `base` the manifest, else the adapter's config, else the merged
+    model's `_name_or_path`. What is given may be downloaded; what is only named must be on this disk. Raises
+    `NotACheckpoint` where one is not known, and as `open_checkpoint` does.
+    """
+    model = open_model(merged)
+    paths = [resolve(adapter, download=True, wanted=Wanted.ADAPTER).path for adapter in adapters]
+    opened = tuple(_open_adapter(path) for path in paths or _recorded_adapters(model))
+    return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
+
+
+def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
+    number = 1
+    while (entry := _recorded(merged, _adapter_name(number))) is not None:
+        yield _resolve_named(entry, merged, "adapter")
+        number += 1
+    if number == 1:
+        raise NotACheckpoint(
+            f"{merged.root} does not say which adapter it was merged with",
+            hint=f"lora-tool verify {merged.root} --adapter ADAPTER",
+        )
+
+
+def _adapter_name(number: int) -> str:
+    """Return what the manifest calls the adapter of that number."""
+    return "adapter" if number == 1 else f"adapter {number}"
+
+
+def _open_adapter(path: Path) -> AdapterDir:
+    opened = open_checkpoint(path)
+    if not isinstance(opened, AdapterDir):
+        raise NotACheckpoint(f"{path} is not an adapter but: {opened.kind}")
+    return opened
+
+
+def _open_base(merged: ModelDir, adapter: AdapterDir, given: str | None) -> ModelDir:
+    if given is not None:
+        return open_model(resolve(given, download=True).path)
+    recorded = _recorded(merged, "base")
+    if recorded is not None:
+        return open_model(_resolve_named(recorded, merged, "base"))
+    own = merged.config.raw.get("_name_or_path") if merged.config else None
+    names = [
+        (adapter.config.base_model if adapter.config else None, adapter.config.revision if adapter.config else None),
+        (own if isinstance(own, str) else None, None),
+    ]
+    hint = f"lora-tool verify {merged.root} --adapter {adapter.root} --base MODEL"
+    for name, revision in names:
+        if name:
+            try:
+                path = resolve(name, near=adapter.root, revision=revision).path
+            except CheckpointError as error:
+                error.hint = error.hint or hint
+                raise
+            if not path.samefile(merged.root):
+                return open_model(path)
+    raise NotACheckpoint(f"{merged.root}: neither it nor the adapter names the base model", hint=hint)
+
+
+def _recorded(merged: ModelDir, name: str) -> Mapping[str, Any] | None:
+    entry = merged.manifest.input(name) if merged.manifest else {}
+    return entry if entry.get("path") or entry.get("hub_id") else None
+
+
+def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str) -> Path:
+    hub_id, revision = entry.get("hub_id"), entry.get("revision")
+    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
+    option = f"--{name} {name.upper()}"
+    try:
+        return resolve(reference, revision=revision if isinstance(revision, str) else None).path
+    except CheckpointError as error:
+        raise NotACheckpoint(
+            f"{merged.root} was made from the {name} {printable_reference(entry)}, which is not there any more: {error}",
+            hint=f"lora-tool verify {merged.root} {option}",
+        ) from error
+
+
+def printable_reference(entry: Mapping[str, Any]) -> str:
+    """Return what a manifest's entry calls an input."""
+    return str(entry.get("hub_id") or entry.get("path"))

@@ -1,0 +1,254 @@
+"""Asking a merged model, and its base with the adapter unmerged, the same; and measuring what rounding explains."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
+from lora_tool.plan.model import Copy, Plan
+from lora_tool.plan.provenance import Provenance
+from lora_tool.plan.storage import plainly_stored
+from lora_tool.plan.task import is_classifier
+from lora_tool.rules.evidence import OutputEvidence
+from lora_tool.verification.files import Files
+from lora_tool.verification.layers import (
+    Noise,
+    NotStreamable,
+    adapter_name,
+    bare_model,
+    finder,
+    shaken,
+    stream,
+    with_adapters,
+)
+from lora_tool.verification.prompts import Inputs, tokenized
+
+try:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.utils import logging
+except ImportError as error:
+    raise MissingDependency("transformers", extra="merge") from error
+
+_BATCH = 8
+_POSITIONS = 4
+"""Last positions of each prompt whose logits are compared: a vocabulary of 150,000 takes 0.6 MB each."""
+_NOISE = 2e-6
+"""What float32 runs of one model may differ by, relative to the largest value; layers add roundoffs of 6e-8."""
+
+Told = Callable[[str], None]
+"""Called with a word on what is being computed."""
+
+
+def ask(
+    provenance: Provenance, plan: Plan | None, *, prompts: Sequence[str] | None = None, told: Told | None = None
+) -> OutputEvidence:
+    """Return how far the answers of the merged model and of base + adapter are apart, both computed in float32.
+
+    Where the base is stored as it is in memory, a layer at a time is read from the disk; else the models are loaded
+    whole, one after the other. No code of a checkpoint is run. Raises `UnsupportedAdapter` where transformers or PEFT
+    cannot build or run the models.
+    """
+    told = told or (lambda _: None)
+    with _quiet(), torch.inference_mode():
+        try:
+            return _Asking(provenance, plan, prompts, told).evidence()
+        except LoraToolError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UnsupportedAdapter(f"{provenance.merged.root} cannot be asked: {reason}") from error
+
+
+class _Asking:
+    """One comparison: the inputs, and a run for each model."""
+
+    def __init__(self, provenance: Provenance, plan: Plan | None, prompts: Sequence[str] | None, told: Told) -> None:
+        self._provenance = provenance
+        self._plan = plan
+        self._told = told
+        merged = provenance.merged.root
+        self._config = AutoConfig.from_pretrained(merged, local_files_only=True, trust_remote_code=False)
+        classes = provenance.merged.config.architectures if provenance.merged.config else ()
+        self._classifier = is_classifier(classes)
+        self._auto = AutoModelForSequenceClassification if self._classifier else AutoModelForCausalLM
+        text = self._config.get_text_config()
+        if getattr(text, "pad_token_id", None) is None:
+            text.pad_token_id = 0
+        folders = [merged, *(adapter.root for adapter in provenance.adapters), provenance.base.root]
+        self._inputs = tokenized(folders, prompts, vocab_size=text.vocab_size, pad_id=text.pad_token_id)
+
+    def evidence(self) -> OutputEvidence:
+        streamed = self._can_stream()
+        try:
+            runs = self._runs(streamed=streamed)
+        except (NotStreamable, NotImplementedError, RuntimeError):
+            if not streamed:
+                raise
+            streamed = False
+            runs = self._runs(streamed=False)
+        return _compared(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
+
+    def _can_stream(self) -> bool:
+        provenance = self._provenance
+        return self._plan is not None and plainly_stored(provenance.base, provenance.adapters) is not None
+
+    def _runs(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""
+        unmerged = self._streamed_unmerged if streamed else self._loaded_unmerged
+        self._told("base + adapter")
+        first = unmerged(None)
+        self._told("merged")
+        second = self._streamed_merged() if streamed else self._loaded_merged()
+        self._told("base + adapter, rounded at random")
+        return first, second, unmerged(self._noise())
+
+    def _noise(self) -> Noise:
+        """Return the types of the merged tensors that are not the base's bytes; of all floats where nobody says."""
+        stored = {
+            name: tensor.dtype for name, tensor in self._provenance.merged.tensors.items() if tensor.dtype.is_float
+        }
+        if self._plan is None:
+            return stored
+        copied = {
+            step.out.name
+            for step in self._plan.steps
+            if isinstance(step.op, Copy) and stored.get(step.out.name) is step.op.source.dtype
+        }
+        return {name: dtype for name, dtype in stored.items() if name not in copied}
+
+    def _streamed_unmerged(self, noise: Noise | None) -> torch.Tensor:
+        with Files() as files:
+            model = with_adapters(bare_model(self._auto, self._base_config()), self._provenance.adapters)
+            stream(model, finder(self._provenance.base.tensors, self._provenance.adapters), files, noise=noise)
+            return self._answers(model)
+
+    def _streamed_merged(self) -> torch.Tensor:
+        with Files() as files:
+            model = bare_model(self._auto, self._config)
+            stream(model, self._provenance.merged.tensors.get, files)
+            return self._answers(model)
+
+    def _loaded_unmerged(self, noise: Noise | None) -> torch.Tensor:
+        model = self._load(self._provenance.base.root, self._base_config())
+        adapters = self._provenance.adapters
+        model = PeftModel.from_pretrained(model, str(adapters[0].root), adapter_name=adapter_name(0))
+        for number, adapter in enumerate(adapters[1:], start=1):
+            model.load_adapter(str(adapter.root), adapter_name=adapter_name(number))
+        if len(adapters) > 1:
+            model.base_model.set_adapter([adapter_name(number) for number in range(len(adapters))])
+        if noise is not None:
+            _shake(model, next(iter(noise.values())) if noise else None)
+        answers = self._answers(model.eval())
+        del model
+        gc.collect()
+        return answers
+
+    def _loaded_merged(self) -> torch.Tensor:
+        answers = self._answers(self._load(self._provenance.merged.root, self._config))
+        gc.collect()
+        return answers
+
+    def _load(self, folder: Path, config: Any) -> Any:  # noqa: ANN401
+        return self._auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        ).eval()
+
+    def _base_config(self) -> Any:  # noqa: ANN401
+        """Return the base's config, with the labels and the pad token that the merged model was given."""
+        config = AutoConfig.from_pretrained(self._provenance.base.root, local_files_only=True, trust_remote_code=False)
+        if self._classifier:
+            config.num_labels = self._config.num_labels
+        config.get_text_config().pad_token_id = self._config.get_text_config().pad_token_id
+        return config
+
+    def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
+        """Return the scores, [texts, labels], or the last logits of each prompt, [positions, vocabulary]. Float32."""
+        found = []
+        for at in range(0, len(self._inputs.ids), _BATCH):
+            ids, mask = self._inputs.ids[at : at + _BATCH], self._inputs.mask[at : at + _BATCH]
+            logits = model(input_ids=ids, attention_mask=mask).logits.float()
+            if self._classifier:
+                found.append(logits)
+                continue
+            for row, length in zip(logits, mask.sum(dim=1).tolist(), strict=True):
+                found.append(row[max(0, length - _POSITIONS) : length].clone())
+        return torch.cat(found)
+
+
+def _shake(model: Any, dtype: Any) -> None:  # noqa: ANN401
+    """Move the weights of adapted layers at random by up to half a unit in the last place of `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if dtype is not None and (".base_layer." in name or ".modules_to_save." in name):
+            parameter.copy_(shaken(parameter, dtype, generator))
+
+
+def _compared(
+    unmerged: torch.Tensor, merged: torch.Tensor, moved: torch.Tensor, *, what: str, inputs: Inputs, streamed: bool
+) -> OutputEvidence:
+    apart, explained = (merged - unmerged).abs(), (moved - unmerged).abs()
+    causal = what == "logits"
+    labels = unmerged.shape[-1]
+    return OutputEvidence(
+        what=what,
+        inputs=inputs.what,
+        values=unmerged.numel(),
+        largest=float(apart.max()),
+        mean=float(apart.mean()),
+        explained_largest=float(explained.max()),
+        explained_mean=float(explained.mean()),
+        noise=_NOISE * max(1.0, float(unmerged.abs().max())),
+        divergence=_divergence(unmerged, merged) if causal else None,
+        explained_divergence=_divergence(unmerged, moved) if causal else None,
+        same_choice=float((unmerged.argmax(-1) == merged.argmax(-1)).float().mean()) if labels > 1 else None,
+        rank_agreement=_kendall(unmerged[:, 0].tolist(), merged[:, 0].tolist()) if labels == 1 else None,
+        streamed=streamed,
+    )
+
+
+def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Return the mean over positions of KL(p ‖ q) of the next token, in nats."""
+    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+def _kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return Kendall's tau-b of two lists; None where one of them is all ties."""
+    pairs = [(i, j) for i in range(len(first)) for j in range(i)]
+    signs = [(_sign(first[i] - first[j]), _sign(second[i] - second[j])) for i, j in pairs]
+    agreeing = sum(a * b for a, b in signs)
+    untied = (sum(a != 0 for a, _ in signs) * sum(b != 0 for _, b in signs)) ** 0.5
+    return agreeing / untied if untied else None
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' and PEFT's remarks and bars away: the report says what matters."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,107 @@
+"""How far a merged value may be from the recomputed one, by the arithmetic that made it.
+
+Notation: u is the unit roundoff of a type (2^-8 for BF16, 2^-11 for F16, 2^-24 for F32, 2^-53 for F64), r the rank,
+and γ(n) = n·u/(1 - n·u). A sum of products of length r, computed in any order with roundoff u, is off by at most
+γ(r)·|B|·|A| (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., 2002, section 3.5); scaling it and
+adding W are two more roundings. So the accumulated value is within γ(r+2)·(|W| + s·|B|·|A|) of W + s·B·A, and
+storing it costs half a unit in the last place. We use |b·a| ≤ ‖b‖·‖a‖ for the entries of |B|·|A|, and
+|W| ≤ |W'| + |ΔW| with |W'| ≤ 2/u' half units in the last place of a result of roundoff u'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lora_tool.plan.model import Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision
+from lora_tool.tensors import DType
+from lora_tool.verification.elements import FLOATS
+
+_SINGLE = FLOATS[DType.F32].roundoff
+_DOUBLE = FLOATS[DType.F64].roundoff
+_LEFT_OUT = 2.0**-40
+"""What `--precision float64` leaves out of each factor, relative to its largest entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """|W' - (W + ΔW)| ≤ `of_result` half units in the last place + `of_change`·|ΔW| + `of_product`·‖b‖·‖a‖."""
+
+    of_result: float
+    of_change: float = 0.0
+    of_product: float = 0.0
+
+
+def working_type(op: Op, out: DType) -> np.dtype[np.float32] | np.dtype[np.float64]:
+    """Return the type to compare in: float32 for 16-bit results, whose roundoff is 2^-13 of it at least, else float64."""
+    narrow = out in (DType.BF16, DType.F16) and op.source.dtype is not DType.F64
+    return np.dtype(np.float32) if narrow else np.dtype(np.float64)
+
+
+def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
+    """Return the bound of what lora-tool writes with `precision`."""
+    terms = tuple(terms_of(op))
+    result = FLOATS[out].roundoff
+    if not terms and not isinstance(op, DoraDelta):
+        return _compared(Bound(of_result=1), op, out)
+    rank = sum(term.rank for term in terms)
+    unit = _DOUBLE if precision is Precision.FLOAT64 else _SINGLE
+    steps = _gamma(rank + 2 * max(1, len(terms)), unit)
+    of_product = 2.5 * steps + (2 * rank * _LEFT_OUT if precision is Precision.FLOAT64 else 0)
+    of_result = 1 + 2.5 * steps / result
+    of_change = steps
+    if isinstance(op, DoraDelta):
+        # a norm is off by half of what its n squares are, the factor and the product by one rounding each
+        width = op.source.shape[0] if op.transposed else op.source.shape[-1]
+        of_result += 2 * _gamma(width // 2 + rank + 8, unit) / result
+    if precision is Precision.PEFT:
+        if FLOATS[op.source.dtype].roundoff < result:  # PEFT adds to a base that was rounded when it was loaded
+            of_result, of_change = of_result + 2, of_change + result
+        if isinstance(op, LoraDelta) and op.rounded:
+            of_change += result
+    return _compared(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
+
+
+def sixteen_bit_bound(op: Op, out: DType) -> Bound:
+    """Return the bound of a merge that another tool made: rounded after every operation, in the narrower type.
+
+    PEFT does so without `autocast_adapter_dtype`, on 16-bit devices, and in `safe_merge`: factors, delta, scaled delta
+    and sum are each rounded. A model loaded in 16 bits and saved in 32 has the values of 16.
+    """
+    result = FLOATS[out].roundoff
+    unit = max(result, FLOATS[op.source.dtype].roundoff)
+    if isinstance(op, Cast) or not tuple(terms_of(op)):
+        unit = max(unit, FLOATS[DType.BF16].roundoff)
+    rounded_first = 2 * unit / result if unit > result or FLOATS[op.source.dtype].roundoff < result else 0.0
+    of_result = unit / result + rounded_first + (8 * unit / result if isinstance(op, DoraDelta) else 0.0)
+    strict = stated_bound(op, out, Precision.FLOAT32)
+    return Bound(
+        of_result=strict.of_result + of_result,
+        of_change=strict.of_change + 4 * unit,
+        of_product=strict.of_product + 4 * unit,
+    )
+
+
+def _compared(bound: Bound, op: Op, out: DType) -> Bound:
+    """Add what the comparison itself may be off by: float64 products, and a few operations in the working type."""
+    unit = 4 * (_SINGLE if working_type(op, out) == np.float32 else _DOUBLE)
+    rank = sum(term.rank for term in terms_of(op))
+    return Bound(
+        of_result=bound.of_result + 2 * unit / FLOATS[out].roundoff,
+        of_change=bound.of_change + unit,
+        of_product=bound.of_product + _gamma(rank + 4, _DOUBLE),
+    )
+
+
+def _gamma(steps: int, unit: float) -> float:
+    return steps * unit / (1 - steps * unit)
+
+
+def terms_of(op: Op) -> Iterator[LoraTerm]:
+    """Yield the operation's products."""
+    if isinstance(op, LoraDelta):
+        yield from op.terms
+    elif isinstance(op, DoraDelta):
+        yield op.term

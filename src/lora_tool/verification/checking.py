@@ -1,0 +1,187 @@
+"""Comparing the tensors of a folder with the plan that should have made them, in parallel and in bounded memory."""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from lora_tool.plan.model import DoraDelta, Plan, Precision, Step
+from lora_tool.rules.evidence import TensorEvidence
+from lora_tool.tensors import TensorTable
+from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
+from lora_tool.verification.diagnosis import evidence_of
+from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.parts import Part, parts_of
+from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretches, stretches
+from lora_tool.verification.recompute import Recomputer, why_not
+from lora_tool.verification.tally import Tally, compare
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes just compared, from any worker."""
+_TASK_PARTS = 16
+"""Blocks or stretches per task: enough that handing it out costs nothing."""
+
+
+@enum.unique
+class Level(str, enum.Enum):
+    """How much is read."""
+
+    SAMPLE = "sample"
+    """Rows of what was changed and pieces of what was copied, from everywhere: a small part of the merge's time."""
+    FULL = "full"
+    """Every value of every tensor."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """Part of the comparison of the tensors' part `number`: ranges of rows to recompute, or stretches of bytes."""
+
+    number: int
+    part: Part
+    rows: tuple[Rows, ...] = ()
+    stretches: tuple[tuple[int, int], ...] = ()
+
+
+def check_tensors(
+    plan: Plan,
+    tensors: TensorTable,
+    *,
+    level: Level = Level.FULL,
+    precision: Precision | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of every planned tensor that `tensors` has with the planned shape.
+
+    `precision` is the arithmetic that made them, None where that is not known: then what 16-bit arithmetic explains is
+    right, too. Raises `SourceChanged` or OSError where a file cannot be read to its end.
+    """
+    steps = tuple(_present(plan, tensors))
+    parts: list[Part] = []
+    owned: dict[str, range] = {}
+    for step in steps:
+        begin = len(parts)
+        parts += parts_of(step, tensors[step.out.name])
+        owned[step.out.name] = range(begin, len(parts))
+    tallies = [Tally() for _ in parts]
+    with Files() as files, threadpool_limits(limits=1, user_api="blas"):
+        for number, tally in _in_parallel(_tasks(parts, level), files, precision, jobs, progress or (lambda _: None)):
+            tallies[number].add(tally)
+        return {
+            step.out.name: evidence_of(
+                step, [(parts[at], tallies[at]) for at in owned[step.out.name]], files, stated=precision is not None
+            )
+            for step in steps
+        }
+
+
+def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
+    for step in plan.steps:
+        stored = tensors.get(step.out.name)
+        same_kind = stored is not None and stored.dtype.is_float == step.out.dtype.is_float
+        if stored is not None and stored.shape == step.out.shape and same_kind:
+            yield step
+
+
+def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
+    for number, part in enumerate(parts):
+        if part.copied:
+            found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
+            for some in _grouped(list(found)):
+                yield _Task(number=number, part=part, stretches=tuple(some))
+        elif why_not(part.op) is None and part.stored.spec.numel:
+            rows = list(blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
+            # the norms of DoRA on a weight stored [in, out] take a pass over all of it: once, not once per task
+            alone = isinstance(part.op, DoraDelta) and part.op.transposed
+            for group in [rows] if alone else _grouped(rows):
+                yield _Task(number=number, part=part, rows=tuple(group))
+
+
+def _grouped(items: Sequence[Rows] | Sequence[tuple[int, int]]) -> Iterator[Sequence]:  # type: ignore[type-arg]
+    for at in range(0, len(items), _TASK_PARTS):
+        yield items[at : at + _TASK_PARTS]
+
+
+def _in_parallel(
+    tasks: Iterator[_Task], files: Files, precision: Precision | None, jobs: int | None, progress: Progress
+) -> Iterator[tuple[int, Tally]]:
+    stop = threading.Event()
+    local = threading.local()
+
+    def run(task: _Task) -> Tally:
+        if not hasattr(local, "recomputer"):
+            local.recomputer = Recomputer(files)
+        tally = Tally()
+        for part in _run(task, files, local.recomputer, precision):
+            tally.add(part)
+            if stop.is_set():
+                break
+            progress(part.compared * task.part.stored.dtype.bits // 8)
+        return tally
+
+    with ThreadPoolExecutor(jobs or _available_cores()) as workers:
+        try:
+            futures: list[tuple[int, Future[Tally]]] = [(task.number, workers.submit(run, task)) for task in tasks]
+            for number, future in futures:
+                yield number, future.result()
+        except BaseException:
+            stop.set()
+            workers.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
+    part = task.part
+    if part.copied:
+        for start, nbytes in task.stretches:
+            yield _compare_bytes(part, files, start, nbytes)
+        return
+    dtype = part.stored.dtype
+    wide = working_type(part.op, dtype)
+    bound = stated_bound(part.op, dtype, precision or Precision.FLOAT32)
+    loose = None if precision else sixteen_bit_bound(part.op, dtype)
+    width = rows_and_columns(part.stored.shape)[1]
+    for rows in task.rows:
+        with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+            for some, expected in recomputer.blocks(part.op, rows, wide):
+                stored = files.rows(part.stored, some)
+                position = partial(_flat, rows=some, width=width, begin=part.begin)
+                yield compare(stored, dtype, expected, bound, loose, position)
+
+
+def _flat(at: int, *, rows: Rows, width: int, begin: int) -> int:
+    """Return the flat index in the tensor of value `at` of a block of rows."""
+    row, column = divmod(at, width)
+    for first, last in rows:
+        if row < last - first:
+            return begin + (first + row) * width + column
+        row -= last - first
+    raise AssertionError("a value of the block is in one of its rows")
+
+
+def _compare_bytes(part: Part, files: Files, start: int, nbytes: int) -> Tally:
+    """Compare a stretch of a copied tensor byte by byte."""
+    stored, source = files.read(part.stored, start, nbytes), files.read(part.op.source, start, nbytes)
+    width = max(1, part.stored.dtype.bits // 8)
+    tally = Tally(compared=nbytes // width)
+    if stored.data != source.data:
+        differing = np.flatnonzero(stored != source) // width
+        tally.wrong = tally.loosely_wrong = len(np.unique(differing))
+        tally.first = part.begin + start // width + int(differing[0])
+        tally.moved = True
+    return tally

@@ -1,0 +1,123 @@
+"""What is wrong with a merged tensor that is not W + ΔW: not merged, merged twice, scaled, transposed, or another's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from lora_tool.plan.model import Cast, DoraDelta, Fate, LoraDelta, Step
+from lora_tool.rules.evidence import TensorEvidence, Verdict
+from lora_tool.verification.bounds import sixteen_bit_bound, terms_of, working_type
+from lora_tool.verification.elements import Array, decode, half_ulps
+from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.parts import Part
+from lora_tool.verification.pieces import BLOCK_WEIGHTS, sampled_rows
+from lora_tool.verification.recompute import Recomputer, why_not
+from lora_tool.verification.tally import Tally
+
+_EXPLAINED = 0.995
+"""Share of the values that a diagnosis must account for."""
+_AS_ASKED = 0.02
+"""A factor nearer to 1 than this is no other scaling."""
+_UNRELATED = 0.3
+"""Cosine below which W' - W has another direction than ΔW."""
+_ROUNDING = 1 / math.sqrt(3)
+"""Root of the mean square of a rounding error, in half units in the last place."""
+
+
+def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *, stated: bool) -> TensorEvidence:
+    """Return the evidence of one tensor from what was seen of its parts. `stated` is whether its arithmetic is known."""
+    total = Tally()
+    for _, tally in seen:
+        total.add(tally)
+    unknown = next((reason for part, _ in seen if not part.copied and (reason := why_not(part.op))), None)
+    wrong = [(part, tally) for part, tally in seen if (tally.wrong if stated else tally.loosely_wrong)]
+    verdict, factor, reason = Verdict.RIGHT, total.factor, ""
+    if wrong:
+        found = [_diagnose(part, tally, files) for part, tally in wrong]
+        verdict, factor = found[0] if len({each for each, _ in found}) == 1 else (Verdict.DIFFERENT, None)
+        changed = [part for part, _ in seen if not part.copied]
+        if verdict is Verdict.UNCHANGED and len(wrong) < len(changed):
+            verdict = Verdict.DIFFERENT  # some of its experts carry the adapter
+    elif unknown is not None:
+        verdict, reason = Verdict.UNKNOWN, unknown
+    elif total.wrong:
+        reason = "within what 16-bit arithmetic explains"
+    terms = [term for part, _ in seen for term in terms_of(part.op)]
+    copied = all(part.copied for part, _ in seen)
+    return TensorEvidence(
+        name=step.out.name,
+        fate=step.fate,
+        verdict=verdict,
+        compared=total.compared,
+        numel=step.out.numel,
+        wrong=total.wrong if stated else total.loosely_wrong,
+        first=total.first if wrong else None,
+        ulps=None if copied else total.ulps,
+        distance=total.distance,
+        factor=factor,
+        cosine=total.cosine,
+        unmoved=step.fate is Fate.MERGED and unknown is None and not total.moved,
+        scaling=terms[0].scaling if len({term.scaling for term in terms}) == 1 else None,
+        rank=terms[0].rank if len({term.rank for term in terms}) == 1 else None,
+        reason=reason,
+    )
+
+
+def _diagnose(part: Part, tally: Tally, files: Files) -> tuple[Verdict, float | None]:
+    """Return what became of a part with values outside its bound, and the factor of ΔW in it where that tells."""
+    op, stored = part.op, part.stored
+    if part.copied:
+        return Verdict.DIFFERENT, None
+    if not isinstance(op, LoraDelta | DoraDelta):
+        return (Verdict.UNCHANGED if not tally.moved and not isinstance(op, Cast) else Verdict.DIFFERENT), None
+    if not tally.moved:
+        return Verdict.UNCHANGED, 0.0
+    rows = _a_sample(part)
+    wide = working_type(op, stored.dtype)
+    recomputer = Recomputer(files)
+    expected = recomputer.whole(op, rows, wide)
+    values = decode(files.rows(stored, rows), stored.dtype, wide).reshape(expected.base.shape)
+    half = half_ulps(values, stored.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved = values - expected.base
+        bound = sixteen_bit_bound(op, stored.dtype)
+        margin = bound.of_result * half * 2
+
+        def explains(change: Array, factor: float) -> bool:
+            # two roundings where the adapter was merged twice, and the factor is an estimate
+            room = margin + (abs(factor) * bound.of_change + 0.01 * abs(factor)) * np.abs(change)
+            return float(np.mean(np.abs(moved - factor * change) <= room)) >= _EXPLAINED
+
+        factor = _projected(moved, expected.change)
+        if factor is not None and math.isfinite(factor):
+            noise = float(np.linalg.norm(half)) * _ROUNDING / math.sqrt(half.size)
+            doubt = 4 * noise / max(float(np.linalg.norm(expected.change)), 1e-300)
+            if abs(factor - 1) > max(_AS_ASKED, doubt) and explains(expected.change, factor):
+                return Verdict.SCALED, factor
+        turned = recomputer.transposed_change(op, rows)
+        if turned is not None:
+            share = _projected(moved, turned.astype(wide))
+            if share is not None and abs(share - 1) < 0.25 and explains(turned.astype(wide), 1.0):  # noqa: PLR2004
+                return Verdict.TRANSPOSED, factor
+    wrong = tally.wrong > tally.compared // 2
+    unrelated = tally.cosine is not None and abs(tally.cosine) < _UNRELATED
+    return (Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT), factor
+
+
+def _projected(moved: Array, change: Array) -> float | None:
+    squares = float(np.vdot(change, change))
+    return float(np.vdot(moved, change)) / squares if squares else None
+
+
+def _a_sample(part: Part) -> Rows:
+    """Return rows from everywhere, as many as are recomputed together; all of a small tensor."""
+    height, width = rows_and_columns(part.stored.shape)
+    fit = max(1, BLOCK_WEIGHTS // max(1, width))
+    if height <= fit:
+        return [(0, height)]
+    rows = {row for group in sampled_rows(part.stored, part.op) for row, _ in group}
+    rows |= set(range(0, height, math.ceil(height / fit)))
+    return [(row, row + 1) for row in sorted(rows)[: 2 * fit]]

@@ -1,0 +1,63 @@
+"""Stored elements as numbers, and the distance of neighbouring numbers, from the bits of the float types themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.tensors import DType
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatType:
+    """How a float type is laid out: IEEE 754's binary16, 32, 64, and bfloat16, the upper half of a binary32."""
+
+    bits: str
+    """numpy's type of the stored bits."""
+    digits: int
+    """Significant binary digits, the hidden one counted."""
+    smallest: int
+    """Exponent of the smallest normal number: subnormals below it are as far apart as the numbers at it."""
+
+    @property
+    def roundoff(self) -> float:
+        """The unit roundoff: rounding x once is off by this times |x| at most."""
+        return float(2.0**-self.digits)
+
+
+FLOATS: dict[DType, FloatType] = {
+    DType.BF16: FloatType(bits="<u2", digits=8, smallest=-126),
+    DType.F16: FloatType(bits="<u2", digits=11, smallest=-14),
+    DType.F32: FloatType(bits="<u4", digits=24, smallest=-126),
+    DType.F64: FloatType(bits="<u8", digits=53, smallest=-1022),
+}
+
+
+def decode(raw: Bytes, dtype: DType, wide: np.dtype[Any]) -> Array:
+    """Return the elements stored in `raw` as a new flat array of `wide`, float32 or float64."""
+    return _as_float(raw.view(FLOATS[dtype].bits), dtype, wide)
+
+
+def half_ulps(values: Array, dtype: DType) -> Array:
+    """Return half the distance of each decoded element to its neighbour away from zero: what rounding once may cost it."""
+    bits, mask = ("<u4", 0x7F800000) if values.dtype == np.float32 else ("<u8", 0x7FF0000000000000)
+    layout = FLOATS[dtype]
+    powers = np.bitwise_and(values.view(bits), np.array(mask, bits)).view(values.dtype)
+    np.multiply(powers, layout.roundoff, out=powers)
+    least = max(2.0 ** (layout.smallest - layout.digits), float(np.finfo(values.dtype).smallest_subnormal))
+    return np.asarray(np.maximum(powers, values.dtype.type(least), out=powers))
+
+
+def _as_float(bits: Array, dtype: DType, wide: np.dtype[Any]) -> Array:
+    if dtype is DType.BF16:
+        shifted = bits.astype("<u4")
+        np.left_shift(shifted, 16, out=shifted)
+        return shifted.view("<f4").astype(wide, copy=False)
+    same = {DType.F16: "<f2", DType.F32: "<f4", DType.F64: "<f8"}[dtype]
+    return bits.view(same).astype(wide)

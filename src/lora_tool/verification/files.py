@@ -1,0 +1,90 @@
+"""Reading rows of stored tensors, from any number of files and threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lora_tool.errors import SourceChanged
+from lora_tool.tensors import StoredTensor
+from lora_tool.verification.elements import Array, Bytes, decode
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Rows = Sequence[tuple[int, int]]
+"""Ranges of rows, first and last (not included)."""
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a shape as rows of so many elements; a scalar is one row of one."""
+    rows = shape[0] if shape else 1
+    return rows, int(np.prod(shape[1:], dtype=np.int64)) if shape else 1
+
+
+class Files:
+    """Files open for reading: opened when first read, closed together. A context manager, safe for several threads."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
+        """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
+        out = np.empty(nbytes, np.uint8)
+        self._read_into(tensor, start, out.data)
+        return out
+
+    def rows(self, tensor: StoredTensor, rows: Rows) -> Bytes:
+        """Return the bytes of the ranges of rows, one after the other."""
+        row_bytes = rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8
+        out = np.empty(sum(last - first for first, last in rows) * row_bytes, np.uint8)
+        at = 0
+        for first, last in rows:
+            nbytes = (last - first) * row_bytes
+            self._read_into(tensor, first * row_bytes, out[at : at + nbytes].data)
+            at += nbytes
+        return out
+
+    def matrix(self, tensor: StoredTensor, rows: Rows | None, wide: np.dtype[Any]) -> Array:
+        """Return ranges of rows (all without `rows`) as numbers, [rows, columns]."""
+        height, width = rows_and_columns(tensor.shape)
+        return decode(self.rows(tensor, rows or [(0, height)]), tensor.dtype, wide).reshape(-1, width)
+
+    def _read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
+        done = 0
+        before = 0
+        for span in tensor.spans:
+            skip = max(0, start + done - before)
+            before += span.nbytes
+            if done == len(buffer) or skip >= span.nbytes:
+                continue
+            wanted = min(span.nbytes - skip, len(buffer) - done)
+            self._read_span(span.path, span.offset + skip, buffer[done : done + wanted])
+            done += wanted
+
+    def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor(path), [buffer[done:]], offset + done)
+            if count == 0:
+                raise SourceChanged(f"{path} became shorter while it was read")
+            done += count
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            return self._descriptors[path]

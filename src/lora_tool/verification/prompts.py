@@ -1,0 +1,118 @@
+"""What both models are asked: the user's prompts, ours, or random token ids where there is no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import BadConfig, CorruptFile, Defect, MissingDependency, Problem
+from lora_tool.formats.files import open_regular, parse_json
+
+try:
+    import torch
+    from transformers import AutoTokenizer
+except ImportError as error:
+    raise MissingDependency("transformers", extra="merge") from error
+
+BUILT_IN = (
+    "The capital of France is Paris, and the capital of Japan is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Question: Why is the sky blue?\nAnswer: Sunlight is scattered by",
+    "Once upon a time, in a village at the edge of the forest, there lived",
+    "Translate to German: The weather is nice today.",
+    "12 * 7 = 84, 13 * 7 = 91, 14 * 7 =",
+    "I am sorry, but I cannot help with that. Instead, you could",
+    "The three laws of thermodynamics state that",
+)
+MOST = 64
+"""Prompts of a file that are used; the report says how many there are."""
+LONGEST = 64
+"""Tokens of a prompt that are used: its last ones."""
+_LARGEST_FILE = 64 << 20
+_FIELDS = ("prompt", "text", "input", "question", "instruction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Token ids, right-padded, [prompts, tokens]; `mask` is 1 where there is a token. `what` says it in words."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    what: str
+
+
+def read_prompts(path: Path) -> tuple[str, ...]:
+    """Return the prompts in the file: one per line, or JSON lines with a `prompt`, `text` or `messages`.
+
+    Raises `CorruptFile` or `BadConfig` for a file that holds none.
+    """
+    with open_regular(path) as fd:
+        if os.fstat(fd).st_size > _LARGEST_FILE:
+            message = f"is {os.fstat(fd).st_size:,} bytes, more than the {_LARGEST_FILE:,} that prompts may have"
+            raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
+        data = os.pread(fd, os.fstat(fd).st_size, 0)
+    try:
+        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=f"is no UTF-8: {error}")) from error
+    json_lines = path.suffix in (".jsonl", ".json", ".ndjson")
+    prompts = tuple(_of_json(line, number, path) if json_lines else line for number, line in enumerate(lines, 1))
+    if not prompts:
+        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="holds no prompt"))
+    return prompts
+
+
+def _of_json(line: str, number: int, path: Path) -> str:
+    entry: Any = parse_json(line.encode(), path)
+    text: str | None = None
+    if isinstance(entry, str):
+        return entry
+    text = (
+        next((entry[name] for name in _FIELDS if isinstance(entry.get(name), str)), None)
+        if isinstance(entry, dict)
+        else None
+    )
+    if text is None and isinstance(entry, dict) and isinstance(entry.get("messages"), list):
+        contents = [each.get("content") for each in entry["messages"] if isinstance(each, dict)]
+        text = "\n".join(content for content in contents if isinstance(content, str)) or None
+    if text is None:
+        message = f"expected a text, or an object with one of {', '.join(_FIELDS)} or `messages`; found {json.dumps(entry)[:40]}"
+        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), subject=f"line {number}", message=message))
+    return text
+
+
+def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_size: int, pad_id: int) -> Inputs:
+    """Return the inputs by the first tokenizer that is in one of the folders; without one, random ids."""
+    wanted = list(prompts or BUILT_IN)[:MOST]
+    of = f" of {len(prompts)}" if prompts is not None and len(prompts) > len(wanted) else ""
+    whose = f"{len(wanted)}{of} {'given' if prompts is not None else 'built-in'} prompts"
+    tokenizer = _tokenizer(folders)
+    rows: list[list[int]] = []
+    if tokenizer is not None:
+        rows = [[i for i in tokenizer(text)["input_ids"][-LONGEST:] if 0 <= i < vocab_size] for text in wanted]
+    if not rows or not all(rows):
+        shape = (len(wanted), min(16, LONGEST))
+        ids = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        ids[ids == pad_id] = (pad_id + 1) % vocab_size
+        why = "there is no tokenizer" if tokenizer is None else "the tokenizer gives no tokens of this model"
+        return Inputs(ids=ids, mask=torch.ones_like(ids), what=f"random token ids in place of {whose}: {why}")
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad_id)
+    mask = torch.zeros_like(ids)
+    for at, row in enumerate(rows):
+        ids[at, : len(row)] = torch.tensor(row)
+        mask[at, : len(row)] = 1
+    return Inputs(ids=ids, mask=mask, what=whose)
+
+
+def _tokenizer(folders: Sequence[Path]) -> Any:  # noqa: ANN401 - transformers' own
+    for folder in folders:
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception:  # noqa: BLE001, S112 - whatever is wrong with it, there is another, or random ids
+            continue
+    return None

@@ -1,0 +1,219 @@
+"""The second formula: what a plan's operation gives, in float64 products, with the terms of its bound beside it.
+
+Nothing here is shared with the arithmetic that wrote the tensor. The factors are scaled before the product, the product
+is formed in float64, and base and change are kept apart, so that a difference can be told from the change itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, ExpertLayout, LoraDelta, LoraTerm, Op, ReplaceRows
+from lora_tool.tensors import StoredTensor
+from lora_tool.verification.elements import Array, decode
+from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.pieces import split
+
+Products = Callable[[Array, Array], Array]
+
+MATRIX = 2
+_NORM_WEIGHTS = 1 << 20
+_DOUBLE = np.dtype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Rows of a tensor as they should be: `base` + `change`, both [rows, columns] in the working type."""
+
+    base: Array
+    change: Array
+    products: Products
+    """‖b‖·‖a‖ of the values at given rows and columns: asked for only where it decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Rows of ΔW in float64, and the factors (left, right) of each term."""
+
+    values: Array
+    factors: tuple[tuple[Array, Array], ...]
+
+    def part(self, rows: slice) -> Product:
+        """Return some of the rows, in the same memory."""
+        return Product(self.values[rows], tuple((left[rows], right) for left, right in self.factors))
+
+    def norms(self, rows: Array, columns: Array) -> Array:
+        """Return Σ ‖b‖·‖a‖ of the values at `rows` and `columns`."""
+        return np.asarray(
+            sum(
+                np.linalg.norm(left[rows], axis=1) * np.linalg.norm(right[:, columns], axis=0)
+                for left, right in self.factors
+            )
+        )
+
+
+def _no_products(rows: Array, _columns: Array) -> Array:
+    return np.zeros(rows.shape)
+
+
+def why_not(op: Op) -> str | None:
+    """Return why the operation is not recomputed here, None where it is."""
+    if not isinstance(op, Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows):
+        return f"{type(op).__name__} has no second formula yet"
+    if isinstance(op, LoraDelta | DoraDelta) and len(op.source.shape) != MATRIX:
+        return f"LoRA on a tensor of shape {list(op.source.shape)} has no second formula yet"
+    if not op.source.dtype.is_float:
+        return f"{op.source.dtype} is not a float type"
+    return None
+
+
+class Recomputer:
+    """One worker's second formula. It keeps the factor that was used last; not shared between threads."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._factors_kept: dict[str, tuple[StoredTensor, int, Array]] = {}
+        self._buffer: Array = np.empty(0)
+
+    def blocks(self, op: Op, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Expected]]:
+        """Yield the given rows of what `op` makes, a few at a time. Raises `SourceChanged` where a file ends early.
+
+        What is yielded is valid until the next is asked for: the product's memory is used again.
+        """
+        product = self._product(op, rows)
+        width = rows_and_columns(op.source.shape)[1]
+        at = 0
+        for part in split(rows, width):
+            height = sum(last - first for first, last in part)
+            share = None if product is None else product.part(slice(at, at + height))
+            yield part, self._expected(op, part, share, wide)
+            at += height
+
+    def whole(self, op: Op, rows: Rows, wide: np.dtype[Any]) -> Expected:
+        """Return the given rows of what `op` makes, all at once."""
+        return self._expected(op, rows, self._product(op, rows), wide)
+
+    def _expected(self, op: Op, rows: Rows, product: Product | None, wide: np.dtype[Any]) -> Expected:
+        base = self._files.matrix(op.source, rows, wide)
+        match op:
+            case LoraDelta() if product:
+                return Expected(base, product.values.astype(wide, copy=False), product.norms)
+            case DoraDelta() if product:
+                return self._dora(op, rows, base, product, wide)
+            case BiasDelta():
+                biases = (self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms)
+                change = np.asarray(sum(biases)).astype(wide, copy=False)
+                return Expected(base, change, lambda i, j: np.abs(change[i, j]))
+            case ReplaceRows():
+                return self._replaced(op, rows, base, wide)
+            case _:
+                return Expected(base, np.zeros_like(base), _no_products)
+
+    def transposed_change(self, op: LoraDelta | DoraDelta, rows: Rows) -> Array | None:
+        """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""
+        if op.source.shape[0] != op.source.shape[1]:
+            return None
+        return self._multiplied(_terms(op), rows, transposed=not op.transposed).values
+
+    def _product(self, op: Op, rows: Rows) -> Product | None:
+        if isinstance(op, LoraDelta | DoraDelta):
+            return self._multiplied(_terms(op), rows, transposed=op.transposed)
+        return None
+
+    def _multiplied(self, terms: tuple[LoraTerm, ...], rows: Rows, *, transposed: bool) -> Product:
+        factors = tuple(self._factors(at, term, rows, transposed=transposed) for at, term in enumerate(terms))
+        left, right = factors[0]
+        needed = left.shape[0] * right.shape[1]
+        if self._buffer.size < needed:
+            self._buffer = np.empty(needed)
+        values = self._buffer[:needed].reshape(left.shape[0], right.shape[1])
+        np.matmul(left, right, out=values)
+        for left, right in factors[1:]:
+            values += left @ right
+        return Product(values, factors)
+
+    def _factors(self, at: int, term: LoraTerm, rows: Rows, *, transposed: bool) -> tuple[Array, Array]:
+        """Return s·B of the rows and A, or, where W is stored [in, out], s·Aᵀ of the rows and Bᵀ. Both float64."""
+        inside = [(first + term.first, last + term.first) for first, last in rows]
+        if transposed:
+            columns = self._a(f"left {at}", term)
+            chosen = np.concatenate([columns[:, first:last] for first, last in inside], axis=1)
+            return np.ascontiguousarray(chosen.T) * term.scaling, self._b(f"right {at}", term, None).T
+        return self._b(f"left {at}", term, inside) * term.scaling, self._a(f"right {at}", term)
+
+    def _a(self, place: str, term: LoraTerm) -> Array:
+        """Return the rows of A that are the term's expert's, float64, and keep them."""
+        first = term.expert * term.rank
+        return self._kept(
+            place, term.a, first, lambda: self._files.matrix(term.a, [(first, first + term.rank)], _DOUBLE)
+        )
+
+    def _b(self, place: str, term: LoraTerm, rows: Rows | None) -> Array:
+        """Return rows of B (all without `rows`, and keep them), with the columns of the term's expert, float64."""
+        if term.experts == 1:
+            if rows is not None:
+                return self._files.matrix(term.b, rows, _DOUBLE)
+            return self._kept(place, term.b, 0, lambda: self._files.matrix(term.b, None, _DOUBLE))
+        # the experts' columns are scattered over all of B, and its experts come one after the other
+        height, width = rows_and_columns(term.b.shape)
+        raw = self._kept(f"{place} stack", term.b, -1, lambda: self._files.rows(term.b, [(0, height)]))
+        table = raw.reshape(height, width, -1)
+        if term.layout is ExpertLayout.GROUPED_BY_EXPERT:
+            own = table[:, term.expert * term.rank : (term.expert + 1) * term.rank]
+        else:
+            own = table[:, term.expert :: term.experts]
+        chosen = own if rows is None else np.concatenate([own[first:last] for first, last in rows])
+        return decode(np.ascontiguousarray(chosen).reshape(-1), term.b.dtype, _DOUBLE).reshape(-1, term.rank)
+
+    def _kept(self, place: str, tensor: StoredTensor, what: int, read: Callable[[], Array]) -> Array:
+        held = self._factors_kept.get(place)
+        if held is None or held[0] is not tensor or held[1] != what:
+            self._factors_kept[place] = held = (tensor, what, read())
+        return held[2]
+
+    def _dora(self, op: DoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
+        moved = product.values + base
+        if op.transposed:
+            factor = self._column_factors(op)[None, :]
+        else:
+            magnitude = self._files.matrix(op.magnitude, rows, _DOUBLE)
+            factor = magnitude / np.sqrt(np.square(moved).sum(axis=1, keepdims=True))
+        change = (moved * factor - base).astype(wide, copy=False)
+        sizes = np.broadcast_to(np.abs(factor), base.shape)
+        return Expected(base, change, lambda i, j: product.norms(i, j) * sizes[i, j])
+
+    def _column_factors(self, op: DoraDelta) -> Array:
+        """Return m/‖column of W + Δ‖ of a weight stored [in, out]: a pass over the whole tensor, kept until the next."""
+        held = self._factors_kept.get("columns")
+        if held is None or held[0] is not op.magnitude:
+            other = Recomputer(self._files)  # our own product is in use
+            height, width = rows_and_columns(op.source.shape)
+            squares = np.zeros(width)
+            step = max(1, _NORM_WEIGHTS // width)
+            for first in range(0, height, step):
+                block = [(first, min(first + step, height))]
+                moved = other._multiplied((op.term,), block, transposed=True).values
+                moved += self._files.matrix(op.source, block, _DOUBLE)
+                squares += np.square(moved).sum(axis=0)
+            magnitude = self._files.matrix(op.magnitude, None, _DOUBLE).reshape(-1)
+            self._factors_kept["columns"] = held = (op.magnitude, 0, magnitude / np.sqrt(squares))
+        return held[2]
+
+    def _replaced(self, op: ReplaceRows, rows: Rows, base: Array, wide: np.dtype[Any]) -> Expected:
+        change = np.zeros_like(base)
+        begin = 0
+        for first, last in rows:
+            for at, row in enumerate(op.indices):
+                if first <= row < last:
+                    new = self._files.matrix(op.rows, [(at, at + 1)], wide)[0]
+                    change[begin + row - first] = new - base[begin + row - first]
+            begin += last - first
+        return Expected(base, change, _no_products)
+
+
+def _terms(op: LoraDelta | DoraDelta) -> tuple[LoraTerm, ...]:
+    return op.terms if isinstance(op, LoraDelta) else (op.term,)

@@ -1,0 +1,119 @@
+"""Counting over blocks: how many values are wrong, how far off they are, and how much of ΔW is in the change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lora_tool.tensors import DType
+from lora_tool.verification.bounds import Bound
+from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
+from lora_tool.verification.recompute import Expected
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was seen of one tensor so far. `squares` and `dot` are sums over the values compared."""
+
+    compared: int = 0
+    wrong: int = 0
+    loosely_wrong: int = 0
+    first: int | None = None
+    ulps: float = 0.0
+    moved: bool = False
+    """Whether a value is not the base's."""
+    error_squares: float = 0.0
+    change_squares: float = 0.0
+    moved_squares: float = 0.0
+    dot: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        """Take in what was seen of another part of the same tensor."""
+        for name in ("compared", "wrong", "loosely_wrong", "error_squares", "change_squares", "moved_squares", "dot"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.moved = self.moved or other.moved
+        firsts = [first for first in (self.first, other.first) if first is not None]
+        self.first = min(firsts, default=None)
+        self.ulps = max(self.ulps, other.ulps)
+
+    @property
+    def distance(self) -> float | None:
+        """‖W' - (W + ΔW)‖ / ‖ΔW‖."""
+        return math.sqrt(self.error_squares / self.change_squares) if self.change_squares else None
+
+    @property
+    def factor(self) -> float | None:
+        """⟨W' - W, ΔW⟩ / ‖ΔW‖²."""
+        return self.dot / self.change_squares if self.change_squares else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Between W' - W and ΔW."""
+        norms = math.sqrt(self.change_squares) * math.sqrt(self.moved_squares)
+        return self.dot / norms if norms else None
+
+
+def compare(
+    stored: Bytes, dtype: DType, expected: Expected, bound: Bound, loose: Bound | None, position: Callable[[int], int]
+) -> Tally:
+    """Return the tally of one block: `stored` are its bytes in the merged model.
+
+    `loose` is a wider bound that is counted besides. `position` gives a value's flat index in the tensor.
+    """
+    values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
+    half = half_ulps(values, dtype)
+    moved = values - expected.base
+    error = moved - expected.change
+    np.abs(error, out=error)
+    ratio = error / half
+    moved_squares = _dot(moved, moved)
+    tally = Tally(
+        compared=error.size,
+        ulps=float(ratio.max(initial=0.0)) / 2,
+        moved=moved_squares != 0 or bool(moved.any()),
+        error_squares=_dot(error, error),
+        change_squares=_dot(expected.change, expected.change),
+        moved_squares=moved_squares,
+        dot=_dot(moved, expected.change),
+    )
+    if not tally.ulps <= bound.of_result / 2:  # NaN too is a reason to look closer
+        _look_closer(tally, values, error, ratio, expected, (bound, loose), position)
+    return tally
+
+
+def _look_closer(
+    tally: Tally,
+    values: Array,
+    error: Array,
+    ratio: Array,
+    expected: Expected,
+    bounds: tuple[Bound, Bound | None],
+    position: Callable[[int], int],
+) -> None:
+    """Count the values outside the bounds, each with its own size of change and product."""
+    rows, columns = np.nonzero(~(ratio <= bounds[0].of_result))
+    found, off = values[rows, columns], error[rows, columns]
+    half = off / ratio[rows, columns]
+    base, change = np.abs(expected.base[rows, columns]), np.abs(expected.change[rows, columns])
+    products = expected.products(rows, columns)
+    wrong = [
+        ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products)
+        for bound in bounds
+        if bound is not None
+    ]
+    tally.wrong, tally.loosely_wrong = int(np.count_nonzero(wrong[0])), int(np.count_nonzero(wrong[-1]))
+    if tally.wrong:
+        at = int(np.flatnonzero(wrong[0])[0])
+        tally.first = position(int(rows[at]) * ratio.shape[1] + int(columns[at]))
+    # where what was added cancels, the neighbours of the small result are near; the size of what was added decides
+    largest = np.maximum(np.maximum(np.abs(found), base), products)
+    apart = np.maximum(half, half * largest / np.maximum(np.abs(found), np.finfo(half.dtype).tiny))
+    ratio[rows, columns] = off / apart
+    tally.ulps = float(ratio.max(initial=0.0)) / 2
+
+
+def _dot(a: Array, b: Array) -> float:
+    return float(np.dot(a.reshape(-1), b.reshape(-1)))

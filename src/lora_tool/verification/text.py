@@ -1,0 +1,135 @@
+"""A verification as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from lora_tool.display import printable
+from lora_tool.plan.model import Fate
+from lora_tool.report.json import report_json
+from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.verification.checking import Level
+from lora_tool.verification.verifying import Verification, summary_json
+
+_KEPT = {
+    Fate.COPIED: "have the base's bytes",
+    Fate.CAST: "have the base's values, rounded",
+    Fate.REPLACED: "have the adapter's values",
+    Fate.ADDED: "have the values of their source",
+}
+
+
+def verification_lines(verification: Verification, *, tensors: bool = False) -> Iterator[str]:
+    """Yield what was compared and how near it is; with `tensors` a line for each tensor."""
+    how = "every value" if verification.level is Level.FULL else "samples"
+    against = f" with {' + '.join((verification.base, *verification.adapters))}" if verification.base else ""
+    yield printable(f"compared {verification.merged}{against}: {how}")
+    for fate in dict.fromkeys(found.fate for found in verification.evidence.values()):
+        yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.fate is fate])
+    if verification.outputs is not None:
+        yield from (f"  {line}" for line in output_lines(verification.outputs))
+    if tensors:
+        yield from (f"  {tensor_line(found)}" for found in verification.evidence.values())
+
+
+def _fate_line(fate: Fate, found: list[TensorEvidence]) -> str:
+    right = [item for item in found if item.verdict is Verdict.RIGHT]
+    count = f"{len(right)} of {len(found)}" if len(right) < len(found) else f"{len(found)}"
+    if fate is not Fate.MERGED:
+        return f"{count} {fate} {_KEPT.get(fate, 'are as planned')}"
+    ulps = max((item.ulps or 0.0 for item in right), default=0.0)
+    loose = sum(bool(item.reason) for item in right)
+    rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
+    kept = [item.cosine for item in right if item.cosine is not None]
+    direction = f"; cosine of W' - W with ΔW {min(kept):.4f} or more" if kept else ""
+    return f"{count} merged are W + ΔW, the farthest {ulps:.3f} units in the last place away{rounded}{direction}"
+
+
+def output_lines(found: OutputEvidence) -> Iterator[str]:
+    """Yield what both models answered."""
+    how = "a layer at a time" if found.streamed else "each model loaded whole"
+    yield f"{found.what} in float32 on {printable(found.inputs)}, {how}:"
+    yield (
+        f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average; rounding at random gives "
+        f"{found.explained_largest:.3g} and {found.explained_mean:.3g}: {'explained' if found.explained else 'NOT explained'}"
+    )
+    agreement = [
+        f"{name} {value:.4g}"
+        for name, value in (
+            ("KL divergence", found.divergence),
+            ("of which rounding gives", found.explained_divergence),
+            ("same first choice", found.same_choice),
+            ("rank agreement (Kendall)", found.rank_agreement),
+        )
+        if value is not None
+    ]
+    if agreement:
+        yield "  " + ", ".join(agreement)
+
+
+def tensor_line(found: TensorEvidence) -> str:
+    """Return one tensor's evidence in a line."""
+    figures = [
+        f"{name} {value:.4g}"
+        for name, value in (
+            ("ulps", found.ulps),
+            ("distance", found.distance),
+            ("factor", found.factor),
+            ("cosine", found.cosine),
+        )
+        if value is not None and found.fate is Fate.MERGED
+    ]
+    wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []
+    return printable("  ".join([f"{found.verdict.value:<10}", f"{found.fate.value:<8}", found.name, *wrong, *figures]))
+
+
+def verification_json(verification: Verification) -> dict[str, Any]:
+    """Return the report as `validate` gives it, with `verification`: the summary and every tensor's evidence."""
+    return {
+        **report_json(verification.report),
+        "verification": {
+            **summary_json(verification),
+            "merged": printable(str(verification.merged)),
+            "base": printable(verification.base),
+            "adapters": [printable(adapter) for adapter in verification.adapters],
+            "precision": verification.precision.value if verification.precision else None,
+            "outputs": _outputs_json(verification.outputs),
+            "per_tensor": [_tensor_json(found) for found in verification.evidence.values()],
+        },
+    }
+
+
+def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
+    return {
+        "name": printable(found.name),
+        "fate": found.fate.value,
+        "verdict": found.verdict.value,
+        "compared": found.compared,
+        "values": found.numel,
+        "wrong": found.wrong,
+        "ulps": _finite(found.ulps),
+        "distance": _finite(found.distance),
+        "factor": _finite(found.factor),
+        "cosine": _finite(found.cosine),
+        "reason": found.reason or None,
+    }
+
+
+def _outputs_json(found: OutputEvidence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    table = dataclasses.asdict(found)
+    table |= {
+        "allowed_largest": found.allowed_largest,
+        "allowed_mean": found.allowed_mean,
+        "explained": found.explained,
+    }
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in table.items()}
+
+
+def _finite(value: float | None) -> float | None:
+    """Return the value, None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,189 @@
+"""Verifying a merged folder: every tensor against the plan of its merge, and the rules on what was seen."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.errors import UnsupportedAdapter, VerificationFailed
+from lora_tool.plan.model import Plan, Precision
+from lora_tool.plan.provenance import Provenance, find_inputs
+from lora_tool.report import Report, Severity, Skipped
+from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.rules.merged_subject import MergedSubject
+from lora_tool.rules.registry import chosen
+from lora_tool.rules.validation import judge
+from lora_tool.verification.checking import Level, Progress, check_tensors
+
+_OWN_RULES = ("LT1", "LT6")
+"""What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was found in one merged folder: the rules' report, and the evidence of every tensor behind it."""
+
+    merged: Path
+    base: str
+    adapters: tuple[str, ...]
+    level: Level
+    precision: Precision | None
+    evidence: Mapping[str, TensorEvidence]
+    report: Report
+    outputs: OutputEvidence | None = None
+    """What both models answered, where they were asked."""
+
+    def raise_for_errors(self) -> None:
+        """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""
+        errors = self.report.at_least(Severity.ERROR)
+        if errors:
+            more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
+            raise VerificationFailed(f"{errors[0]}{more}", hint=errors[0].hint)
+
+
+def verify(
+    merged: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    adapters: Sequence[str | os.PathLike[str]] = (),
+    level: Level | str = Level.FULL,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    logits: bool = False,
+    prompts: Sequence[str] | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Return what a merged folder is, compared with `base` and `adapters`, by default those that its manifest names.
+
+    Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
+    (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
+    `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together.
+    """
+    inputs = find_inputs(Path(merged), base=_text(base), adapters=[str(adapter) for adapter in adapters])
+    return verify_inputs(
+        inputs,
+        level=level,
+        select=select,
+        ignore=ignore,
+        logits=logits,
+        prompts=prompts,
+        jobs=jobs,
+        progress=progress,
+    )
+
+
+def verify_inputs(
+    inputs: Provenance,
+    *,
+    level: Level | str = Level.FULL,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    logits: bool = False,
+    prompts: Sequence[str] | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    told: Callable[[str], None] | None = None,
+) -> Verification:
+    """Return what `verify` returns, for inputs that were found. `told` is called with each run of `logits`."""
+    level = Level(level)
+    rules = chosen(select, ignore)
+    plan, why_no_plan = inputs.plan_or_why_not()
+    evidence: Mapping[str, TensorEvidence] = {}
+    if plan is not None:
+        tensors, precision = inputs.merged.tensors, inputs.precision
+        evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+    outputs, why_no_outputs = None, ""
+    if logits:
+        from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
+
+        try:
+            outputs = ask(inputs, plan, prompts=prompts, told=told)
+        except UnsupportedAdapter as error:
+            why_no_outputs = str(error)
+    subject = MergedSubject(
+        checkpoint=inputs.merged,
+        plan=plan,
+        why_no_plan=why_no_plan,
+        evidence=evidence,
+        outputs=outputs,
+        recomputed=True,
+        base=str(inputs.base.root),
+        inputs=inputs.fingerprints(),
+    )
+    report = judge(subject, [rule for rule in rules if not rule.deep])
+    if why_no_outputs:
+        unanswered = Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs)
+        report = replace(report, skipped=(*report.skipped, unanswered))
+    return Verification(
+        outputs=outputs,
+        merged=inputs.merged.root,
+        base=str(inputs.base.root),
+        adapters=tuple(str(adapter.root) for adapter in inputs.adapters),
+        level=level,
+        precision=inputs.precision,
+        evidence=evidence,
+        report=_with_unknown(report, evidence, inputs.merged),
+    )
+
+
+def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
+    """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
+    merged = open_model(folder)
+    evidence = check_tensors(plan, merged.tensors, level=level, precision=plan.precision, jobs=jobs)
+    subject = MergedSubject(checkpoint=merged, plan=plan, evidence=evidence, recomputed=True)
+    report = judge(subject, [rule for rule in chosen(_OWN_RULES) if not rule.deep])
+    return Verification(
+        merged=folder,
+        base="",
+        adapters=(),
+        level=level,
+        precision=plan.precision,
+        evidence=evidence,
+        report=_with_unknown(report, evidence, merged),
+    )
+
+
+def _with_unknown(report: Report, evidence: Mapping[str, TensorEvidence], merged: ModelDir) -> Report:
+    """Add to the report which tensors were not recomputed, by name."""
+    by_reason: dict[str, list[str]] = {}
+    for found in evidence.values():
+        if found.verdict is Verdict.UNKNOWN:
+            by_reason.setdefault(found.reason, []).append(found.name)
+    skipped = tuple(
+        Skipped(code="LT608", path=str(merged.root), reason=f"{_listed(names)} not recomputed: {reason}")
+        for reason, names in by_reason.items()
+    )
+    return replace(report, skipped=(*report.skipped, *skipped))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"`{names[0]}`{more}"
+
+
+def _text(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def summary_json(verification: Verification) -> dict[str, Any]:
+    """Return what a manifest records of a verification: how much was compared, and the largest distances."""
+    found = tuple(verification.evidence.values())
+    ulps = [item.ulps for item in found if item.ulps is not None]
+    return {
+        "level": verification.level.value,
+        "errors": verification.report.count(Severity.ERROR),
+        "warnings": verification.report.count(Severity.WARNING),
+        "tensors": len(found),
+        "right": sum(item.verdict is Verdict.RIGHT for item in found),
+        "not_recomputed": [item.name for item in found if item.verdict is Verdict.UNKNOWN],
+        "values_compared": sum(item.compared for item in found),
+        "values": sum(item.numel for item in found),
+        "largest_ulps": round(max(ulps), 4) if ulps and math.isfinite(max(ulps)) else None,
+    }

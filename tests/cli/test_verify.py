@@ -1,0 +1,149 @@
+"""`lora-tool verify`, and the check that `merge` makes before it publishes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lora_tool.execution import kernels
+from lora_tool.execution.kernels import AnyArray
+from lora_tool.tensors import DType
+from tests.cli.calling import FIXTURES, Caller
+from tests.mutations import break_, copy_of
+
+ADAPTER = "fixtures/reward-qwen2/adapter"
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> Path:
+    return copy_of("reward-qwen2/merged", tmp_path)
+
+
+def test_a_good_merge_is_proven(call: Caller, merged: Path) -> None:
+    called = call("verify", merged)
+    assert called.code == 0
+    assert called.out.splitlines()[0].endswith("every value")
+    assert called.out.splitlines()[1:] == [
+        "  12 copied have the base's bytes",
+        "  14 merged are W + ΔW, the farthest 0.500 units in the last place away; cosine of W' - W with ΔW 0.9998 or more",
+        "  1 added have the values of their source",
+        "checked 1 merged model: no findings",
+    ]
+    assert call("verify", merged, "-q").out == ""
+
+
+def test_json_has_every_tensor(call: Caller, merged: Path) -> None:
+    called = call("verify", merged, "--json")
+    verification = called.json["verification"]
+    assert verification["tensors"] == verification["right"] == len(verification["per_tensor"]) == 27
+    assert verification["values_compared"] == verification["values"]
+    assert verification["precision"] == "float32"
+    assert {entry["verdict"] for entry in verification["per_tensor"]} == {"right"}
+    assert called.json["findings"] == []
+
+
+def test_each_tensor_has_a_line(call: Caller, merged: Path) -> None:
+    lines = call("verify", merged, "--tensors").out.splitlines()
+    (line,) = [line for line in lines if "layers.0.self_attn.q_proj.weight" in line]
+    assert line.split()[:3] == ["right", "merged", "model.layers.0.self_attn.q_proj.weight"]
+    assert "cosine" in line
+
+
+@pytest.mark.parametrize("options", [[], ["--sample"], ["--json"], ["--format", "github"]])
+def test_a_broken_merge_fails_its_check(call: Caller, merged: Path, options: list[str]) -> None:
+    break_(merged, "LT606")
+    called = call("verify", merged, *options)
+    assert called.code == 5
+    assert "LT606" in called.out
+    assert call("verify", merged, "--ignore", "LT606").code == 0
+    assert call("verify", merged, "--select", "LT1").code == 0
+
+
+def test_warnings_fail_where_asked(call: Caller, merged: Path) -> None:
+    break_(merged, "LT615")
+    assert [call("verify", merged, *options).code for options in ([], ["--fail-on", "warning"], ["--strict"])] == [
+        0,
+        5,
+        5,
+    ]
+
+
+def test_reports_go_to_files(call: Caller, merged: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert call("verify", merged, "-q", "--report", f"json={report}").code == 0
+    assert json.loads(report.read_text())["verification"]["right"] == 27
+
+
+def test_usage(call: Caller, merged: Path) -> None:
+    assert call("verify", merged, "--select", "LT9999").code == 2
+    assert call("verify", merged, "--report", "pdf=x").code == 2
+    assert call("verify").code == 2
+
+
+def test_inputs_that_went_away(call: Caller, merged: Path) -> None:
+    shutil.rmtree(merged.parent / "base")
+    called = call("verify", merged)
+    assert called.code == 3
+    assert f"hint: lora-tool verify {merged} --base BASE" in called.err
+    assert call("verify", merged, "--base", FIXTURES / "reward-qwen2" / "base").code == 0
+
+
+def test_another_tools_merge_needs_its_adapter(call: Caller, merged: Path) -> None:
+    (merged / "lora_tool.json").unlink()
+    called = call("verify", merged)
+    assert called.code == 3
+    assert f"hint: lora-tool verify {merged} --adapter ADAPTER" in called.err
+    assert call("verify", merged, "--adapter", merged.parent / "adapter").code == 0
+
+
+@pytest.mark.parametrize("path", ["fixtures/reward-qwen2/adapter", "fixtures", "nowhere"])
+def test_what_is_no_model_cannot_be_verified(call: Caller, path: str) -> None:
+    assert call("verify", path).code == 3
+
+
+def test_validate_compares_a_merged_model_too(call: Caller, merged: Path) -> None:
+    break_(merged, "LT607")
+    asked = ("validate", merged, "--adapter", merged.parent / "adapter")
+    called = call(*asked)
+    assert called.code == 1
+    assert "LT607" in called.out
+    assert "LT607" not in call(*asked, "--headers-only").out
+
+
+def _rounds_a_block_wrongly(values: AnyArray, dtype: DType, out: AnyArray) -> AnyArray:
+    del dtype
+    out[:] = values.astype(out.dtype)
+    out[: out.size // 2] = 0
+    return out
+
+
+def test_a_wrong_merge_is_not_published(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
+    called = call("merge", "--rm", ADAPTER, "-o", tmp_path / "out")
+    assert called.code == 5
+    assert "LT608" in called.err
+    assert str(tmp_path / "out") in called.err
+    assert "partial" not in called.err
+    assert list(tmp_path.iterdir()) == []
+    assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--no-verify").code == 0
+    assert call("verify", tmp_path / "out").code == 5
+
+
+def test_a_wrong_merge_replaces_nothing(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out").code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
+    assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--overwrite").code == 5
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_the_manifest_says_what_was_checked(call: Caller, tmp_path: Path) -> None:
+    result = call("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--json").json["verification"]
+    assert result == json.loads((tmp_path / "out" / "lora_tool.json").read_text())["verification"]
+    assert (result["level"], result["right"], result["tensors"], result["errors"]) == ("sample", 27, 27, 0)
+    unchecked = call("merge", "--rm", ADAPTER, "-o", tmp_path / "unchecked", "--json", "--no-verify").json
+    assert unchecked["verification"] is None
+    assert json.loads((tmp_path / "unchecked" / "lora_tool.json").read_text())["verification"] is None

@@ -1,0 +1,300 @@
+"""Injuries of merged models: what goes wrong in merges, done to a good one with numpy and the adapter's own factors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from tests import checkpoint_edits as edit
+from tests.checkpoint_edits import INDEX, PREFIX, WEIGHTS, Raw, Tensors, fields, raw, tensors
+from tests.mutations import _breaks as breaks
+from tests.mutations import merged_in
+
+MERGED = "reward-qwen2/merged"
+CAUSAL_MERGED = "causal-llama/merged"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+NORM = "model.layers.0.input_layernorm.weight"
+SCORE = "score.weight"
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+F64 = NDArray[np.float64]
+
+
+@contextmanager
+def weights(folder: Path) -> Iterator[Tensors]:
+    """Give all tensors of a model for editing, and write them back as one file."""
+    shards = sorted(folder.glob("model*.safetensors"))
+    table: Tensors = {}
+    for shard in shards:
+        table |= edit.read(shard)
+    yield table
+    for shard in shards:
+        shard.unlink()
+    (folder / INDEX).unlink(missing_ok=True)
+    edit.write(folder / "model.safetensors", table)
+
+
+def base_of(folder: Path) -> Tensors:
+    table: Tensors = {}
+    for shard in sorted((folder.parent / "base").glob("model*.safetensors")):
+        table |= edit.read(shard)
+    return table
+
+
+def numbers(tensor: Raw) -> F64:
+    dtype = {"BF16": _BF16, "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}[tensor.dtype]
+    return np.frombuffer(tensor.data, dtype).reshape(tensor.shape).astype(np.float64)
+
+
+def stored(values: F64, like: Raw) -> Raw:
+    dtype = {"BF16": _BF16, "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}[like.dtype]
+    return Raw(like.dtype, like.shape, values.astype(np.float32).astype(dtype).tobytes())
+
+
+def deltas(folder: Path) -> dict[str, F64]:
+    """Return ΔW of every module of the adapter beside the folder, by the weight's name."""
+    config = json.loads((folder.parent / "adapter" / "adapter_config.json").read_text())
+    scaling = config["lora_alpha"] / config["r"]
+    table = edit.read(folder.parent / "adapter" / WEIGHTS)
+    modules = [name.removesuffix(".lora_A.weight") for name in table if name.endswith(".lora_A.weight")]
+    return {
+        f"{module.removeprefix(PREFIX)}.weight": scaling
+        * (numbers(table[f"{module}.lora_B.weight"]) @ numbers(table[f"{module}.lora_A.weight"]))
+        for module in modules
+    }
+
+
+def remerged(folder: Path, change: Callable[[str, F64], F64]) -> None:
+    """Replace every merged tensor by its base's plus `change` of its name and ΔW, rounded as a merge rounds."""
+    base = base_of(folder)
+    with weights(folder) as table:
+        for name, delta in deltas(folder).items():
+            table[name] = stored(numbers(base[name]) + change(name, delta), table[name])
+
+
+def flipped(tensor: Raw) -> Raw:
+    """Return the tensor with the last bit of its middle value changed."""
+    data = bytearray(tensor.data)
+    data[len(data) // 4 * 2] ^= 1
+    return Raw(tensor.dtype, tensor.shape, bytes(data))
+
+
+@breaks("LT601", MERGED, verified=True)
+def _unmerged(folder: Path) -> None:
+    with weights(folder) as table:
+        table[f"{PREFIX}{Q_PROJ}.lora_A.weight"] = raw(4, 16)
+
+
+@breaks("LT602", MERGED, verified=True)
+def _missing(folder: Path) -> None:
+    with weights(folder) as table:
+        del table[NORM]
+
+
+@breaks("LT602 by the manifest", MERGED)
+def _missing_in_manifest(folder: Path) -> None:
+    _missing(folder)
+
+
+@breaks("LT603", MERGED, verified=True)
+def _extra(folder: Path) -> None:
+    with weights(folder) as table:
+        table["v_head.summary.weight"] = raw(1, 16)
+
+
+@breaks("LT604", MERGED, verified=True)
+def _other_shape(folder: Path) -> None:
+    with weights(folder) as table:
+        table[NORM] = raw(8, dtype="BF16")
+
+
+@breaks("LT604 other type", MERGED, verified=True, quiet=True)
+def _other_type(folder: Path) -> None:
+    with weights(folder) as table:
+        for name, tensor in table.items():
+            table[name] = stored(numbers(tensor), Raw("F32", tensor.shape, b""))
+    with fields(folder, "lora_tool.json") as manifest:
+        manifest["operation"] = "something else"
+
+
+@breaks("LT605", MERGED, verified=True)
+def _one_bit(folder: Path) -> None:
+    with weights(folder) as table:
+        table[NORM] = flipped(table[NORM])
+
+
+@breaks("LT606", MERGED, verified=True)
+def _one_forgotten(folder: Path) -> None:
+    base = base_of(folder)
+    with weights(folder) as table:
+        table[f"{Q_PROJ}.weight"] = base[f"{Q_PROJ}.weight"]
+
+
+@breaks("LT607", MERGED, verified=True)
+def _nothing_merged(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: 0 * delta)
+
+
+@breaks("LT607 without a head", CAUSAL_MERGED, verified=True)
+def _the_base(folder: Path) -> None:
+    base = base_of(folder)
+    with weights(folder) as table:
+        table.update(base)
+
+
+@breaks("LT608", MERGED, verified=True)
+def _rows_of_zeros(folder: Path) -> None:
+    with weights(folder) as table:
+        tensor = table[f"{Q_PROJ}.weight"]
+        values = numbers(tensor)
+        values[8:12] = 0
+        table[f"{Q_PROJ}.weight"] = stored(values, tensor)
+
+
+@breaks("LT608 one bit", MERGED, verified=True)
+def _one_bit_of_a_sum(folder: Path) -> None:
+    with weights(folder) as table:
+        tensor = table[f"{Q_PROJ}.weight"]
+        data = bytearray(tensor.data)
+        data[100] ^= 2  # two units in the last place
+        table[f"{Q_PROJ}.weight"] = Raw(tensor.dtype, tensor.shape, bytes(data))
+
+
+@breaks("LT608 not a number", MERGED, verified=True)
+def _not_a_number(folder: Path) -> None:
+    with weights(folder) as table:
+        tensor = table[f"{Q_PROJ}.weight"]
+        values = numbers(tensor)
+        values[3, 4] = np.nan
+        table[f"{Q_PROJ}.weight"] = stored(values, tensor)
+
+
+@breaks("LT609", MERGED, verified=True)
+def _twice(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: 2 * delta)
+
+
+@breaks("LT610", MERGED, verified=True)
+def _scaling_left_out(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: delta / 2)
+
+
+@breaks("LT610 one tensor", MERGED, verified=True)
+def _one_other_scaling(folder: Path) -> None:
+    remerged(folder, lambda name, delta: 1.2 * delta if name == f"{Q_PROJ}.weight" else delta)
+
+
+@breaks("LT610 subtracted", CAUSAL_MERGED, verified=True)
+def _subtracted(folder: Path) -> None:
+    remerged(folder, lambda _name, delta: -delta)
+
+
+@breaks("LT611", MERGED, verified=True)
+def _transposed(folder: Path) -> None:
+    remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta)
+
+
+@breaks("LT612", MERGED, verified=True)
+def _of_another_run(folder: Path) -> None:
+    noise = np.random.default_rng(5)
+
+    def other(_name: str, delta: F64) -> F64:
+        return np.asarray(noise.standard_normal(delta.shape) * np.abs(delta).mean())
+
+    remerged(folder, other)
+
+
+@breaks("LT613", MERGED, verified=True)
+def _no_head(folder: Path) -> None:
+    with weights(folder) as table:
+        del table[SCORE]
+    with fields(folder, "config.json") as config:
+        config["architectures"] = ["Qwen2ForCausalLM"]
+
+
+@breaks("LT613 by the manifest", MERGED)
+def _no_head_in_manifest(folder: Path) -> None:
+    _no_head(folder)
+
+
+@breaks("LT614", MERGED, verified=True)
+def _random_head(folder: Path) -> None:
+    with weights(folder) as table:
+        table[SCORE] = raw(*table[SCORE].shape, dtype="BF16")
+
+
+@breaks("LT605 by its bytes", MERGED, with_base=True)
+def _one_bit_by_bytes(folder: Path) -> None:
+    _one_bit(folder)
+
+
+@breaks("LT606 by its bytes", MERGED, with_base=True)
+def _one_forgotten_by_bytes(folder: Path) -> None:
+    _one_forgotten(folder)
+
+
+@breaks("LT607 by its bytes", MERGED, with_base=True)
+def _nothing_merged_by_bytes(folder: Path) -> None:
+    _nothing_merged(folder)
+
+
+@breaks("LT614 by its bytes", CAUSAL_MERGED, with_base=True)
+def _other_saved_by_bytes(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        table[f"{PREFIX}model.norm.weight"] = raw(16, dtype="BF16")
+    with fields(folder.parent / "adapter") as config:
+        config["modules_to_save"] = ["model.norm"]
+    merged_in(folder.parent)
+    base = base_of(folder)
+    with weights(folder) as table:
+        table["model.norm.weight"] = base["model.norm.weight"]
+
+
+@breaks("LT615", MERGED, verified=True)
+def _no_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with fields(folder, "tokenizer_config.json") as config:
+        config.pop("chat_template", None)
+
+
+@breaks("LT616", MERGED, verified=True)
+def _other_rotary_base(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["rope_parameters"]["rope_theta"] = 500000.0
+
+
+@breaks("LT616 class", CAUSAL_MERGED, verified=True)
+def _other_class(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["architectures"] = ["LlamaModel"]
+
+
+@breaks("LT617", MERGED, verified=True)
+def _other_base_recorded(folder: Path) -> None:
+    with fields(folder, "lora_tool.json") as manifest:
+        inputs: dict[str, Any] = manifest["inputs"]
+        inputs["base"]["fingerprint"] = "0" * 64
+
+
+@breaks("LT618", MERGED, verified=True)
+def _into_another_base(folder: Path) -> None:
+    merged = set(deltas(folder)) | {SCORE}
+    with weights(folder) as table:
+        for name in table.keys() - merged:
+            table[name] = flipped(table[name])
+
+
+@breaks("LT619", MERGED, verified=True)
+def _tiny(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        for name, tensor in table.items():
+            if "lora_B" in name:
+                table[name] = stored(numbers(tensor) * 1e-4, tensor)
+    merged_in(folder.parent)

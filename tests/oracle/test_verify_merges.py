@@ -1,0 +1,144 @@
+"""Verifying real merges: PEFT's, in the ways that tools call it, and our own in every precision; and what is wrong in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.utils.warning import PeftWarning
+
+from lora_tool.rules.evidence import Verdict
+from lora_tool.verification.checking import Level
+from lora_tool.verification.verifying import Verification, verify
+from tests.oracle.peft_merge import load_model, merge_with_ours, merge_with_peft, save_adapter, save_base
+from tests.oracle.test_features_against_peft import DTYPES, FEATURES, make_base
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning"),
+]
+PRECISIONS = ("float32", "peft", "float64")
+ALL_LINEAR = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def made(folder: Path, feature: str, dtype: torch.dtype) -> tuple[Path, Path]:
+    model_type, lora = FEATURES[feature]
+    base = make_base(folder / "base", model_type, dtype)
+    return base, save_adapter(folder / "adapter", base, "causal-lm", {**ALL_LINEAR, **lora})
+
+
+def proven(verification: Verification) -> None:
+    """Every tensor was compared, and is what it should be; nothing is wrong beside the missing tokenizer."""
+    assert {found.name: found.verdict for found in verification.evidence.values()} == dict.fromkeys(
+        verification.evidence, Verdict.RIGHT
+    )
+    assert not verification.report.findings
+    assert not verification.report.skipped
+
+
+@pytest.mark.parametrize("number", range(len(FEATURES)), ids=list(FEATURES))
+def test_every_feature_merged_by_peft_and_by_us(tmp_path: Path, number: int) -> None:
+    dtype = list(DTYPES.values())[number % 3]
+    base, adapter = made(tmp_path, list(FEATURES)[number], dtype)
+    theirs = merge_with_peft(base, adapter, tmp_path / "peft", "causal-lm")
+    proven(verify(theirs, base=base, adapters=[adapter]))
+    for precision in PRECISIONS:
+        ours = merge_with_ours(base, adapter, tmp_path / f"ours-{precision}", precision)
+        proven(verify(ours))
+        proven(verify(ours, level=Level.SAMPLE))
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "safe": ({}, {"safe_merge": True}),
+    "16-bit adapter": ({"autocast_adapter_dtype": False}, {}),
+    "16-bit adapter, safe": ({"autocast_adapter_dtype": False}, {"safe_merge": True}),
+}
+
+
+@pytest.mark.parametrize("feature", ["dora", "bias-all", "embedding-and-lm-head", "saved-both-of-tied"])
+@pytest.mark.parametrize("way", WAYS)
+def test_peft_called_otherwise(tmp_path: Path, feature: str, way: str) -> None:
+    base, adapter = made(tmp_path, feature, torch.bfloat16)
+    loading, merging = WAYS[way]
+    model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter, **loading)
+    model.merge_and_unload(**merging).save_pretrained(tmp_path / "merged")
+    proven(verify(tmp_path / "merged", base=base, adapters=[adapter]))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "saved"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
+)
+def test_loaded_in_one_type_and_saved_in_another(tmp_path: Path, loaded: str, saved: str) -> None:
+    base, adapter = made(tmp_path, "bias-all", torch.bfloat16)
+    model = load_model(base, "causal-lm").to(getattr(torch, loaded))
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().to(getattr(torch, saved))
+    merged.save_pretrained(tmp_path / "merged")
+    verification = verify(tmp_path / "merged", base=base, adapters=[adapter])
+    assert all(found.verdict is Verdict.RIGHT for found in verification.evidence.values())
+    assert [finding.code for finding in verification.report.findings] == ([] if saved == "bfloat16" else ["LT604"])
+
+
+def test_a_reward_adapter_that_peft_merged_into_a_language_model(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = save_adapter(
+        tmp_path / "adapter", base, "seq-cls", {"r": 4, "target_modules": "all-linear"}, num_labels=1
+    )
+    good = merge_with_peft(base, adapter, tmp_path / "good", "seq-cls", num_labels=1)
+    proven(verify(good, base=base, adapters=[adapter]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PeftWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)
+    model.merge_and_unload().save_pretrained(tmp_path / "headless")
+    report = verify(tmp_path / "headless", base=base, adapters=[adapter]).report
+    assert [finding.code for finding in report.findings] == ["LT613"]
+
+
+def test_merged_twice_by_peft(tmp_path: Path) -> None:
+    base, adapter = made(tmp_path, "bias-lora-only", torch.bfloat16)
+    once = merge_with_peft(base, adapter, tmp_path / "once", "causal-lm")
+    twice = merge_with_peft(once, adapter, tmp_path / "twice", "causal-lm")
+    verification = verify(twice, base=base, adapters=[adapter])
+    assert {finding.code for finding in verification.report.findings} == {"LT609"}
+    for found in verification.report.findings:
+        assert "2.0" in found.message or "1.9" in found.message
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (0.5, "the scaling of 2 was left out"),
+        (2**0.5 * 2**0.5 / 4, "was left out"),
+        (-1.0, "was subtracted"),
+        (1.3, "1.3"),
+    ],
+)
+def test_scalings_are_measured(tmp_path: Path, factor: float, words: str) -> None:
+    base, adapter = made(tmp_path, "bias-lora-only", torch.float16)
+    other = shutil.copytree(adapter, tmp_path / "other")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * factor}))
+    model = PeftModel.from_pretrained(load_model(base, "causal-lm"), other)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    verification = verify(tmp_path / "merged", base=base, adapters=[adapter])
+    assert {finding.code for finding in verification.report.findings} == {"LT610"}
+    assert all(words in finding.message for finding in verification.report.findings)
+    for found in verification.evidence.values():
+        if found.verdict is Verdict.SCALED:
+            assert found.factor == pytest.approx(factor, rel=0.02)
+
+
+def test_what_cannot_be_planned_is_said_and_not_passed(tmp_path: Path) -> None:
+    base, adapter = made(tmp_path, "bias-lora-only", torch.bfloat16)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "pissa"}))
+    report = verify(base, base=base, adapters=[adapter]).report
+    skipped = {item.code: item.reason for item in report.skipped}
+    assert "pissa" in skipped["LT608"]
+    assert "pissa" in skipped["LT607"]
