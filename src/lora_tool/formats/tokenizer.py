@@ -15,6 +15,9 @@ FAST = "tokenizer.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 
+_DIGITS = 18
+"""No token has a longer id; Python refuses to read numbers of thousands of digits."""
+
 FILE_NAMES = frozenset(
     {
         CONFIG,
@@ -87,13 +90,14 @@ def _content(value: object) -> str | None:
 def _id_in_config(config: dict[str, Any], token: str) -> int | None:
     added = config.get("added_tokens_decoder")
     for token_id, entry in added.items() if isinstance(added, dict) else ():
-        if _content(entry) == token and token_id.isdecimal():
+        if _content(entry) == token and token_id.isdecimal() and len(token_id) <= _DIGITS:
             return int(token_id)
     return None
 
 
 def _id_in_fast(fast: dict[str, Any], token: str) -> int | None:
-    for entry in fast.get("added_tokens") or ():
+    added = fast.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and entry.get("content") == token and type(entry.get("id")) is int:
             return int(entry["id"])
     model = fast.get("model")
