@@ -342,6 +342,39 @@ def _infinite_head(folder: Path) -> None:
         table[SCORE] = raw(1, 16, dtype="BF16", value=float("inf"))
 
 
+@_breaks("LT219", CAUSAL)
+def _constant(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_A.weight"] = edit.filled(0.25, 4, 16)
+
+
+@_breaks("LT219 zero A", REWARD)
+def _zero_a(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_A.weight"] = edit.filled(0.0, 4, 16)
+
+
+@_breaks("LT219 B", REWARD)
+def _constant_b(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_B.weight"] = edit.filled(1.0, 16, 4)
+
+
+@_breaks("LT220", CAUSAL)
+def _diverged(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_B.weight"] = raw(16, 4, value=1e9)
+
+
+@_breaks("LT220 one bit", REWARD)
+def _flipped_bit(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{Q_PROJ}.lora_B.weight"
+        data = bytearray(table[name].data)
+        data[43] ^= 0x40  # the highest bit of an exponent
+        table[name] = edit.Raw("F32", (16, 4), bytes(data))
+
+
 @_breaks("LT210", CAUSAL)
 def _zero_alpha(folder: Path) -> None:
     with fields(folder) as config:
@@ -382,6 +415,18 @@ def _distributed(folder: Path) -> None:
 @_breaks("LT211 FSDP", CAUSAL)
 def _sharded(folder: Path) -> None:
     edit.renamed(folder, lambda name: name.replace(".layers.0.", ".layers.0._fsdp_wrapped_module."))
+
+
+@_breaks("LT211 two adapters", CAUSAL)
+def _two_adapters(folder: Path) -> None:
+    with tensors(folder) as table:
+        table |= {name.replace(".weight", ".second.weight"): tensor for name, tensor in table.items()}
+
+
+@_breaks("LT211 raw state beside the saved", CAUSAL)
+def _raw_beside_saved(folder: Path) -> None:
+    with tensors(folder) as table:
+        table |= {name.replace(".weight", ".default.weight"): tensor for name, tensor in table.items()}
 
 
 @_breaks("LT211 doubled", CAUSAL)
@@ -591,6 +636,47 @@ def _default_labels(folder: Path) -> None:
 @_breaks("LT308 three", MODEL)
 def _three_labels(folder: Path) -> None:
     edit.as_classifier(folder, labels=3)
+
+
+@_breaks("LT309", MODEL)
+def _pad_id_beyond(folder: Path) -> None:
+    edit.as_classifier(folder, pad=304)
+
+
+@_breaks("LT309 tokenizer", MODEL)
+def _pad_token_beyond(folder: Path) -> None:
+    _add_pad_token(folder)
+
+
+@_breaks("LT309 adapter", CAUSAL, with_base=True)
+def _pad_token_beyond_the_base(folder: Path) -> None:
+    _add_pad_token(folder)
+
+
+@_breaks("LT309 old tokenizer", REWARD, with_base=True)
+def _pad_token_in_the_config(folder: Path) -> None:
+    with fields(folder, "tokenizer_config.json") as config:
+        config["pad_token"] = {"content": "[PAD]", "special": True}
+        config["added_tokens_decoder"] = {"304": {"content": "[PAD]", "special": True}}
+
+
+def _add_pad_token(folder: Path) -> None:
+    with fields(folder, "tokenizer_config.json") as config:
+        config["pad_token"] = "[PAD]"
+    with fields(folder, "tokenizer.json") as tokenizer:
+        tokenizer["added_tokens"].append({"id": 304, "content": "[PAD]", "special": True})
+
+
+@_breaks("LT310", SHARDED)
+def _fewer_layers(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["num_hidden_layers"] = 4
+
+
+@_breaks("LT310 vocabulary", MODEL)
+def _other_vocabulary(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["vocab_size"] = 320
 
 
 # LT5xx, the adapter against its base

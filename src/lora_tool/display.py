@@ -29,6 +29,12 @@ def _harmless(character: str) -> bool:
     return character.isprintable() and unicodedata.category(character) not in ("Cf", "Co", "Cs")
 
 
+def shortened(text: str, longest: int = 1_500) -> str:
+    """Return `text` with its middle left out where it is longer than `longest`: a name may be a megabyte."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} […] {text[-half:]}"
+
+
 def size(nbytes: int) -> str:
     """Return a number of bytes in binary units with three significant digits: ``1.38 GiB``."""
     value, unit = float(nbytes), _UNITS[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickletools
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -102,12 +103,38 @@ def _archive(path: Path, choices: Choices) -> None:
     pickles = [at for at, (info, _) in enumerate(members) if info.filename.endswith(".pkl")]
     at = choices.pick(pickles) if pickles and choices.below(4) else choices.below(len(members))
     info, data = members[at]
-    members[at] = (info, changed(data, choices))
+    change = repickled if at in pickles and choices.below(4) else changed
+    members[at] = (info, change(data, choices))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as new:
         for info, content in members:
             new.writestr(info.filename, content)
     return _write(path, buffer.getvalue())
+
+
+PUSHES = (
+    b"N", b"\x88", b"K\x00", b"K\x03", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"\x8a\xff" + b"\x7f" * 255,
+    b"G\x7f\xf8" + bytes(6), b"G\x7f\xf0" + bytes(6), b"X\x00\x00\x00\x00", b"X\x03\x00\x00\x00a\nb", b"X\x03\x00\x00\x00\xed\xa0\x80",
+    b"]", b"}", b")", b"]q\xf0h\xf0a", b"}q\xf0(h\xf0Nu0h\xf0", b"}q\xf0K\x01h\xf0s", b"cos\nsystem\n", b"cos\nsystem\n)R",
+    b"cos\nsystem\n)R}X\x01\x00\x00\x00ah\xf0sb", b"]K\x01\x85a", b"K\x01\x85", b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86",
+    b"ctorch\nfloat32\n", b"ctorch\nSize\n)R", b"}X\x01\x00\x00\x00aK\x01s", b"]]a",
+    b"K\x01\x85q\xf0" + b"h\xf0h\xf0\x86q\xf0" * 40 + b"h\xf0",
+)  # fmt: skip
+"""Instructions that put one object on a pickle's stack: of every type, cyclic, and of exponential size when printed."""
+
+
+def repickled(data: bytes, choices: Choices) -> bytes:
+    """Return the pickle with the object that stands on top of the stack somewhere in it taken for another one."""
+    try:
+        ends = [at for _, _, at in pickletools.genops(data) if at is not None][1:]
+    except ValueError:
+        return changed(data, choices)
+    at = choices.pick(ends)
+    return data[:at] + b"0" + choices.pick(PUSHES) + data[at:]
+
+
+def _metadata(path: Path, choices: Choices) -> None:
+    _write(path, repickled(path.read_bytes(), choices))
 
 
 def _bytes(path: Path, choices: Choices) -> None:
@@ -174,5 +201,6 @@ _WAYS: tuple[tuple[tuple[str, ...], Callable[[Path, Choices], None]], ...] = (
     ((".json",), _json),
     ((".safetensors",), _header),
     ((".pt", ".pth", ".bin", ".distcp"), _archive),
+    ((".metadata",), _metadata),
 )
 _ANY: tuple[Callable[[Path, Choices], None], ...] = (_bytes, _bytes, _gone, _another, _renamed, _swapped)

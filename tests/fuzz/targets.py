@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
+from safetensors import safe_open
+
+from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, PlanError
+from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
+from lora_tool.formats.dcp import assemble_dcp, read_dcp, read_pieces
+from lora_tool.formats.manifest import read_manifest
+from lora_tool.formats.model_config import read_model_config
+from lora_tool.formats.partitions import assemble, entries
+from lora_tool.formats.safetensors import scan_file
+from lora_tool.formats.tokenizer import read_pad_token
+from lora_tool.formats.torch_zip import read_torch_file
+from lora_tool.formats.trainer_state import read_trainer_state
+from lora_tool.formats.zero import read_tag
 from tests.fuzz.choices import Choices
 from tests.fuzz.commands import must_hold
 from tests.fuzz.injuries import injure
@@ -72,3 +89,96 @@ def folders(data: bytes) -> None:
         except BaseException as error:
             error.add_note(f"{name}: {'; '.join(done)}: {' '.join(map(str, arguments))}")
             raise
+
+
+def safetensors(data: bytes) -> None:
+    """Read the bytes as a safetensors file; where the reference package reads it, both see the same names."""
+    path = _file("x.safetensors", data)
+    scanned = scan_file(path)
+    try:
+        with safe_open(path, framework="np") as file:
+            names = set(file.keys())
+    except Exception:  # noqa: BLE001 - the package raises what it likes
+        assert scanned.problems
+    else:
+        assert scanned.problems or names == set(scanned.tensors)
+
+
+def torch_file(data: bytes) -> None:
+    """Read the bytes as what `torch.save` wrote."""
+    with contextlib.suppress(CorruptFile):
+        read_torch_file(_file("x.pt", data))
+
+
+def torch_pickle(data: bytes) -> None:
+    """Read the bytes as the pickle of the rank files of a model and of its optimizer."""
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        with zipfile.ZipFile(_place() / name, "w") as archive:
+            archive.writestr("archive/data.pkl", data)
+            archive.writestr("archive/data/0", bytes(64))
+    with contextlib.suppress(CheckpointError, PlanError):
+        tag = read_tag(_place(), ".")
+        assemble(tag, entries(tag))
+
+
+def dcp(data: bytes) -> None:
+    """Read the bytes as the `.metadata` of a distributed checkpoint."""
+    path = _file(".metadata", data)
+    with contextlib.suppress(CheckpointError, PlanError):
+        found = read_dcp(path.parent)
+        pieces, _ = read_pieces(found)
+        assemble_dcp(found, pieces, found.tensors)
+
+
+def configs(data: bytes) -> None:
+    """Read the bytes as each of the JSON files, and ask an adapter's config about modules."""
+    path = _file("config.json", data)
+    for read in (read_model_config, read_trainer_state, read_manifest, read_adapter_config):
+        with contextlib.suppress(CorruptFile, BadConfig):
+            config = read(path)
+            if isinstance(config, AdapterConfig) and not config.problems:
+                config.targets("model.layers.0.self_attn.q_proj")
+                assert config.scaling("model.layers.1.mlp.down_proj") is not None
+    for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
+        _file(name, data)
+    read_pad_token(path.parent, ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"))
+
+
+def _file(name: str, data: bytes) -> Path:
+    path = _place() / name
+    path.write_bytes(data)
+    return path
+
+
+@lru_cache
+def _place() -> Path:
+    """Return one folder for all that is written: making a new one each time is what would take the time."""
+    place = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return place
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    "safetensors": safetensors,
+    "torch-file": torch_file,
+    "torch-pickle": torch_pickle,
+    "dcp": dcp,
+    "configs": configs,
+    "folders": folders,
+}
+
+
+def seeds(target: str) -> Iterator[bytes]:
+    """Yield real files for a fuzzer to begin with."""
+    patterns = {
+        "safetensors": ("**/*.safetensors",),
+        "torch-file": ("**/*states.pt", "**/*.bin"),
+        "dcp": ("**/.metadata",),
+        "configs": ("**/*config.json", "**/trainer_state.json"),
+    }
+    for pattern in patterns.get(target, ()):
+        yield from (path.read_bytes() for path in sorted(FIXTURES.glob(pattern)))
+    if target == "torch-pickle":
+        for path in sorted(FIXTURES.glob("**/*states.pt")):
+            with zipfile.ZipFile(path) as archive:
+                yield from (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))

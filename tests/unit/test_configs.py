@@ -44,7 +44,7 @@ def model(tmp_path: Path, **fields: Any) -> ModelConfig:
         ({"target_modules": ["a", 1]}, '`target_modules`: expected list of strings, found ["a", 1]'),
         ({"modules_to_save": "score"}, '`modules_to_save`: expected list of strings, found "score"'),
         ({"rank_pattern": [1]}, "`rank_pattern`: expected object of numbers, found [1]"),
-        ({"rank_pattern": {"q": "8"}}, '`rank_pattern["q"]`: expected number of at least 1, found "8"'),
+        ({"rank_pattern": {"q": "8"}}, '`rank_pattern["q"]`: expected int of at least 1, found "8"'),
         ({"alpha_pattern": {"q": None}}, '`alpha_pattern["q"]`: expected number, found null'),
         ({"layers_to_transform": "1"}, '`layers_to_transform`: expected int or list of ints, found "1"'),
         ({"layers_pattern": 3}, "`layers_pattern`: expected list of strings, found 3"),

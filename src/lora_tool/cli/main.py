@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, exit_code
-from lora_tool.display import printable
+from lora_tool.display import printable, shortened
 from lora_tool.errors import LoraToolError
 
 COMMANDS = {
@@ -116,9 +116,11 @@ def show_error(error: LoraToolError) -> None:
     """Write the error and its hint to stderr."""
     # one line each: a line break inside is from somebody's file name, and could start a CI system's command
     colour = False if os.environ.get("NO_COLOR") else None
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(str(error))}", err=True, color=colour)
+    click.echo(
+        f"{click.style('error:', fg='red', bold=True)} {shortened(printable(str(error)))}", err=True, color=colour
+    )
     if error.hint:
-        click.echo(f"{click.style('hint:', fg='cyan')} {printable(error.hint)}", err=True, color=colour)
+        click.echo(f"{click.style('hint:', fg='cyan')} {shortened(printable(error.hint))}", err=True, color=colour)
 
 
 def _interrupted() -> int:

@@ -85,8 +85,11 @@ class Fields:
         value = self.table.get(name)
         return value if isinstance(value, str) else self.names(name)
 
-    def numbers_by_pattern(self, name: str, *, least: float | None = None) -> dict[str, float]:
-        """Return an object of patterns to numbers, as `rank_pattern` and `alpha_pattern` are; {} if absent."""
+    def numbers_by_pattern(self, name: str, *, least: int | None = None) -> dict[str, float]:
+        """Return an object of patterns to numbers, as `alpha_pattern` is; {} if absent.
+
+        With `least` they are to be ints, as those of `rank_pattern` are.
+        """
         value = self.table.get(name)
         if value is None:
             return {}
@@ -95,14 +98,9 @@ class Fields:
             return {}
         numbers = {}
         for key, number in value.items():
-            if (
-                isinstance(number, bool)
-                or not isinstance(number, int | float)
-                or (least is not None and number < least)
-            ):
-                self.expected(
-                    f"{name}[{json.dumps(key)}]", "number" + (f" of at least {least}" if least else ""), number
-                )
+            if not is_number(number) or (least is not None and (number < least or type(number) is not int)):
+                what = "number" if least is None else f"int of at least {least}"
+                self.expected(f"{name}[{shown(key)}]", what, number)
             else:
                 numbers[key] = number
         return numbers

@@ -66,10 +66,18 @@ def _num_labels(fields: Fields) -> int | None:
     if labels is not None and not isinstance(labels, dict):
         fields.expected("id2label", "object of labels", labels)
         labels = None
+    if labels is not None and not all(map(_is_label, labels.items())):
+        fields.expected("id2label", "object of numbers to labels", labels)
+        labels = None
     explicit = fields.optional_integer("num_labels")
     if labels is not None:
         return len(labels)
     return explicit
+
+
+def _is_label(entry: tuple[str, object]) -> bool:
+    """Whether transformers takes the entry of `id2label`: it makes the key a number and the label a key."""
+    return entry[0].isdecimal() and entry[0].isascii() and isinstance(entry[1], str | int)
 
 
 def _pad_token_id(fields: Fields, text: Fields) -> int | None:

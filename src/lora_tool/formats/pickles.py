@@ -11,7 +11,7 @@ import io
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_PICKLE_BYTES = 256 << 20
 """The structure of a checkpoint of 100,000 tensors takes about 20 MB; the tensors' bytes are never in it."""
+
+_MOST_OBJECTS = 50_000_000
+_DEEPEST = 200
 
 Global = tuple[str, str]
 """Module and name, as GLOBAL gives them."""
@@ -119,12 +122,50 @@ def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any]
         raise ValueError(f"has a pickle of {len(data):,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
     _scan(data)
     try:
-        return _Unpickler(data, known, persistent).load()
+        loaded = _Unpickler(data, known, persistent).load()
     except (MemoryError, KeyboardInterrupt):
         raise
     # a broken pickle can make the stack machine raise anything: TypeError, KeyError, UnpicklingError, …
     except Exception as error:
         raise ValueError(f"holds a pickle that cannot be read: {error}") from error
+    _require_plain(loaded)
+    return loaded
+
+
+def _require_plain(loaded: object) -> None:
+    """Raise ValueError for what contains itself, lies too deep, or would unfold to too much when it is walked through.
+
+    A pickle of 300 bytes can hold a list of two equal lists of two equal lists…, which no memory can print.
+    """
+    sizes: dict[int, int] = {}
+    open_: set[int] = set()
+    left: list[tuple[object, bool]] = [(loaded, False)]
+    while left:
+        found, seen = left.pop()
+        key, children = id(found), _children(found)
+        if seen:
+            open_.discard(key)
+            sizes[key] = 1 + sum(sizes.get(id(child), 1) for child in children)
+            if sizes[key] > _MOST_OBJECTS:
+                raise ValueError(f"holds a pickle that unfolds to more than {_MOST_OBJECTS:,} objects")
+        elif key in open_:
+            if not isinstance(found, Stub):  # objects may know each other; nothing here walks through them
+                raise ValueError("holds a pickle of something that contains itself")
+        elif children and key not in sizes:
+            open_.add(key)
+            if len(open_) > _DEEPEST:
+                raise ValueError(f"holds a pickle that is nested more than {_DEEPEST} deep")
+            left.append((found, True))
+            left.extend((child, False) for child in children)
+
+
+def _children(found: object) -> Sequence[object]:
+    if isinstance(found, dict):
+        return [*found.keys(), *found.values()]
+    if isinstance(found, Stub):
+        return (found.args, found.items, found.state)
+    # a LazyTensor is a tuple, too, and was checked when it was made
+    return list(found) if type(found) in (list, tuple, set, frozenset) else ()  # type: ignore[call-overload]
 
 
 # instructions that are harmless whatever their argument, with the argument's bytes (CPython, `Lib/pickletools.py`);
@@ -147,7 +188,8 @@ def _scan(data: bytes) -> None:
     """
     at, end = 0, len(data)
     while True:
-        found = _HARMLESS.match(data, at)
+        # a length may lead beyond the end, and beyond any index
+        found = _HARMLESS.match(data, min(at, end))
         at = found.end() if found else at
         if at >= end:
             raise ValueError("holds a pickle that ends without its STOP: truncated?")

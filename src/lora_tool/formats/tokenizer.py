@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import CorruptFile, Problem
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import inside, open_regular, read_json
 
 CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
+
+_BEGINNING = 1 << 20
+_DIGITS = 18
+"""No token has a longer id; Python refuses to read numbers of thousands of digits."""
 
 FILE_NAMES = frozenset(
     {
@@ -78,6 +84,53 @@ def read_pad_token(folder: Path, names: Iterable[str]) -> tuple[PadToken | None,
     return None, tuple(problems)
 
 
+def added_pad_token(folder: Path, names: Iterable[str]) -> PadToken | None:
+    """Return the pad token if it is among the tokens that the tokenizer lists by themselves, as special ones are.
+
+    Reads the small files, and of `tokenizer.json` the beginning, where the list is. None where they do not tell.
+    """
+    present = [name for name in (CONFIG, SPECIAL_MAP, FAST) if name in names and inside(folder, folder / name)]
+    small = {name: _object(folder / name) for name in present if name != FAST}
+    token = next((text for table in small.values() if (text := _content(table.get("pad_token"))) is not None), None)
+    if token is None:
+        return None
+    found = _id_in_config(small.get(CONFIG, {}), token)
+    path = folder / CONFIG
+    if found is None and FAST in present:
+        path = folder / FAST
+        found = _id_among(_listed_first(path), token)
+    return None if found is None else PadToken(token=token, id=found, path=path)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        loaded = read_json(path)
+    except CorruptFile:
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _listed_first(path: Path) -> object:
+    """Return `added_tokens` of a `tokenizer.json`, which stands before the vocabulary of many MB."""
+    try:
+        with open_regular(path) as fd:
+            text = os.pread(fd, _BEGINNING, 0).decode(errors="replace")
+    except CorruptFile:
+        return None
+    _, found, rest = text.partition('"added_tokens":')
+    try:
+        return json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _id_among(added: object, token: str) -> int | None:
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == token and type(entry.get("id")) is int:
+            return int(entry["id"])
+    return None
+
+
 def _content(value: object) -> str | None:
     """Return a special token's text: it is written as a string, or as an AddedToken object with its `content`."""
     value = value.get("content") if isinstance(value, dict) else value
@@ -87,15 +140,15 @@ def _content(value: object) -> str | None:
 def _id_in_config(config: dict[str, Any], token: str) -> int | None:
     added = config.get("added_tokens_decoder")
     for token_id, entry in added.items() if isinstance(added, dict) else ():
-        if _content(entry) == token and token_id.isdecimal():
+        if _content(entry) == token and token_id.isdecimal() and len(token_id) <= _DIGITS:
             return int(token_id)
     return None
 
 
 def _id_in_fast(fast: dict[str, Any], token: str) -> int | None:
-    for entry in fast.get("added_tokens") or ():
-        if isinstance(entry, dict) and entry.get("content") == token and type(entry.get("id")) is int:
-            return int(entry["id"])
+    listed = _id_among(fast.get("added_tokens"), token)
+    if listed is not None:
+        return listed
     model = fast.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):

@@ -7,6 +7,7 @@ The keys are the same since 0.9.1, except where a comment says otherwise.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickles import Stub
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
+from lora_tool.tensors import MAX_BYTES
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
@@ -210,6 +213,8 @@ def _model_states(file: TorchFile, rank: int) -> ModelStates:
     if shapes is None:
         shapes = []
     groups = [shapes] if isinstance(shapes, dict) else shapes
+    if not isinstance(groups, list):
+        refuse(file.path, Defect.BAD_HEADER, "is no list of dictionaries of shapes", "param_shapes")
     frozen_shapes, frozen = table.get("frozen_param_shapes"), table.get("frozen_param_fragments")
     config = table["ds_config"] if isinstance(table.get("ds_config"), dict) else {}
     return ModelStates(
@@ -217,7 +222,7 @@ def _model_states(file: TorchFile, rank: int) -> ModelStates:
         rank=rank,
         stage=3 if file.path.name.startswith("zero_") else _configured_stage(config),
         module=_tensors(file, table.get("module") or {}, "module"),
-        buffer_names=frozenset(name for name in table.get("buffer_names") or () if isinstance(name, str)),
+        buffer_names=frozenset(name for name in _listed(table.get("buffer_names")) if isinstance(name, str)),
         param_shapes=tuple(_shapes(file, group, "param_shapes") for group in groups),
         frozen_shapes=None if frozen_shapes is None else _shapes(file, frozen_shapes, "frozen_param_shapes"),
         frozen=None if frozen is None else _tensors(file, frozen, "frozen_param_fragments"),
@@ -246,7 +251,7 @@ def _optim_states(file: TorchFile, rank: int) -> OptimStates:
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
         refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
-    if any(_nonzero(padding) for padding in table.get("param_alignment_paddings") or ()):
+    if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
         refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
@@ -273,13 +278,23 @@ def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
     for name, shape in table.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
             refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}: tensor parallel?", key)
+        if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
+            refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
     return table
 
 
 def _shared(table: object) -> dict[str, str]:
     # 0.9.0 wrote a list of pairs, 0.9.2 and later a dictionary
     pairs: Iterable[Any] = table.items() if isinstance(table, dict) else table if isinstance(table, list) else ()
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and all(isinstance(name, str) for name in pair)}  # noqa: PLR2004
+    return {
+        pair[0]: pair[1]
+        for pair in pairs
+        if isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(name, str) for name in pair)  # noqa: PLR2004
+    }
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _integer(value: object) -> int | None:
@@ -314,6 +329,6 @@ def _step(optimizer: object) -> float | None:
             step = entry.get("step") if isinstance(entry, dict) else None
             if isinstance(step, LazyTensor):
                 return read_scalar(step)
-            if isinstance(step, int | float):
+            if is_number(step):
                 return float(step)
     return None

@@ -43,10 +43,13 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     if not own_code and all(raw.get(name) == value for name, value in changes.items()):
         return SideFile(filename=model_config.FILE_NAME, source=base.config.path, reason="copied from the base")
     raw.update(changes)
-    text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    try:
+        content = (json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON has as an escape and UTF-8 has not
+        content = (json.dumps(raw, indent=2, sort_keys=True) + "\n").encode()
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
-    return SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
+    return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
 
 
 def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None) -> dict[str, Any]:

@@ -117,7 +117,14 @@ def different_runs(tag: ZeroTag) -> Iterator[Finding]:
 
 
 def _comparable(value: object) -> str:
-    return json.dumps(value, sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
+    return json.dumps(_with_names(value), sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
+
+
+def _with_names(value: object) -> object:
+    """Return the value with text for the keys of every dictionary, as JSON has them."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _with_names(inner) for key, inner in value.items()}
+    return [_with_names(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _odd_ones_out(values: Mapping[Path, Hashable]) -> Iterator[tuple[Path, Hashable, Hashable]]:

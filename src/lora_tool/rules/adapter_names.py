@@ -11,6 +11,7 @@ from lora_tool.rules.explained import head_of, is_end
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, drift
 
+_FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
@@ -43,7 +44,8 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(
                 subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail"
             )
-    adapter_names = sorted({key.adapter_name for key in subject.keys.values() if key.adapter_name})
+    lora = [key for key in subject.keys.values() if key.part in _FACTORS]
+    adapter_names = sorted({key.adapter_name or "one without a name" for key in lora})
     if len(adapter_names) > 1:
         listed = ", ".join(adapter_names)
         yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")

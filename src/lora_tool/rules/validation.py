@@ -35,6 +35,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     model_head,
     serving,
     training,
+    vocabulary,
     weights,
     zero,
     zero_values,

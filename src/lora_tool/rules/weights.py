@@ -1,4 +1,4 @@
-"""LT208 and LT209: the values themselves. These rules read weights."""
+"""LT208, LT209, LT219 and LT220: the values themselves. These rules read weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from lora_tool.report import Severity
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
+from lora_tool.tensors import StoredTensor
+
+_ENOUGH = 16
+"""A tensor of fewer values may have equal ones by chance."""
 
 
 @rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
@@ -63,3 +67,62 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
                 f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
             )
             yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))
+
+
+@rule("LT219", Severity.WARNING, on=AdapterSubject, deep=True)
+def constant(subject: AdapterSubject) -> Iterator[Fault]:
+    """A factor whose values are all the same.
+
+    ## What it does
+    Reads each `lora_A` and `lora_B` and looks for those with one value throughout. A `lora_B` of zeros is LT208's.
+
+    ## Why it matters
+    No training ends so: the values were lost and filled in, as by a broken conversion, a placeholder, or memory that
+    was never written. An A of zeros makes its module do nothing; any other constant adds the same to every output.
+
+    ## Example
+    Every value of `…q_proj.lora_A.weight` is 0.
+
+    ## What to do
+    Save the adapter again from the training state, or use another checkpoint.
+    """
+    for tensor, is_initial_zero in _factors(subject):
+        found = subject.scan(tensor)
+        if found.constant and not found.nonfinite and not (found.all_zero and is_initial_zero):
+            value = "zero" if found.all_zero else "the same"
+            yield Fault(
+                subject=tensor.name, message=f"all {tensor.spec.numel:,} values are {value}: not what training gives"
+            )
+
+
+@rule("LT220", Severity.WARNING, on=AdapterSubject, deep=True)
+def absurd(subject: AdapterSubject) -> Iterator[Fault]:
+    """Values far beyond what training gives.
+
+    ## What it does
+    Looks for values of 32768 or more in each `lora_A` and `lora_B`, in the first megabyte of each.
+
+    ## Why it matters
+    Trained factors are below 10. Larger by thousands are a run that diverged, bytes read in the wrong type or order,
+    or a damaged file: the model answers with nonsense, or with NaN where 16 bits overflow.
+
+    ## Example
+    1 of 65,536 values of `…v_proj.lora_B.weight` is 1e38: one flipped bit.
+
+    ## What to do
+    Use an earlier checkpoint; if all are like that, look at loss and `grad_norm` of the run. Copy the file again if the
+    values were good where it was made.
+    """
+    for tensor, _ in _factors(subject):
+        huge = subject.scan(tensor).huge
+        if huge:
+            message = f"{huge:,} of {tensor.spec.numel:,} values are 32768 or more, trained ones are below 10"
+            yield Fault(subject=tensor.name, message=message)
+
+
+def _factors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, bool]]:
+    """Yield the factors that are large enough to tell, and whether each is the one that is zero before training."""
+    for layer in subject.layers:
+        for tensor in (layer.a, layer.b):
+            if tensor is not None and tensor.dtype.is_float and tensor.spec.numel >= _ENOUGH:
+                yield tensor, tensor is layer.zero_initialised

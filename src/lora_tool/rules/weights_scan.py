@@ -29,6 +29,10 @@ class WeightScan:
     nonfinite: int
     first: int | None
     all_zero: bool
+    constant: bool = False
+    """Whether every element has the same bytes."""
+    huge: int = 0
+    """How many values of the first megabyte are finite and of 32768 or more (131072 in F64)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,12 @@ class _Layout:
     before: int
     suspects: tuple[int, ...]
     """The values of the last byte that have its part of the exponent full."""
+    huge: bytes
+    """For each value of the last byte, 1 where the exponent is that of 2¹⁵ or more."""
+
+    def count_huge(self, data: bytes) -> int:
+        """Return how many elements of `data` are 2¹⁵ or more (2¹⁷ in F64), NaN and infinities among them."""
+        return data[self.nbytes - 1 :: self.nbytes].translate(self.huge).count(1)
 
     def full_exponents(self, data: bytes) -> tuple[int, int | None]:
         """Return how many elements of `data` have every exponent bit set, and the index of the first."""
@@ -59,16 +69,17 @@ def _marks(mask: int) -> bytes:
     return bytes(int(byte & mask == mask) for byte in range(256))
 
 
-def _layout(nbytes: int, *, last: int, before: int) -> _Layout:
+def _layout(nbytes: int, *, last: int, before: int, huge: int) -> _Layout:
     suspects = tuple(byte for byte in range(256) if byte & last == last)
-    return _Layout(nbytes=nbytes, last=last, before=before, suspects=suspects)
+    marks = bytes(int(byte & 0x7F >= huge) for byte in range(256))
+    return _Layout(nbytes=nbytes, last=last, before=before, suspects=suspects, huge=marks)
 
 
 _LAYOUTS = {
-    DType.F64: _layout(8, last=0x7F, before=0xF0),
-    DType.F32: _layout(4, last=0x7F, before=0x80),
-    DType.BF16: _layout(2, last=0x7F, before=0x80),
-    DType.F16: _layout(2, last=0x7C, before=0),
+    DType.F64: _layout(8, last=0x7F, before=0xF0, huge=0x41),
+    DType.F32: _layout(4, last=0x7F, before=0x80, huge=0x47),
+    DType.BF16: _layout(2, last=0x7F, before=0x80, huge=0x47),
+    DType.F16: _layout(2, last=0x7C, before=0, huge=0x78),
 }
 
 
@@ -79,8 +90,13 @@ def scan(tensor: StoredTensor) -> WeightScan:
     """
     layout = _LAYOUTS.get(tensor.dtype)
     nonfinite, first, zero, done = 0, None, tensor.nbytes > 0, 0
+    constant, element, huge = tensor.nbytes > 0, b"", 0
     for data in _chunks(tensor):
         zero = zero and _is_zero(data, tensor.dtype.bits // 8 if layout else 1, signed=layout is not None)
+        if layout is not None:
+            element = element or data[: layout.nbytes]
+            constant = constant and _repeats(data, element)
+            huge = huge if done or zero else layout.count_huge(data)
         if layout is not None and not zero:
             count, at = layout.full_exponents(data)
             if at is not None and first is None:
@@ -89,7 +105,19 @@ def scan(tensor: StoredTensor) -> WeightScan:
             done += len(data) // layout.nbytes
         elif layout is not None:
             done += len(data) // layout.nbytes
-    return WeightScan(nonfinite=nonfinite, first=first, all_zero=zero)
+    return WeightScan(
+        nonfinite=nonfinite,
+        first=first,
+        all_zero=zero,
+        constant=constant and layout is not None,
+        huge=0 if nonfinite else huge,
+    )
+
+
+def _repeats(data: bytes, element: bytes) -> bool:
+    """Whether `data` is one element over and over; a glance at its beginning nearly always tells."""
+    few = len(element) * 16
+    return data[:few] == element * (len(data[:few]) // len(element)) and data == element * (len(data) // len(element))
 
 
 def _is_zero(data: bytes, nbytes: int, *, signed: bool) -> bool:

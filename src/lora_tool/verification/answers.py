@@ -13,6 +13,7 @@ from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapte
 from lora_tool.plan.model import Copy, Plan
 from lora_tool.plan.provenance import Provenance
 from lora_tool.plan.storage import plainly_stored
+from lora_tool.plan.task import Task
 from lora_tool.plan.task import is_classifier
 from lora_tool.rules.evidence import OutputEvidence
 from lora_tool.verification.files import Files
@@ -97,7 +98,8 @@ class _Asking:
 
     def _can_stream(self) -> bool:
         provenance = self._provenance
-        return self._plan is not None and plainly_stored(provenance.base, provenance.adapters) is not None
+        task = Task.SEQ_CLS if self._classifier else Task.CAUSAL_LM
+        return self._plan is not None and plainly_stored(provenance.base, provenance.adapters, task) is not None
 
     def _runs(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""
