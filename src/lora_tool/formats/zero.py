@@ -8,6 +8,7 @@ The keys are the same since 0.9.1, except where a comment says otherwise.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,28 +79,16 @@ class ZeroTag:
 
     folder: Path
     name: str
+    stage: int
+    """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
+    world_size: int
+    """How many ranks the masters were cut into, as most files say; else how many files there are."""
     model: Mapping[int, ModelStates]
     optim: Mapping[int, OptimStates]
     model_files: Mapping[int, str]
     """Rank → name of its model file, the unreadable ones too."""
     optim_files: Mapping[int, str]
     problems: tuple[Problem, ...] = ()
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
-        first = self.first
-        told = first.stage if first else 0
-        return next((states.stage for states in self.optim.values()), told)
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the masters were cut into, as most files say; else how many files there are."""
-        counts = [states.partition_count for states in self.optim.values() if states.partition_count]
-        if counts:
-            return max(counts, key=counts.count)
-        told = self.first.dp_world_size if self.first and self.stage else None
-        return max(1, told or 1, *(rank + 1 for rank in (*self.optim_files, *self.model_files)))
 
     @property
     def first(self) -> ModelStates | None:
@@ -121,11 +110,19 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     if not model and not optim:
         raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
     reading = _Reading(folder)
+    models, optims = reading.all(model, _model_states), reading.all(optim, _optim_states)
+    first = models[min(models)] if models else None
+    stage = next((states.stage for states in optims.values()), first.stage if first else 0)
+    ranks = max(rank for rank, _ in (*model, *optim)) + 1
+    counts = Counter(states.partition_count for states in optims.values() if states.partition_count)
+    told = first.dp_world_size if first and stage else None
     tag = ZeroTag(
         folder=folder,
         name=name,
-        model=reading.all(model, _model_states),
-        optim=reading.all(optim, _optim_states),
+        stage=stage,
+        world_size=counts.most_common(1)[0][0] if counts else max(told or 1, ranks),
+        model=models,
+        optim=optims,
         model_files=dict(model),
         optim_files=dict(optim),
         problems=tuple(reading.problems),
