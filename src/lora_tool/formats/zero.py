@@ -18,6 +18,7 @@ from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, Unsup
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickles import Stub
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
+from lora_tool.tensors import MERGEABLE
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
@@ -243,6 +244,8 @@ def _optim_states(file: TorchFile, rank: int) -> OptimStates:
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
         refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
+    if not all(group.dtype in MERGEABLE for group in groups):
+        refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
     if any(_nonzero(padding) for padding in table.get("param_alignment_paddings") or ()):
         refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
