@@ -361,7 +361,7 @@ def _constant_b(folder: Path) -> None:
 
 
 @_breaks("LT220", CAUSAL)
-def _diverged(folder: Path) -> None:
+def _exploded(folder: Path) -> None:
     with tensors(folder) as table:
         table[f"{Q_PROJ}.lora_B.weight"] = raw(16, 4, value=1e9)
 

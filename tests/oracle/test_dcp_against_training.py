@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_tool.checkpoint import DcpDir, open_sharded
+from lora_tool.checkpoint import DcpDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate import plan_consolidate
@@ -106,6 +106,38 @@ def test_other_rank_files_are_refused_by_name(tmp_path: Path, name: str) -> None
     (tmp_path / name).touch()
     with pytest.raises(UnsupportedCheckpoint, match="of one rank"):
         open_sharded(tmp_path)
+
+
+def saved(folder: Path, name: str) -> Path:
+    """Save one tensor with torch's own writer, as a training would."""
+    from torch.distributed import checkpoint
+
+    checkpoint.save({"model": {name: torch.ones(5, 3)}}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_saved_by_torch_alone(tmp_path: Path) -> None:
+    (step,) = plan(saved(tmp_path / "run", "norm.weight"), "state").steps
+    assert (step.out.name, step.out.shape) == ("norm.weight", (5, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flat_parameters_of_fsdp1_are_refused_by_name(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "run", "layers.0._flat_param")
+    with pytest.raises(UnsupportedCheckpoint, match="flat parameter of FSDP1"):
+        plan(folder)
+    with pytest.raises(UnsupportedCheckpoint, match="flat parameter of FSDP1"):
+        validate(open_sharded(folder))
+
+
+def test_beside_an_adapter_it_is_judged_too(tmp_path: Path) -> None:
+    """As the HF Trainer writes both into one folder."""
+    folder = Path(shutil.copytree(FIXTURES / "fsdp2-reward", tmp_path / "checkpoint-2"))
+    shutil.copy(FIXTURES / "reward-run" / "checkpoint-2" / "adapter_model.safetensors", folder)
+    next(folder.rglob("__0_0.distcp")).unlink()
+    found = {finding.code for finding in validate(open_checkpoint(folder)).findings}
+    assert "LT401" in found
 
 
 def test_a_command_in_the_metadata_is_not_run(full: Path) -> None:

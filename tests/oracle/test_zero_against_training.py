@@ -17,12 +17,16 @@ from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.merge import plan_merge
+from lora_tool.report import Severity
+from lora_tool.rules.validation import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ZERO = FIXTURES / "zero"
 BASE = FIXTURES / "reward-qwen2" / "base"
 ALL = sorted(folder.name for folder in ZERO.iterdir() if folder.is_dir())
-REWARD = ["stage1-reward", "stage2-reward", "stage3-reward"]
+REWARD = ["stage0-reward", "stage1-reward", "stage2-reward", "stage3-reward", "stage3-hpz", "stage3-frozen-head"]
+OLDER = ["stage1-reward-0.14.4", "stage3-reward-0.16.9"]
+"""Trained with older versions of DeepSpeed, as their names say."""
 
 
 def opened(name: str) -> ZeroDir:
@@ -55,7 +59,7 @@ def test_the_state_is_what_was_trained(tmp_path: Path, name: str) -> None:
         assert torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("name", [*REWARD, "stage3-saved"])
+@pytest.mark.parametrize("name", [*REWARD, *OLDER, "stage3-saved"])
 def test_the_adapter_gives_the_trained_rewards(tmp_path: Path, name: str) -> None:
     execute(plan_consolidate(opened(name)), tmp_path / "adapter")
     torch.manual_seed(99)  # another random head than in training
@@ -87,6 +91,21 @@ def test_peft_loads_every_tensor_of_the_adapter(tmp_path: Path, name: str) -> No
     held = {keys.parse(key).canonical: tensor for key, tensor in model.state_dict().items()}
     for key, tensor in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
         assert torch.equal(held[key].to(tensor.dtype), tensor), key
+
+
+def test_a_head_without_lora_goes_into_modules_to_save(tmp_path: Path) -> None:
+    execute(plan_consolidate(opened("stage3-frozen-head")), tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["modules_to_save"] == ["score"]
+    assert Path(written["base_model_name_or_path"]).samefile(BASE), "the relative path is no longer true here"
+    assert validate(open_checkpoint(tmp_path / "adapter"), base=open_checkpoint(BASE)).worst is not Severity.ERROR  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["stage3-reward", "stage2-reward", "stage3-hpz"])
+def test_validate_is_content_with_a_rescued_adapter(tmp_path: Path, name: str) -> None:
+    execute(plan_consolidate(opened(name)), tmp_path / "adapter")
+    report = validate(open_checkpoint(tmp_path / "adapter"), base=open_checkpoint(BASE), deep=True)  # type: ignore[arg-type]
+    assert report.worst is not Severity.ERROR, report.findings
 
 
 def test_an_adapter_without_its_head_is_refused_with_the_reason() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.checkpoint import ZeroDir, open_sharded
+from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.model import Plan
@@ -223,6 +223,72 @@ def test_masters_that_do_not_belong_to_the_weights_beside(stage2: Path) -> None:
     assert codes(stage2) == {"LT414"}
 
 
+@pytest.fixture
+def gathered(tmp_path: Path) -> Path:
+    """A ZeRO-3 checkpoint with the gathered adapter beside it, as the HF Trainer writes both."""
+    return Path(shutil.copytree(ZERO / "stage3-frozen-head", tmp_path / "gathered")) / "global_step2"
+
+
+def test_masters_that_do_not_belong_to_the_adapter_beside(gathered: Path) -> None:
+    def judged() -> list[tuple[str, str]]:
+        report = validate(open_sharded(gathered.parent), deep=True)
+        return sorted({(finding.code, finding.severity.value) for finding in report.findings})
+
+    assert judged() == []
+    masters(lambda tensor: tensor.mul_(1.5))(gathered / OPTIM.format(1))
+    assert judged() == [("LT414", "error")]
+    with pytest.raises(FindingsFound, match=r"LT414 .*adapter_model\.safetensors"):
+        plan(gathered)
+    (gathered.parent / "trainer_state.json").unlink()
+    assert judged() == [("LT414", "warning")], "nobody knows of which step the adapter is"
+
+
+@pytest.mark.parametrize("names", ["named", "not named"])
+def test_a_frozen_head_that_was_not_saved(gathered: Path, names: str) -> None:
+    """Before 0.9.1 frozen parameters were named and not saved; `exclude_frozen_parameters` drops the names, too."""
+
+    def exclude(value: dict[str, Any]) -> None:
+        frozen = value["frozen_param_shapes"]
+        value["frozen_param_shapes"] = value["frozen_param_fragments"] = None
+        if names == "not named":
+            value["module"] = {name: tensor for name, tensor in value["module"].items() if name not in frozen}
+
+    for rank in range(2):
+        resave(gathered / MODEL.format(rank), exclude)
+    # the path of the base model is relative, and there is none here
+    assert codes(gathered) == {"LT410", "LT415"}
+    with pytest.raises(FindingsFound, match="`score`: the head is lost"):
+        plan(gathered, what="adapter")
+    written = plan(gathered, what="adapter", ignore=["LT415"])
+    assert any("LT415" in warning for warning in written.warnings)
+    assert not any("score" in step.out.name for step in written.steps)
+
+
+def test_a_checkpoint_of_deepspeed_0_9_1(stage2: Path) -> None:
+    """No 0.9 runs beside a torch of today: a file of 0.19 is written again in the older shape."""
+
+    def older(value: dict[str, Any]) -> None:
+        value["shared_params"] = [list(pair) for pair in value["shared_params"].items()]
+        value["sparse_tensor_module_names"] = set()
+        value["ds_version"] = "0.9.1"
+        for key in ("checkpoint_parallel_dimensions", "data_sampler", "random_ltd"):
+            value.pop(key, None)
+
+    now = plan(stage2)
+    resave(stage2 / "mp_rank_00_model_states.pt", older)
+    then = plan(stage2)
+    assert [step.out for step in then.steps] == [step.out for step in now.steps]
+    assert [leftover.name for leftover in then.leftovers] == ["lm_head.weight"]
+
+
+def test_masters_lost_and_model_files_kept(stage2: Path, stage3: Path) -> None:
+    """Without its optimizer files a ZeRO checkpoint is no checkpoint of stage 0: under stage 3 it has no weights."""
+    for tag in (stage2, stage3):
+        for path in tag.glob("*_optim_states.pt"):
+            path.unlink()
+        assert codes(tag) == {"LT401"}
+
+
 REFUSED = {
     "mp_rank_01_model_states.pt": "tensor parallelism",
     "layer_03-model_00-model_states.pt": "pipeline parallelism",
@@ -240,6 +306,46 @@ def test_layouts_that_are_refused_by_name(stage3: Path, name: str) -> None:
     (stage3 / name).touch()
     with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]):
         plan(stage3)
+    with pytest.raises(UnsupportedCheckpoint, match=REFUSED[name]):
+        validate(open_sharded(stage3.parent))
+
+
+def test_a_degree_of_parallelism_in_the_file_is_refused(stage2: Path) -> None:
+    resave(stage2 / "mp_rank_00_model_states.pt", lambda value: value.update(mp_world_size=2))
+    with pytest.raises(UnsupportedCheckpoint, match="mp_world_size is 2"):
+        plan(stage2)
+
+
+def test_openrlhf_puts_it_one_folder_down(stage3: Path, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    shutil.copytree(stage3.parent, root / "_actor")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (root / "_actor" / name).rename(root / name)
+    report = validate(open_checkpoint(root))
+    (hint,) = {finding.hint for finding in report.findings if finding.code == "LT206"}
+    assert f"lora-tool consolidate {root / '_actor'}" in str(hint)
+    found = open_sharded(root)
+    assert found.root == root / "_actor"
+    assert len(list(plan_consolidate(found).steps)) == 31, "with the config of the folder above"
+    (root / "adapter_config.json").unlink()
+    (root / "adapter_model.safetensors").unlink()
+    assert open_checkpoint(root).root == root / "_actor"
+
+
+def test_tags_are_sorted_by_step(stage2: Path) -> None:
+    shutil.copytree(stage2, stage2.parent / "global_step10")
+    (stage2.parent / "latest").unlink()
+    assert list(opened_tags(stage2)) == ["global_step1", "global_step2", "global_step10"]
+    with pytest.raises(NotACheckpoint, match="several tags") as error:
+        plan(stage2)
+    assert error.value.hint == "choose: --tag T"
+    assert {finding.code for finding in validate(open_sharded(stage2.parent)).findings} == {"LT409"}
+
+
+def opened_tags(tag: Path) -> dict[str, tuple[str, ...]]:
+    checkpoint = open_sharded(tag.parent)
+    assert isinstance(checkpoint, ZeroDir)
+    return dict(checkpoint.rank_files)
 
 
 def test_a_legacy_rank_file_is_refused_by_name(stage2: Path) -> None:

@@ -65,6 +65,11 @@ class Folder:
         """Names of the `global_stepN` folders in it, by step."""
         return tuple(sorted(filter(_TAG.match, self.folders), key=lambda name: int(name.removeprefix("global_step"))))
 
+    @property
+    def training_state(self) -> tuple[str, ...]:
+        """Names of the folders in it that a training checkpoint is in: DeepSpeed's tags, or accelerate's for FSDP."""
+        return self.tags or tuple(name for name in self.folders if name.startswith("pytorch_model_fsdp_"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDir:

@@ -67,7 +67,8 @@ _OTHER_RANK_FILES = (
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Return what the local folder `path` is and holds, read from names, JSON and headers alone.
 
-    What is wrong inside is in `problems`. Raises `NotACheckpoint` where there is nothing to describe.
+    What is wrong inside is in `problems`. Raises `NotACheckpoint` where there is nothing to describe, and
+    `UnsupportedCheckpoint` for rank files that are refused by name.
     """
     folder = read_folder(Path(path))
     names = set(folder.files)
@@ -82,12 +83,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             return sharded
     if folder.checkpoints and not has_weights:
         return RunDir(folder=folder, problems=folder.problems)
+    if not has_weights:
+        _refuse_other_rank_files(folder)
     if has_weights or model_config.FILE_NAME in names:
         return _open_model(folder)
     below = _sharded_below(folder)
     if len(below) == 1:  # OpenRLHF's `_actor`
         return below[0]
-    raise _nothing_known(folder)
+    raise _several(folder, below) if below else _nothing_known(folder)
 
 
 def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -114,20 +117,28 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
     here = _open_zero(folder) or _open_dcp(folder)
     if here is not None:
         return here
-    found = _sharded_below(folder)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(sharded.root.name for sharded in found[:8])
-        raise NotACheckpoint(
-            f"{folder.root} holds {len(found)} checkpoints: {names}",
-            hint=f"lora-tool consolidate {found[-1].root}",
-        )
+    below = _sharded_below(folder)
+    if len(below) == 1:
+        return below[0]
+    if below:
+        raise _several(folder, below)
+    _refuse_other_rank_files(folder)
+    raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
+
+
+def _several(folder: Folder, found: list[ZeroDir | DcpDir]) -> NotACheckpoint:
+    names = ", ".join(sharded.root.name for sharded in found[:8])
+    last = max(found, key=lambda sharded: _step_of(sharded.root.name)).root
+    return NotACheckpoint(
+        f"{folder.root} holds {len(found)} checkpoints: {names}", hint=f"lora-tool consolidate {last}"
+    )
+
+
+def _refuse_other_rank_files(folder: Folder) -> None:
     for name in folder.files:
         for pattern, what in _OTHER_RANK_FILES:
             if pattern.match(name):
                 raise UnsupportedCheckpoint(f"{folder.root / name}: {what}", hint="save it again as a full state dict")
-    raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
 
 
 def _sharded_below(folder: Folder) -> list[ZeroDir | DcpDir]:

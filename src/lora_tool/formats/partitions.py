@@ -183,6 +183,8 @@ def _joined(name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredT
     spans = []
     for flat, at, count in parts:
         (whole,) = flat.spans
+        if flat.dtype is not dtype:
+            raise IncompleteCheckpoint(f"{whole.path}: `{name}` is {flat.dtype} in this rank's file, {dtype} in others")
         if count and (at + count) * size > whole.nbytes:
             raise IncompleteCheckpoint(f"{whole.path}: `{name}` ends beyond the flat group of this rank")
         if count:

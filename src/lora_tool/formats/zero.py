@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickles import Stub
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
-from lora_tool.tensors import MAX_BYTES
+    if not all(group.dtype in MERGEABLE for group in groups):
+        refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
+    if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
@@ -81,28 +84,16 @@ class ZeroTag:
 
     folder: Path
     name: str
+    stage: int
+    """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
+    world_size: int
+    """How many ranks the masters were cut into, as most files say; else how many files there are."""
     model: Mapping[int, ModelStates]
     optim: Mapping[int, OptimStates]
     model_files: Mapping[int, str]
     """Rank → name of its model file, the unreadable ones too."""
     optim_files: Mapping[int, str]
     problems: tuple[Problem, ...] = ()
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage; 0 where nothing says that there was ZeRO (the weights are then whole in `module`)."""
-        first = self.first
-        told = first.stage if first else 0
-        return next((states.stage for states in self.optim.values()), told)
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the masters were cut into, as most files say; else how many files there are."""
-        counts = [states.partition_count for states in self.optim.values() if states.partition_count]
-        if counts:
-            return max(counts, key=counts.count)
-        told = self.first.dp_world_size if self.first and self.stage else None
-        return max(1, told or 1, *(rank + 1 for rank in (*self.optim_files, *self.model_files)))
 
     @property
     def first(self) -> ModelStates | None:
@@ -124,11 +115,19 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     if not model and not optim:
         raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
     reading = _Reading(folder)
+    models, optims = reading.all(model, _model_states), reading.all(optim, _optim_states)
+    first = models[min(models)] if models else None
+    stage = next((states.stage for states in optims.values()), first.stage if first else 0)
+    ranks = max(rank for rank, _ in (*model, *optim)) + 1
+    counts = Counter(states.partition_count for states in optims.values() if states.partition_count)
+    told = first.dp_world_size if first and stage else None
     tag = ZeroTag(
         folder=folder,
         name=name,
-        model=reading.all(model, _model_states),
-        optim=reading.all(optim, _optim_states),
+        stage=stage,
+        world_size=counts.most_common(1)[0][0] if counts else max(told or 1, ranks),
+        model=models,
+        optim=optims,
         model_files=dict(model),
         optim_files=dict(optim),
         problems=tuple(reading.problems),
@@ -251,6 +250,8 @@ def _optim_states(file: TorchFile, rank: int) -> OptimStates:
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
         refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
+    if not all(group.dtype in MERGEABLE for group in groups):
+        refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
     if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
         refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lora_tool import keys
 from lora_tool.checkpoint import ModelDir, open_checkpoint
@@ -171,10 +172,19 @@ def find_heads(state: TrainingState, config: AdapterConfig | None) -> Heads:
             faults.append(_lost(state, config, module, f"{what}, and its weights were not saved with the checkpoint"))
     in_base = base is not None and any(_is_head(name.rpartition(".")[0]) for name in base)
     has_head = adapted or plain or in_base or any(map(_is_head, trained))
-    if config is not None and config.task_type == "SEQ_CLS" and not has_head:
-        faults.append(_lost(state, config, "score", "task_type is SEQ_CLS, and the checkpoint has no head"))
+    if config is not None and not has_head and (kind := _classifier(config)):
+        faults.append(_lost(state, config, "score", f"{config.path} says {kind}, and the checkpoint has no head"))
     whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
     return Heads(names=names, whole_modules=whole, faults=tuple(faults))
+
+
+def _classifier(config: AdapterConfig) -> str | None:
+    """Return what in the config says that the model has a head of its own: the task, or without one the class."""
+    if config.task_type:
+        return config.task_type if config.task_type in ("SEQ_CLS", "TOKEN_CLS") else None
+    mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
+    name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
+    return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
 
 
 def _is_head(module: str) -> bool:
@@ -222,13 +232,17 @@ def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:
 
 
 def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
-    """Return the config as it is, or with the modules whose whole weights are now in the adapter."""
-    if not saved:
+    """Return the config, changed only where it would not be true in another folder or with the head beside it."""
+    changes: dict[str, Any] = {}
+    if saved:
+        changes["modules_to_save"] = [*config.modules_to_save, *saved]
+    base = config.path.parent / (config.base_model or "")
+    if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
+        changes["base_model_name_or_path"] = str(base.resolve())
+    if not changes:
         return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
-    raw = dict(read_json(config.path))
-    raw["modules_to_save"] = [*config.modules_to_save, *saved]
-    text = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
-    reason = f"that of {config.path.parent}, with {', '.join(saved)} in modules_to_save"
+    text = json.dumps({**read_json(config.path), **changes}, indent=2, ensure_ascii=False) + "\n"
+    reason = f"that of {config.path.parent}, with another {', '.join(changes)}"
     return SideFile(filename=FILE_NAME, content=text.encode(), reason=reason)
 
 

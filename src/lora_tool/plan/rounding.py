@@ -32,7 +32,11 @@ Tensors = Mapping[str, StoredTensor]
 def rounding_faults(root: Path, tag: ZeroTag, tensors: Tensors) -> Iterator[Finding]:
     """Yield LT414 for trained tensors whose masters do not round to the weights saved with them."""
     known = entries(tag)
-    masters = {name: tensor for name, tensor in tensors.items() if known[name].role is Role.TRAINED}
+    masters = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if known[name].role is Role.TRAINED and tensor.dtype is DType.F32
+    }
     if tag.stage in (1, 2) and tag.first is not None:
         held = tag.first.module
         copies = {

@@ -81,7 +81,7 @@ def copied_rank_files(tag: ZeroTag) -> Iterator[Finding]:
     """LT405: yield optimizer files of two ranks with the same content."""
     seen: dict[Hashable, OptimStates] = {}
     for states in tag.optim.values():
-        if not states.file.serialization_id or not any(group.numel for group in states.groups):
+        if not any(group.numel for group in states.groups):
             continue
         crcs = tuple(group.record.crc for group in states.groups)
         other = seen.setdefault((states.file.serialization_id, crcs), states)

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.checkpoint import ADAPTER_PICKLE
+from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
+from lora_tool.errors import CorruptFile
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.torch_weights import scan_torch_weights
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.explained import ranks_of
@@ -167,10 +169,7 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     (transformers before 5.0 wrote such files for adapters: huggingface/transformers#41416.)
     """
     empty = [tensor for tensor in subject.tensors.values() if tensor.spec.numel == 0]
-    where = _training_state(subject) if empty else None
-    hint = f"the values are in {where}: lora-tool consolidate {where.parent}" if where else None
-    if hint is None and ADAPTER_PICKLE in subject.checkpoint.folder.files:
-        hint = f"{ADAPTER_PICKLE} beside it may hold the values: load it where you trust it, and save it again"
+    hint = _where_values_are(subject, {tensor.name for tensor in empty}) if empty else None
     for tensor in empty:
         message = (
             f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"
@@ -178,17 +177,35 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=tensor.name, message=message, hint=hint)
 
 
-def _training_state(subject: AdapterSubject) -> Path | None:
-    """Return a `global_stepN` folder in, beside or above the adapter."""
-    root = subject.checkpoint.root
-    try:
-        for near in (root, root.resolve().parent):
-            tags = [*near.glob("global_step*"), *near.glob("checkpoint-*/global_step*")]
-            numbered = {int(tag.name.removeprefix("global_step")): tag for tag in tags if _TAG.match(tag.name)}
-            if numbered:
-                return numbered[max(numbered)]
-    except OSError:
+def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
+    """Return where the values still are: in a training checkpoint, or in a pickle beside the empty file."""
+    state = _training_state(subject.checkpoint.root)
+    if state:
+        return f"the values are in {state}: lora-tool consolidate {state.parent}"
+    pickle = subject.checkpoint.root / ADAPTER_PICKLE
+    if subject.checkpoint.weights.files and subject.checkpoint.weights.files[0].path == pickle:
         return None
+    try:
+        held = scan_torch_weights(pickle).tensors
+    except CorruptFile:
+        return None
+    # OpenRLHF gathers the adapter into a .bin, and PEFT loads the empty .safetensors before it
+    if all(name in held and held[name].spec.numel for name in empty):
+        return f"{ADAPTER_PICKLE} beside it has all their values: PEFT loads it once {ADAPTER_WEIGHTS} is moved away"
+    return None
+
+
+def _training_state(root: Path) -> Path | None:
+    """Return a `global_stepN` folder in, beside or above the adapter, or in a folder there (OpenRLHF's `_actor`)."""
+    for near in (root, root.resolve().parent):
+        try:
+            tags = [
+                tag for pattern in ("", "*/") for tag in near.glob(f"{pattern}global_step*") if _TAG.match(tag.name)
+            ]
+        except OSError:
+            continue
+        if tags:
+            return max(tags, key=lambda tag: int(tag.name.removeprefix("global_step")))
     return None
 
 

@@ -150,7 +150,7 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield sharded_subject(checkpoint)
     else:
         yield Subject(checkpoint=checkpoint)
-    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.tags:
+    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.training_state:
         yield from _beside(checkpoint, asked.rules)
 
 

@@ -1,0 +1,148 @@
+"""`lora-tool consolidate`, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_tool.plan import value_checks
+from tests.cli.calling import FIXTURES, Caller
+
+REWARD, FULL, HEADLESS = (f"fixtures/zero/stage3-{name}" for name in ("reward", "full", "headless"))
+
+INTERRUPTED = """
+import os, signal, sys, time
+from lora_tool.cli import consolidate
+from lora_tool.cli.main import main
+from lora_tool.plan import value_checks
+value_checks.BLOCK_BYTES = 64
+look = value_checks._Values.look_at
+def slowly(*arguments):
+    if not seen:
+        os.kill(os.getpid(), signal.SIGINT)
+    seen.append(1)
+    time.sleep(0.01)
+    look(*arguments)
+seen = []
+value_checks._Values.look_at = slowly
+try:
+    main(sys.argv[1:])
+finally:
+    print(len(seen))
+"""
+"""The command, interrupted when the first values are looked at; it prints how many blocks it looked at in all."""
+
+
+@pytest.mark.parametrize("checkpoint", [REWARD, FULL, "fixtures/fsdp2-reward"])
+def test_a_dry_run_reads_no_values_and_writes_nothing(
+    checkpoint: str, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(value_checks, "value_faults", None)  # calling it would fail
+    called = call("consolidate", checkpoint, "-o", "out", "--dry-run")
+    assert called.code == 0
+    assert "would write out" in called.out
+    planned = call("consolidate", checkpoint, "-o", "out", "--dry-run", "--json").json
+    assert planned["output"] == "out"
+    assert not Path("out").exists()
+
+
+def test_the_result_as_json(call: Caller, tmp_path: Path) -> None:
+    out = tmp_path / "adapter"
+    done = call("consolidate", REWARD, "-o", out, "--json")
+    assert done.code == 0
+    assert done.json["counts"] == {"copied": 31, "dropped": 26}
+    assert sorted(done.json["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    told = json.loads((out / "lora_tool.json").read_text())
+    assert told["inputs"]["checkpoint"]["world_size"] == 2
+    assert told["values_checked"] is True
+
+
+def test_the_default_output_is_beside(call: Caller, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero" / "stage3-full", tmp_path / "run")
+    assert call("consolidate", tmp_path / "run").code == 0
+    assert (tmp_path / "run-model" / "model.safetensors").is_file()
+    assert call("consolidate", tmp_path / "run").code == 6
+
+
+def test_a_lost_head_is_refused_and_can_be_ignored(call: Caller, tmp_path: Path) -> None:
+    out = tmp_path / "adapter"
+    refused = call("consolidate", HEADLESS, "-o", out)
+    assert refused.code == 1
+    assert "LT415" in refused.err
+    assert "the head is lost" in refused.err
+    assert "--ignore LT415" in refused.err
+    assert len(refused.err.splitlines()) <= 4
+    assert not out.exists()
+    ignored = call("consolidate", HEADLESS, "-o", out, "--ignore", "lt415")
+    assert ignored.code == 0
+    assert "warning: LT415" in ignored.err
+    told = json.loads((out / "lora_tool.json").read_text())
+    assert told["ignored"] == ["LT415"]
+    assert any("the head is lost" in warning for warning in told["warnings"])
+    assert "LT302" in call("validate", out).out
+
+
+def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:
+    called = call("consolidate", REWARD, "-o", tmp_path / "out", "--ignore", "LT41l")
+    assert called.code == 2
+    assert "No rule is called 'LT41l'" in called.err
+
+
+def test_an_existing_output_is_refused_before_values_are_read(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(value_checks, "value_faults", None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert call("consolidate", REWARD, "-o", tmp_path / "out").code == 6
+
+
+@pytest.mark.parametrize("what", ["state", "model", "adapter"])
+def test_what(what: str, call: Caller, tmp_path: Path) -> None:
+    called = call("consolidate", REWARD, "-o", tmp_path / "out", "--what", what)
+    assert called.code == (3 if what == "model" else 0)
+    if what == "model":
+        assert "it is not a model by itself" in called.err
+
+
+@pytest.mark.parametrize("checkpoint", ["fixtures/reward-qwen2/base", "fixtures/zero", "nowhere"])
+def test_what_is_no_checkpoint(checkpoint: str, call: Caller) -> None:
+    called = call("consolidate", checkpoint, "-o", "out")
+    assert called.code == 3
+    assert len(called.err.splitlines()) <= 4
+
+
+def test_interrupted_while_it_reads(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, "consolidate", str(FIXTURES.parent / FULL), "-o", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 130, process.stderr
+    assert process.stderr.strip() == "interrupted"
+    assert int(process.stdout) < 10, "it went on reading"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_rank_files_than_may_be_open(tmp_path: Path) -> None:
+    """40 ranks are 80 files; a user may have 256 open and 1,000 ranks."""
+    from tests.bench.zero_checkpoints import write
+
+    write(tmp_path / "run", {"model.norm.weight": (77, 3)}, {"model.embed.weight": (1000,)}, ranks=40)
+    limited = 'ulimit -n 32; exec "$@"'
+    for command in (["validate", "--deep"], ["consolidate", "--what", "state", "--dry-run"]):
+        done = subprocess.run(
+            ["sh", "-c", limited, "sh", sys.executable, "-m", "lora_tool", *command, str(tmp_path / "run")],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr

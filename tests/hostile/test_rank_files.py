@@ -1,0 +1,206 @@
+"""Rank files and `.metadata` changed at random, and made to harm: findings or one clear error, never anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_tool.checkpoint import open_sharded
+from lora_tool.errors import LoraToolError
+from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.report import Severity
+from lora_tool.rules.validation import validate
+from tests.bench.zero_checkpoints import write
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+def judge(folder: Path) -> None:
+    """Ask for everything; whatever is raised must be one of our own errors."""
+    for ask in (lambda: validate(open_sharded(folder), deep=True), lambda: plan_consolidate(open_sharded(folder))):
+        with contextlib.suppress(LoraToolError):
+            ask()
+
+
+def repickled(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the pickle in a torch file, and leave the zip archive around it good."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members:
+            archive.writestr(name, change(content) if name.endswith("data.pkl") else content)
+
+
+def with_noise(data: bytes, random_: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(random_.choice((1, 1, 2, 8))):
+        changed[random_.randrange(len(changed))] = random_.choice((0, 1, 0x7F, 0xFF, random_.randrange(256)))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("name", [OPTIM, MODEL])
+def test_noise_in_a_pickle(tmp_path: Path, name: str) -> None:
+    random_ = random.Random(name)
+    original = FIXTURES / "zero" / "stage3-reward"
+    folder = Path(shutil.copytree(original, tmp_path / "run"))
+    for _ in range(25):
+        shutil.copy(original / "global_step2" / name, folder / "global_step2" / name)
+        repickled(folder / "global_step2" / name, lambda data: with_noise(data, random_))
+        judge(folder)
+
+
+def test_noise_in_the_metadata(tmp_path: Path) -> None:
+    random_ = random.Random(5)
+    folder = Path(shutil.copytree(FIXTURES / "fsdp2-reward", tmp_path / "run"))
+    (metadata,) = folder.rglob(".metadata")
+    good = metadata.read_bytes()
+    for _ in range(50):
+        metadata.write_bytes(with_noise(good, random_))
+        judge(folder)
+
+
+def test_noise_in_a_whole_file(tmp_path: Path) -> None:
+    random_ = random.Random(6)
+    folder = Path(shutil.copytree(FIXTURES / "zero" / "stage2-tied", tmp_path / "run"))
+    for path in sorted((folder / "global_step2").iterdir()):
+        good = path.read_bytes()
+        for _ in range(12):
+            path.write_bytes(with_noise(good, random_))
+            judge(folder)
+        path.write_bytes(good)
+
+
+Table = dict[str, Any]
+
+
+def huge_shape(value: Table) -> None:
+    group = value["param_shapes"][0]
+    group[next(iter(group))] = torch.Size([2**40, 2**40])
+
+
+def many_groups(value: Table) -> None:
+    value["param_shapes"] *= 50
+
+
+def no_shapes(value: Table) -> None:
+    value["param_shapes"] = None
+
+
+def text_for_shapes(value: Table) -> None:
+    value["param_shapes"] = "many"
+
+
+def names_that_are_numbers(value: Table) -> None:
+    value["module"] = {1: torch.ones(2)}
+
+
+def tensors_that_are_text(value: Table) -> None:
+    value["module"] = dict.fromkeys(value["module"], "weights")
+
+
+def a_huge_world(value: Table) -> None:
+    value["dp_world_size"] = 10**18
+
+
+def a_loop_of_ties(value: Table) -> None:
+    names = list(value["module"])
+    value["shared_params"] = {names[0]: names[1], names[1]: names[0]}
+
+
+def a_tie_to_nothing(value: Table) -> None:
+    value["shared_params"] = {next(iter(value["module"])): "nowhere"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        huge_shape,
+        many_groups,
+        no_shapes,
+        text_for_shapes,
+        names_that_are_numbers,
+        tensors_that_are_text,
+        a_huge_world,
+        a_loop_of_ties,
+        a_tie_to_nothing,
+    ],
+)
+@pytest.mark.parametrize("name", ["stage2-tied", "stage3-reward"])
+def test_model_files_that_lie(tmp_path: Path, name: str, change: Callable[[Table], None]) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "zero" / name, tmp_path / "run"))
+    for path in (folder / "global_step2").glob("*model_states.pt"):
+        value = torch.load(path, weights_only=False)
+        change(value)
+        torch.save(value, path)
+    judge(folder)
+
+
+def a_huge_partition_count(value: Table) -> None:
+    value["optimizer_state_dict"]["partition_count"] = 10**18
+
+
+def no_optimizer(value: Table) -> None:
+    value["optimizer_state_dict"] = None
+
+
+def matrices_for_groups(value: Table) -> None:
+    value["optimizer_state_dict"]["fp32_flat_groups"] = [torch.ones(2, 2)]
+
+
+def integers_for_groups(value: Table) -> None:
+    groups = value["optimizer_state_dict"]["fp32_flat_groups"]
+    value["optimizer_state_dict"]["fp32_flat_groups"] = [group.int() for group in groups]
+
+
+@pytest.mark.parametrize("change", [a_huge_partition_count, no_optimizer, matrices_for_groups, integers_for_groups])
+def test_optimizer_files_that_lie(tmp_path: Path, change: Callable[[Table], None]) -> None:
+    folder = tmp_path / "run"
+    write(folder, {"model.norm.weight": (7, 3)}, {"model.embed.weight": (10,)}, ranks=2)
+    assert validate(open_sharded(folder), deep=True).findings == ()
+    for path in (folder / "global_step10").glob("*optim_states.pt"):
+        value = torch.load(path, weights_only=False)
+        change(value)
+        torch.save(value, path)
+    judge(folder)
+    if change is not a_huge_partition_count:
+        assert validate(open_sharded(folder)).worst is Severity.ERROR
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "zero" / "stage3-reward", tmp_path / "run"))
+    path = folder / "global_step2" / OPTIM
+    path.rename(tmp_path / "elsewhere.pt")
+    path.symlink_to(tmp_path / "elsewhere.pt")
+    assert {finding.code for finding in validate(open_sharded(folder)).findings} >= {"LT402"}
+
+
+def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
+    """The second chunk of a tensor is struck from `.metadata`, as an interrupted save leaves it."""
+    folder = Path(shutil.copytree(FIXTURES / "fsdp2-full", tmp_path / "run"))
+    (metadata,) = folder.rglob(".metadata")
+    data = metadata.read_bytes()
+    # a MetadataIndex holds the chunk's offset; another one there means that nothing is stored at the right one
+    from lora_tool.formats.dcp import read_dcp
+
+    found = read_dcp(metadata.parent)
+    name, tensor = next(
+        (name, one) for name, one in found.tensors.items() if len(one.chunks) > 1 and one.shape[0] < 255
+    )
+    offset = tensor.chunks[1].offsets[0]
+    at = data.index(b"storage_data")
+    place = data.index(
+        b"K" + struct.pack("B", offset), data.index(name.encode(), at) if name.encode() in data[at:] else at
+    )
+    metadata.write_bytes(data[: place + 1] + b"\xfe" + data[place + 2 :])
+    assert "LT408" in {finding.code for finding in validate(open_sharded(folder)).findings}
