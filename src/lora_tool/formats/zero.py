@@ -20,9 +20,7 @@ from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickles import Stub
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
-    if not all(group.dtype in MERGEABLE for group in groups):
-        refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
-    if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
+from lora_tool.tensors import MAX_BYTES, MERGEABLE
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
