@@ -14,6 +14,10 @@
     ├── ExecutionError             it failed while writing
     │   ├── OutOfSpace
     │   └── SourceChanged          an input changed while it was read
+    ├── TrainingError              a training run
+    │   ├── BadRunConfig           its configuration names something unknown
+    │   ├── TrainingStopped        a guard stopped it, or refused to begin
+    │   └── TrainingFailed         it could not run
     ├── FindingsFound              raised by ``Report.raise_for_errors``
     └── MissingDependency          an extra is not installed
 
@@ -131,6 +135,22 @@ class OutOfSpace(ExecutionError):
 
 class SourceChanged(ExecutionError):
     """An input file changed between planning and reading."""
+
+
+class TrainingError(LoraToolError):
+    """Something about a training run."""
+
+
+class BadRunConfig(TrainingError):
+    """The configuration of a run cannot be read, or names something that neither TRL, accelerate nor we know."""
+
+
+class TrainingStopped(TrainingError):
+    """A guard refused a run or stopped it, or its result is bad."""
+
+
+class TrainingFailed(TrainingError):
+    """The run could not begin or go on: TRL, accelerate or the machine said no."""
 
 
 class FindingsFound(LoraToolError):

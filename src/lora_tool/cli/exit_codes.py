@@ -13,6 +13,8 @@ INTERRUPTED = 130
 # the most specific class first: the first that matches decides
 _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.FindingsFound, FINDINGS),
+    (errors.TrainingStopped, FINDINGS),
+    (errors.BadRunConfig, USAGE),
     (errors.OutputExists, 6),
     (errors.LoraToolError, CANNOT),
 )

@@ -23,6 +23,7 @@ COMMANDS = {
     "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
     "merge": "Merge an adapter into its base model.",
     "diff": "Compare two adapters, or two models, module by module.",
+    "train": "Train with TRL, and stop runs that cannot end well.",
     "rules": "List the rules of `validate`, or explain one.",
 }
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
