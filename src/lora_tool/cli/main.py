@@ -24,6 +24,7 @@ COMMANDS = {
     "merge": "Merge an adapter into its base model.",
     "diff": "Compare two adapters, or two models, module by module.",
     "train": "Train with TRL, and stop runs that cannot end well.",
+    "guard": "Attach the guards of `train` to any TRL or transformers command.",
     "rules": "List the rules of `validate`, or explain one.",
 }
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""

@@ -15,6 +15,9 @@ SCANNED = 20_000
 _PREPARED = ("input_ids", "prompt_ids", "chosen_ids", "prompt_input_ids", "chosen_input_ids")
 """Columns of data that was tokenised beforehand; TRL takes it as it is."""
 
+_PAIRS = (("chosen", "rejected"), ("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
+"""Columns of a pair: as text or messages, and as TRL's trainers tokenise them."""
+
 
 def column_findings(method: Method, columns: Sequence[str], *, text_field: str | None = None) -> Iterator[Finding]:
     """Yield a finding if the columns are none of the sets that the method reads."""
@@ -47,8 +50,10 @@ def row_findings(method: Method, data: Any) -> Iterator[Finding]:
         return
     rows = data.select(range(0, total, -(-total // SCANNED)))
     columns = set(data.column_names)
-    if {"chosen", "rejected"} <= columns:
-        yield from _pairs(rows["chosen"], rows["rejected"])
+    for chosen, rejected in _PAIRS:
+        if {chosen, rejected} <= columns:
+            yield from _pairs(rows[chosen], rows[rejected])
+            break
     for name in sorted({"completion", "text", "messages", "prompt"} & columns):
         if name != "prompt" or method.feedback is Feedback.REWARD:
             yield from _share(
@@ -99,6 +104,8 @@ def _share(code: str, count: int, total: int, subject: str, what: str) -> Iterat
 def _is_empty(value: Any) -> bool:
     if isinstance(value, str):
         return not value.strip()
+    if isinstance(value, list) and value and isinstance(value[0], int):
+        return False
     if isinstance(value, list):
         last = value[-1] if value else None
         content = last.get("content") if isinstance(last, Mapping) else None

@@ -29,16 +29,15 @@ class Probe:
     why_not: str | None = None
 
 
-def probe(trainer: Any) -> Probe:
-    """Return whether documents leak in this trainer's rows; `why_not` where the model cannot be run here."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+def probe(model: Any, collator: Any, *, packing: bool, sharded: bool) -> Probe:
+    """Return whether documents leak in the rows that `collator` makes; `why_not` where the model cannot be run here."""
+    if sharded:
         return _by_name(model, "its weights are sharded")
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            first, second = (_logits(trainer, model, seed) for seed in (1, 2))
+            first, second = (_logits(model, collator, seed, packing=packing) for seed in (1, 2))
     except Exception as error:  # noqa: BLE001 - remote code may raise anything; that is no reason not to train
         return _by_name(model, str(error).splitlines()[0] if str(error) else type(error).__name__)
     finally:
@@ -53,7 +52,7 @@ def _by_name(model: Any, why_not: str) -> Probe:
     return Probe(leaks=model.config.model_type in LEAKING, why_not=why_not)
 
 
-def _logits(trainer: Any, model: Any, seed: int) -> torch.Tensor:
+def _logits(model: Any, collator: Any, seed: int, *, packing: bool) -> torch.Tensor:
     """Return the logits of the second document, in float32; `seed` chooses the first one."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     vocabulary = min(inner.config.get_text_config().vocab_size, 1000)
@@ -63,11 +62,11 @@ def _logits(trainer: Any, model: Any, seed: int) -> torch.Tensor:
         return [int(token) for token in drawn]
 
     before, after = document(seed), document(0)
-    if trainer.args.packing:
+    if packing:
         examples: list[dict[str, Any]] = [{"input_ids": before + after, "seq_lengths": [_LENGTH, _LENGTH]}]
     else:
         examples = [{"input_ids": before}, {"input_ids": after}]
-    batch = trainer.data_collator(examples)
+    batch = collator(examples)
     taken = inspect.signature(inner.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     given = {

@@ -126,28 +126,28 @@ def _half(model: Any) -> Iterator[Finding]:
         )
 
 
-def packing_findings(trainer: Any) -> Iterator[Finding]:
-    """Yield a finding if documents in one row of this trainer see each other."""
-    args = trainer.args
-    together = getattr(trainer, "padding_free", False) and (args.packing or args.per_device_train_batch_size > 1)
-    if not together:
+def packing_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
+    """Yield a finding if documents that `collator` puts into one row see each other in `model`."""
+    collator = getattr(collator, "data_collator", collator)  # transformers wraps it to drop columns
+    packing = bool(getattr(args, "packing", False))
+    if not (getattr(collator, "padding_free", False) and (packing or args.per_device_train_batch_size > 1)):
         return
-    seen = probe(trainer)
+    seen = probe(model, collator, packing=packing, sharded=sharded)
     if not seen.leaks:
         return
-    config = trainer.model.config
+    config = model.config
     how = (
         f"changing one document changes the logits of the next by {seen.difference:.2g} standard deviations"
         if seen.difference is not None
         else f"{config.model_type} leaked wherever it was probed ({seen.why_not} here)"
     )
-    off = "packing: false" if args.packing else "padding_free: false"
+    off = "packing: false" if packing else "padding_free: false"
     attention = getattr(config, "_attn_implementation", None) or "its own attention"
     yield finding(
         "padding-free-leak",
         Severity.ERROR,
         f"documents in one row see each other: {config.model_type} has no variable-length attention ({attention} is in effect); {how}",
-        hint=off + ("" if args.packing else " (or per_device_train_batch_size: 1)"),
+        hint=off + ("" if packing else " (or per_device_train_batch_size: 1)"),
         where="model",
-        subject="packing" if args.packing else "padding_free",
+        subject="packing" if packing else "padding_free",
     )

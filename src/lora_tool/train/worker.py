@@ -178,7 +178,8 @@ class Run:
             (args.model_init_kwargs or {}).get("attn_implementation") if hasattr(args, "model_init_kwargs") else None
         )
         found = list(live_checks.model_findings(model, asked))
-        found += live_checks.packing_findings(trainer)
+        sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        found += live_checks.packing_findings(model, trainer.data_collator, args, sharded=sharded)
         raw = len(train) if hasattr(train, "__len__") else 0
         prepared = trainer.train_dataset
         packed = bool(getattr(args, "packing", False))
