@@ -76,6 +76,7 @@ def command(
         _print_plan(run)
     from lora_tool.train.launch import require_good  # noqa: PLC0415
 
+    outcome = _rescued(run, outcome)
     require_good(outcome)
     if not (as_json or quiet or dry_run == "static"):
         _summarise(run, outcome)
@@ -195,6 +196,23 @@ def _summarise(run: RunConfig, outcome: Outcome) -> None:
         else ""
     )
     click.echo(f"wrote {printable(str(facts.get('output')))}{head}; the report is {REPORT} in it")
+
+
+def _rescued(run: RunConfig, outcome: Outcome) -> Outcome:
+    """Return the outcome with an adapter without values put together from the rank files, where that was asked for."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    from lora_tool.train.job import Status  # noqa: PLC0415
+    from lora_tool.train.rescue import EMPTY, consolidate, newest_rank_files  # noqa: PLC0415
+
+    empty = outcome.status is Status.BAD_RESULT and any(item.code == EMPTY for item in outcome.findings)
+    output = Path(run.text("output_dir") or "trainer_output")
+    checkpoint = newest_rank_files(output) if empty and run.after.consolidate else None
+    if checkpoint is None or not consolidate(checkpoint, output / "consolidated"):
+        return outcome
+    click.echo(f"put the adapter together from the rank files of {printable(str(checkpoint))}", err=True)
+    facts = {**outcome.facts, "output": str(output / "consolidated")}
+    return replace(outcome, status=Status.DONE, facts=facts)
 
 
 def _after(run: RunConfig, outcome: Outcome) -> int | None:

@@ -69,8 +69,9 @@ def unusable(path: Path) -> str | None:
     errors = report.at_least(Severity.ERROR)
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        file = f"{Path(errors[0].path).name} " if errors[0].path != str(path) else ""
         subject = f"`{errors[0].subject}` " if errors[0].subject else ""
-        return f"{errors[0].code} {subject}{errors[0].message}{more}"
+        return f"{errors[0].code} {file}{subject}{errors[0].message}{more}"
     return _unusable_state(path, names)
 
 
