@@ -20,11 +20,14 @@ from lora_tool.train.config import RunConfig
 _OPTIONS = {"max_shard_size": "--max-shard-size", "create_pr": "--create-pr"}
 
 
-def carry_on(run: RunConfig, output: Path) -> int:
-    """Run the commands that `run.after` asks for and return the exit code of the first that fails, else 0."""
+def carry_on(run: RunConfig, output: Path, *, stdout: int | None = None) -> int:
+    """Run the commands that `run.after` asks for and return the exit code of the first that fails, else 0.
+
+    `stdout` is a file descriptor for what they print, by default our own.
+    """
     for arguments in commands(run, output):
         click.echo(f"$ lora-tool {printable(shlex.join(arguments))}", err=True)
-        code = subprocess.run([sys.executable, "-m", "lora_tool", *arguments], check=False).returncode  # noqa: S603
+        code = subprocess.run([sys.executable, "-m", "lora_tool", *arguments], check=False, stdout=stdout).returncode  # noqa: S603
         if code:
             again = shlex.join(arguments)
             click.echo(f"hint: the training is done and safe; go on with: lora-tool {printable(again)}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def command(
     require_good(outcome)
     if not (as_json or quiet or dry_run == "static"):
         _summarise(run, outcome)
-    return _after(run, outcome) if not dry_run else None
+    return _after(run, outcome, as_json=as_json) if not dry_run else None
 
 
 def _outcome(run: RunConfig, choice: Choice, found: tuple[Any, ...], *, dry_run: str | None) -> Outcome:
@@ -215,11 +216,12 @@ def _rescued(run: RunConfig, outcome: Outcome) -> Outcome:
     return replace(outcome, status=Status.DONE, facts=facts)
 
 
-def _after(run: RunConfig, outcome: Outcome) -> int | None:
+def _after(run: RunConfig, outcome: Outcome, *, as_json: bool) -> int | None:
     from lora_tool.train.launch import machine_rank  # noqa: PLC0415
 
     if not run.after.any or machine_rank(run) != 0:
         return None
     from lora_tool.cli.after_training import carry_on  # noqa: PLC0415
 
-    return carry_on(run, Path(str(outcome.facts["output"])))
+    # with --json, stdout is the report's alone
+    return carry_on(run, Path(str(outcome.facts["output"])), stdout=sys.stderr.fileno() if as_json else None)

@@ -47,13 +47,21 @@ def run_group(arguments: Sequence[str], environment: dict[str, str]) -> int:
     Ctrl-C and SIGTERM reach every process of the group once, which then has time to end. Raises `KeyboardInterrupt`.
     """
     process = subprocess.Popen(  # noqa: S603 - our own command line
-        list(arguments), env=environment, stdout=sys.stderr.fileno(), start_new_session=True
+        list(arguments), env=environment, stdout=_stderr(), start_new_session=True
     )
     try:
         return process.wait()
     except KeyboardInterrupt:
         _end(process)
         raise
+
+
+def _stderr() -> int:
+    """Return the file behind our stderr; the real one where stderr is no file, as under a test runner."""
+    try:
+        return sys.stderr.fileno()
+    except OSError:
+        return 2
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import shutil
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.weights import Weights
-from lora_tool.plan.manifest import fingerprint, installed_versions
+from lora_tool.plan.manifest import fingerprint
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, resolve
 from lora_tool.train.codes import finding
 from lora_tool.train.methods import Method
+from lora_tool.version import __version__
 
 RECORD = "lora_tool_train.json"
 """Beside a trained adapter: what it was trained on and as."""
@@ -105,13 +108,19 @@ def record(
         "head": None if head is None else head[0],
         "num_labels": None if head is None else head[1],
         "base": _base(base, revision),
-        "versions": installed_versions(
-            ("lora-tool", "trl", "transformers", "peft", "accelerate", "datasets", "torch", "deepspeed")
-        ),
+        "versions": _versions(),
         **run,
     }
     (folder / RECORD).write_text(json.dumps(table, indent=2, default=str) + "\n", encoding="utf-8")
     return table
+
+
+def _versions() -> dict[str, str]:
+    versions = {"lora-tool": __version__}
+    for package in ("trl", "transformers", "peft", "accelerate", "datasets", "torch", "deepspeed"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions
 
 
 def _head(opened: Any) -> tuple[str, int] | None:
