@@ -21,7 +21,7 @@ def command_table() -> str:
         command = cli.get_command(context, name)
         assert command is not None
         usage = command.collect_usage_pieces(click.Context(command, info_name=name, parent=context))
-        arguments = " ".join(piece.replace("...", "…") for piece in usage if piece != "[OPTIONS]")
+        arguments = " ".join(piece.replace("...", "…").replace("|", "\\|") for piece in usage if piece != "[OPTIONS]")
         lines.append(f"| `{' '.join(filter(None, ('lora-tool', name, arguments)))}` | {line} |")
     return "\n".join(lines)
 

@@ -15,6 +15,10 @@
     │   ├── OutOfSpace
     │   └── SourceChanged          an input changed while it was read
     ├── VerificationFailed         what was written is not what it should be
+    ├── TrainingError              a training run
+    │   ├── BadRunConfig           its configuration names something unknown
+    │   ├── TrainingStopped        a guard stopped it, or refused to begin
+    │   └── TrainingFailed         it could not run
     ├── FindingsFound              raised by ``Report.raise_for_errors``
     └── MissingDependency          an extra is not installed
 
@@ -136,6 +140,22 @@ class SourceChanged(ExecutionError):
 
 class VerificationFailed(LoraToolError):
     """What was written is not what it should be; as the output of a command it was not kept."""
+
+
+class TrainingError(LoraToolError):
+    """Something about a training run."""
+
+
+class BadRunConfig(TrainingError):
+    """The configuration of a run cannot be read, or names something that neither TRL, accelerate nor we know."""
+
+
+class TrainingStopped(TrainingError):
+    """A guard refused a run or stopped it, or its result is bad."""
+
+
+class TrainingFailed(TrainingError):
+    """The run could not begin or go on: TRL, accelerate or the machine said no."""
 
 
 class FindingsFound(LoraToolError):

@@ -15,6 +15,8 @@ INTERRUPTED = 130
 _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.FindingsFound, FINDINGS),
     (errors.VerificationFailed, FAILED_CHECK),
+    (errors.TrainingStopped, FINDINGS),
+    (errors.BadRunConfig, USAGE),
     (errors.OutputExists, 6),
     (errors.LoraToolError, CANNOT),
 )

@@ -26,6 +26,8 @@ COMMANDS = {
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
     "prune": "Remove the checkpoints of a run that are neither the last nor the best.",
+    "train": "Train with TRL, and stop runs that cannot end well.",
+    "guard": "Attach the guards of `train` to any TRL or transformers command.",
     "rules": "List the rules of `validate`, or explain one.",
     "env": "Print versions, for a bug report.",
     "completion": "Print the completion script of a shell.",

@@ -1,0 +1,135 @@
+"""`lora-tool guard -- CMD`: the guards of `train`, attached to an unmodified TRL or transformers command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lora_tool.display import printable
+from lora_tool.errors import TrainingFailed, TrainingStopped
+from lora_tool.report import Severity
+
+if TYPE_CHECKING:
+    from lora_tool.train.job import Outcome
+    from lora_tool.train.rescue import Saved
+
+
+@click.command(
+    "guard",
+    epilog="Example: lora-tool guard -- trl sft --config run.yaml",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.option(
+    "--mode", type=click.Choice(["stop", "warn"]), default="stop", show_default=True, help="What a guard does."
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Steps without a signal that stop a run.",
+)
+@click.option("--ignore", multiple=True, metavar="CODE", help="Not this guard.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, ...], as_json: bool) -> int:  # noqa: FBT001
+    """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.
+
+    The command may be `trl`, `accelerate launch`, `torchrun`, `deepspeed` or a Python script, in the environment that
+    has lora-tool. What it saved is checked when it ends. Needs lora-tool[train].
+    """
+    from lora_tool.train.codes import CODES  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.train.config import GuardSettings  # noqa: PLC0415
+    from lora_tool.train.job import Status, read_outcomes  # noqa: PLC0415
+    from lora_tool.train.rescue import saved_in  # noqa: PLC0415
+
+    unknown = [name for name in ignore if name not in CODES]
+    if unknown:
+        raise click.UsageError(f"unknown guard {unknown[0]!r}; they are: {', '.join(CODES)}")
+    begun = time.time()
+    with tempfile.TemporaryDirectory(prefix="lora-tool-guard-") as folder:
+        code = _run(words, Path(folder), GuardSettings(mode=mode, window=window, ignore=tuple(ignore)))
+        outcomes = read_outcomes(Path(folder))
+    stopped = next((outcome for outcome in outcomes if outcome.status is Status.STOPPED), None)
+    outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts.get("outputs", ())})
+    saved = list(saved_in(outputs, since=begun - 1))
+    rescued = [_rescue(item) for item in saved if item.empty]
+    if as_json:
+        _print_json(words, code, outcomes, saved, rescued)
+    if stopped is not None:
+        raise TrainingStopped(f"training was stopped: {stopped.error}", hint=stopped.hint)
+    if code:
+        raise TrainingFailed(f"{words[0]} ended with exit code {code}", hint="the lines above are its own")
+    bad = [item for item in saved if item.errors]
+    if bad:
+        found = bad[0].errors[0]
+        rescue = f"; put together from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
+        raise TrainingStopped(f"the result is bad: {found}{rescue}", hint=found.hint)
+    if not outcomes:
+        raise TrainingFailed(
+            f"{words[0]} ended well, but no HF Trainer was seen in it, so nothing was guarded",
+            hint="run it with the Python environment that has lora-tool",
+        )
+    if not as_json:
+        warnings = sum(item.severity is Severity.WARNING for item in outcomes[0].findings)
+        click.echo(
+            f"guarded {printable(words[0])}: {warnings or 'no'} warning{'' if warnings == 1 else 's'}, {len(saved)} results checked"
+        )
+    return 0
+
+
+def _run(words: tuple[str, ...], folder: Path, settings: Any) -> int:  # noqa: ANN401 - GuardSettings
+    """Run the command with the guard's settings in `folder`, and return its exit code."""
+    import lora_tool.train  # noqa: PLC0415
+    from lora_tool.train.config import RunConfig  # noqa: PLC0415
+    from lora_tool.train.job import FOLDER_VARIABLE, write_job  # noqa: PLC0415
+    from lora_tool.train.launch import run_group  # noqa: PLC0415
+    from lora_tool.train.methods import METHODS  # noqa: PLC0415
+
+    write_job(RunConfig(method=METHODS["sft"], path=None, options={}, guard=settings), folder)
+    attach = Path(lora_tool.train.__file__).parent / "attach"
+    paths = [str(attach), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), FOLDER_VARIABLE: str(folder)}
+    try:
+        return run_group(words, environment)
+    except (FileNotFoundError, PermissionError) as error:
+        raise TrainingFailed(
+            f"{words[0]}: {error.strerror}", hint=f"is this the command? {shlex.join(words)}"
+        ) from error
+
+
+def _rescue(item: Saved) -> Path | None:
+    """Put the adapter together beside the empty one, which is left as it is; return where, None where it cannot be."""
+    from lora_tool.train.rescue import consolidate, newest_rank_files  # noqa: PLC0415
+
+    checkpoint = newest_rank_files(item.path) or newest_rank_files(item.path.parent)
+    out = item.path.parent / f"{item.path.name}-consolidated"
+    if checkpoint is None or out.exists():
+        return None
+    return out if consolidate(checkpoint, out) else None
+
+
+def _print_json(
+    words: tuple[str, ...], code: int, outcomes: list[Outcome], saved: list[Saved], rescued: list[Path | None]
+) -> None:
+    from lora_tool.report import Report  # noqa: PLC0415
+    from lora_tool.report.json import report_json  # noqa: PLC0415
+
+    findings = tuple(found for outcome in outcomes[:1] for found in outcome.findings)
+    found = (*findings, *(error for item in saved for error in item.errors))
+    table = {
+        **report_json(Report(findings=found)),
+        "command": list(words),
+        "exit_code": code,
+        "status": outcomes[0].status.value if outcomes else "unguarded",
+        "results": [str(item.path) for item in saved],
+        "consolidated": [str(path) for path in rescued if path],
+    }
+    click.echo(json.dumps(table, indent=2))

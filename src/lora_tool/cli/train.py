@@ -1,0 +1,227 @@
+"""`lora-tool train`: TRL's training, with guards."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lora_tool.cli.options import wants_colour
+from lora_tool.display import printable
+from lora_tool.train.methods import METHODS
+
+if TYPE_CHECKING:
+    from lora_tool.train.checks import Setting
+    from lora_tool.train.config import RunConfig
+    from lora_tool.train.job import Outcome
+    from lora_tool.train.resume import Choice
+
+REPORT = "train_report.json"
+
+
+@click.command(
+    "train",
+    epilog="Example: lora-tool train reward --config run.yaml --learning_rate 1e-4 --dry-run",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.argument("method", type=click.Choice(list(METHODS)), metavar="METHOD")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[TRL OPTION]...")
+@click.option("--config", type=click.Path(path_type=Path), help="TRL's YAML; a block `lora_tool:` in it is ours.")
+@click.option(
+    "--dry-run",
+    is_flag=False,
+    flag_value="full",
+    type=click.Choice(["full", "static"]),
+    help="Check everything and take no step; `static`: only what the options tell, and print them.",
+)
+@click.option("--resume", metavar="auto|PATH", help="Go on from the last checkpoint that is whole, or from this one.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="No summary.")
+def command(
+    method: str,
+    options: tuple[str, ...],
+    config: Path | None,
+    dry_run: str | None,
+    resume: str | None,
+    as_json: bool,  # noqa: FBT001 - click passes flags by name
+    quiet: bool,  # noqa: FBT001
+) -> int | None:
+    """Train with TRL, and stop runs that cannot end well.
+
+    METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
+    `accelerate launch` may be given, in the YAML or as --name value. Needs lora-tool[train].
+    """
+    from lora_tool.train.checks import static_findings, with_settings  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.train.config import read_run_config  # noqa: PLC0415
+    from lora_tool.train.options import require_training  # noqa: PLC0415
+
+    require_training()
+    run, settings = with_settings(read_run_config(METHODS[method], config, options))
+    run, choice = _resume(run, resume)
+    _tell(settings)
+    found = static_findings(run) if run.guard.mode != "off" else ()
+    found = (*choice.skipped, *found)
+    _show(found)
+    if choice.path is not None:
+        click.echo(f"going on from {printable(str(choice.path))}", err=True)
+    outcome = _outcome(run, choice, found, dry_run=dry_run)
+    if not dry_run:
+        _write_report(run, settings, outcome)
+    if as_json:
+        click.echo(json.dumps(_report(run, settings, outcome), indent=2, default=str))
+    elif dry_run == "static":
+        _print_plan(run)
+    from lora_tool.train.launch import require_good  # noqa: PLC0415
+
+    outcome = _rescued(run, outcome)
+    require_good(outcome)
+    if not (as_json or quiet or dry_run == "static"):
+        _summarise(run, outcome)
+    return _after(run, outcome, as_json=as_json) if not dry_run else None
+
+
+def _outcome(run: RunConfig, choice: Choice, found: tuple[Any, ...], *, dry_run: str | None) -> Outcome:
+    """Return how it ended: refused here, or what the workers say."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    from lora_tool.report import Severity  # noqa: PLC0415
+    from lora_tool.train.job import Outcome, Status  # noqa: PLC0415
+    from lora_tool.train.launch import launch  # noqa: PLC0415
+
+    if run.guard.mode == "stop" and any(item.severity is Severity.ERROR for item in found):
+        return Outcome(status=Status.REFUSED, findings=found)
+    if dry_run == "static":
+        return Outcome(status=Status.CHECKED, findings=found)
+    outcome = launch(run, dry_run=dry_run is not None, resume=choice.path, told=[item.code for item in found])
+    return replace(outcome, findings=(*found, *outcome.findings))
+
+
+def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, Choice]:
+    """Return the run without TRL's own word for it, and the checkpoint; ``true`` would be taken for a folder's name."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    from lora_tool.train.resume import Choice, last_valid, named  # noqa: PLC0415
+
+    given = run.text("resume_from_checkpoint")
+    asked = resume or ("auto" if given and given.lower() in ("true", "auto") else given)
+    rest = {name: value for name, value in run.options.items() if name != "resume_from_checkpoint"}
+    typed = tuple(name for name in run.typed if name != "resume_from_checkpoint")
+    run = replace(run, options=rest, typed=typed)
+    if asked is None or asked.lower() == "false":
+        return run, Choice()
+    output = Path(run.text("output_dir") or "trainer_output")
+    choice = last_valid(output) if asked == "auto" else named(Path(asked))
+    if choice.path is None:
+        click.echo(f"nothing to go on from in {printable(str(output))}: starting at step 0", err=True)
+    return run, choice
+
+
+def _tell(settings: tuple[Setting, ...]) -> None:
+    for setting in settings:
+        click.echo(printable(str(setting)), err=True)
+
+
+def _show(found: tuple[Any, ...]) -> None:
+    colours = {"error": "red", "warning": "yellow"}
+    for item in found:
+        severity = click.style(f"{item.severity}:", fg=colours.get(str(item.severity)))
+        subject = f"{item.subject} " if item.subject else ""
+        text = f"{severity} {item.code}: {printable(f'{item.path}: {subject}{item.message}')}"
+        click.echo(text, err=True, color=None if wants_colour() else False)
+        if item.hint:
+            click.echo(f"  hint: {printable(item.hint)}", err=True)
+
+
+def _print_plan(run: RunConfig) -> None:
+    import yaml  # noqa: PLC0415 - comes with the extra
+
+    from lora_tool.train.launch import command as launch_command  # noqa: PLC0415
+
+    click.echo(f"# {shlex.join(launch_command(run))}")
+    click.echo(yaml.safe_dump(dict(run.options), sort_keys=False, allow_unicode=True).rstrip())
+
+
+def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> dict[str, Any]:
+    from lora_tool.report import Report  # noqa: PLC0415
+    from lora_tool.report.json import report_json  # noqa: PLC0415
+
+    return {
+        **report_json(Report(findings=outcome.findings)),
+        "method": run.method.name,
+        "status": outcome.status.value,
+        "output": outcome.facts.get("output"),
+        "settings": {item.name: item.value for item in settings},
+        "notes": list(outcome.notes),
+        "facts": dict(outcome.facts),
+        "error": outcome.error,
+        "hint": outcome.hint,
+    }
+
+
+def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> None:
+    """Leave the report in the run's folder, where it was begun; no path of this machine in it, for it may be pushed."""
+    output = Path(run.text("output_dir") or "trainer_output")
+    if output.is_dir():
+        table = _report(run, settings, outcome)
+        for item in table["findings"]:
+            item["path"] = Path(item["path"]).name
+        table["output"] = table["facts"]["output"] = "." if outcome.facts.get("output") == str(output) else None
+        report = json.dumps(table, indent=2, default=str)
+        part = output / f".{REPORT}.part"
+        part.write_text(report + "\n", encoding="utf-8")
+        part.replace(output / REPORT)
+
+
+def _summarise(run: RunConfig, outcome: Outcome) -> None:
+    facts = outcome.facts
+    warnings = sum(str(item.severity) == "warning" for item in outcome.findings)
+    told = f"{warnings} warning{'s' if warnings > 1 else ''}" if warnings else "no findings"
+    if outcome.status.value == "checked":
+        click.echo(f"{run.method.name}: ready to train, {told}")
+        return
+    metrics = facts.get("metrics", {})
+    seconds, loss = metrics.get("train_runtime"), metrics.get("train_loss")
+    click.echo(
+        f"trained {run.method.name}: {facts.get('steps')} steps"
+        + (f" in {seconds:.0f} s" if seconds is not None else "")
+        + (f", mean loss {loss:.4g}" if loss is not None else "")
+        + f", {told}"
+    )
+    head = (
+        f" with its head {facts['head']} ({facts['num_labels']} label{'s' if facts['num_labels'] != 1 else ''})"
+        if facts.get("head")
+        else ""
+    )
+    click.echo(f"wrote {printable(str(facts.get('output')))}{head}; the report is {REPORT} in it")
+
+
+def _rescued(run: RunConfig, outcome: Outcome) -> Outcome:
+    """Return the outcome with an adapter without values put together from the rank files, where that was asked for."""
+    from dataclasses import replace  # noqa: PLC0415
+
+    from lora_tool.train.job import Status  # noqa: PLC0415
+    from lora_tool.train.rescue import EMPTY, consolidate, newest_rank_files  # noqa: PLC0415
+
+    empty = outcome.status is Status.BAD_RESULT and any(item.code == EMPTY for item in outcome.findings)
+    output = Path(run.text("output_dir") or "trainer_output")
+    checkpoint = newest_rank_files(output) if empty and run.after.consolidate else None
+    if checkpoint is None or not consolidate(checkpoint, output / "consolidated"):
+        return outcome
+    click.echo(f"put the adapter together from the rank files of {printable(str(checkpoint))}", err=True)
+    facts = {**outcome.facts, "output": str(output / "consolidated")}
+    return replace(outcome, status=Status.DONE, facts=facts)
+
+
+def _after(run: RunConfig, outcome: Outcome, *, as_json: bool) -> int | None:
+    from lora_tool.train.launch import machine_rank  # noqa: PLC0415
+
+    if not run.after.any or machine_rank(run) != 0:
+        return None
+    from lora_tool.cli.after_training import carry_on  # noqa: PLC0415
+
+    # with --json, stdout is the report's alone
+    return carry_on(run, Path(str(outcome.facts["output"])), stdout=sys.stderr.fileno() if as_json else None)

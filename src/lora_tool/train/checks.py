@@ -1,0 +1,164 @@
+"""What a run's configuration tells before anything is loaded: what is set for the user, and what cannot end well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lora_tool.report import Finding, Severity
+from lora_tool.train.codes import finding
+from lora_tool.train.config import RunConfig
+
+_HALF = ("float16", "fp16", "half", "torch.float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """An option that was absent and is set, because every run of the method needs it so."""
+
+    name: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
+        return f"set {self.name}: {value} ({self.reason})"
+
+
+def with_settings(run: RunConfig) -> tuple[RunConfig, tuple[Setting, ...]]:
+    """Return the run with what was absent and is needed, and what that was. Nothing that was given is changed."""
+    settings = tuple(item for item in _settings(run) if item.name not in run.options)
+    return replace(run, options={**run.options, **{item.name: item.value for item in settings}}), settings
+
+
+def _settings(run: RunConfig) -> Iterator[Setting]:
+    if run.method.task_type == "SEQ_CLS" and run.flag("use_peft"):
+        yield Setting(
+            name="lora_task_type",
+            value="SEQ_CLS",
+            reason="a reward model's adapter; with TRL's default CAUSAL_LM its score head would not be saved",
+        )
+    if run.guard.mode != "off":
+        yield Setting(name="logging_nan_inf_filter", value=False, reason="TRL's default shows a NaN loss as 0.0")
+
+
+def static_findings(run: RunConfig) -> tuple[Finding, ...]:
+    """Return what is wrong with the configuration itself."""
+    checks = (_task_type, _half_precision, _nan_filter, _attention, _packing)
+    return tuple(found for check in checks for found in check(run) if found.code not in run.guard.ignore)
+
+
+def _at(run: RunConfig) -> str:
+    return str(run.path) if run.path else "command line"
+
+
+def _task_type(run: RunConfig) -> Iterator[Finding]:
+    expected = run.method.task_type
+    if not run.flag("use_peft") or "lora_task_type" not in run.options:
+        return
+    found = run.text("lora_task_type")
+    if found == expected:
+        return
+    if expected == "SEQ_CLS":
+        why = "the score head would be trained and not saved, and every load would give it new random weights"
+    else:
+        why = f"the saved adapter would name another task than {run.method.name} trains, and loaders go by it"
+    yield finding(
+        "task-type",
+        Severity.ERROR,
+        f"is {found or 'none'}, {run.method.name} needs {expected}: {why}",
+        hint=run.line("lora_task_type", expected),
+        where=_at(run),
+        subject="lora_task_type",
+    )
+
+
+def _dtype(run: RunConfig) -> tuple[str | None, str]:
+    """Return the dtype that TRL will load the weights in, and the option that says so: `model_init_kwargs` wins."""
+    inner = run.options.get("model_init_kwargs")
+    if isinstance(inner, dict) and inner.get("dtype") is not None:
+        return str(inner["dtype"]), "model_init_kwargs"
+    return run.text("dtype"), "dtype"
+
+
+def _half_precision(run: RunConfig) -> Iterator[Finding]:
+    dtype, option = _dtype(run)
+    given = run.text("dtype")
+    if option == "model_init_kwargs" and given is not None and given != dtype:
+        yield finding(
+            "dtype-conflict",
+            Severity.ERROR,
+            f"is {given}, but model_init_kwargs says {dtype}, and TRL lets that win",
+            hint=f"leave one of them: {run.line('dtype', given)}, without dtype in model_init_kwargs",
+            where=_at(run),
+            subject="dtype",
+        )
+    if dtype in _HALF:
+        yield finding(
+            "fp16-weights",
+            Severity.WARNING,
+            "float16 weights: one activation above 65504 makes the loss NaN, and no loss scaling helps against that",
+            hint=f"{run.line('dtype', 'auto')} (as the checkpoint is stored), or bfloat16; with fp16: true on a GPU keep "
+            "float32 weights, so that the loss is scaled",
+            where=_at(run),
+            subject=option,
+        )
+    clipping = run.text("max_grad_norm")
+    if (dtype in _HALF or run.flag("fp16")) and clipping is not None and float(clipping) == 0.0:
+        yield finding(
+            "no-clipping",
+            Severity.WARNING,
+            "gradients are not clipped in float16, where one large step is enough to overflow",
+            hint=run.line("max_grad_norm", 1.0),
+            where=_at(run),
+            subject="max_grad_norm",
+        )
+
+
+def _nan_filter(run: RunConfig) -> Iterator[Finding]:
+    if run.flag("logging_nan_inf_filter"):
+        yield finding(
+            "nan-filter",
+            Severity.WARNING,
+            "a NaN loss will be shown as 0.0 or as the mean so far; the guard watches the gradients instead",
+            hint=run.line("logging_nan_inf_filter", "false"),
+            where=_at(run),
+            subject="logging_nan_inf_filter",
+        )
+
+
+def _attention(run: RunConfig) -> Iterator[Finding]:
+    inner = run.options.get("model_init_kwargs")
+    asked = run.text("attn_implementation")
+    inside = inner.get("attn_implementation") if isinstance(inner, dict) else None
+    if asked is not None and inside is not None and inside != asked:
+        yield finding(
+            "attention-conflict",
+            Severity.ERROR,
+            f"is {asked}, but model_init_kwargs says {inside}, and TRL lets that win",
+            hint=f"leave one of them: {run.line('attn_implementation', inside)}, without attn_implementation in model_init_kwargs",
+            where=_at(run),
+            subject="attn_implementation",
+        )
+
+
+def _packing(run: RunConfig) -> Iterator[Finding]:
+    if run.method.name == "dpo" and run.flag("padding_free"):
+        yield finding(
+            "padding-free-off",
+            Severity.WARNING,
+            "TRL's DPO does not have it and pads instead: the memory and the speed are those of padding",
+            hint=run.line("padding_free", "false"),
+            where=_at(run),
+            subject="padding_free",
+        )
+    if run.method.name == "sft" and run.flag("packing") and run.text("packing_strategy") == "wrapped":
+        yield finding(
+            "packing-wrapped",
+            Severity.WARNING,
+            "documents are cut anywhere and joined without a border: each sees the one before it",
+            hint=run.line("packing_strategy", "bfd"),
+            where=_at(run),
+            subject="packing_strategy",
+        )

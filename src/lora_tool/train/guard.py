@@ -1,0 +1,223 @@
+"""The guard: a callback of the HF Trainer that watches gradients and logs, and raises when a run is doomed.
+
+It raises because `should_training_stop` would let the script go on to say "completed" and save what it has. All ranks
+see the same gathered figures and the same reduced gradients, so all leave together; sharded gradients, of which each
+rank sees a part, are judged by the logged norm alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from lora_tool.errors import TrainingStopped
+from lora_tool.report import Finding, Severity
+from lora_tool.train.cards import clean_card
+from lora_tool.train.codes import finding
+from lora_tool.train.config import GuardSettings
+from lora_tool.train.diagnosis import Cause, Watch
+from lora_tool.train.methods import Method
+
+METRICS = "metrics.jsonl"
+_SCALER_PATIENCE = 20
+"""Steps in a row that a GradScaler may skip: it starts at 65536 and halves, so 16 skips can be its way down."""
+
+_SNAPSHOT = 1 << 26
+"""Elements of trained parameters whose start is kept to be compared with the end: an adapter's, not a model's."""
+
+
+class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
+    """Watches one training. `findings` holds what it said; raises `TrainingStopped` in mode `stop`."""
+
+    def __init__(self, settings: GuardSettings, method: Method | None = None, *, base: str | None = None) -> None:
+        self.settings = settings
+        self.method = method
+        self.base = base
+        self.findings: list[Finding] = []
+        self.watch = Watch(method=method, window=settings.window)
+        self.trainer: Any = None
+        """The trainer, where we built it: findings are then logged to its trackers."""
+        self.start: dict[str, torch.Tensor] = {}
+        self.moved: float | None = None
+        self.gradient: float | None = None
+        self.output_dir: Path | None = None
+        self._skipped = 0
+        self._logging = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        self.output_dir = Path(args.output_dir)
+        self.watch.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
+        self._sharded = _is_sharded(args)
+        if model is not None and not self._sharded:
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            if sum(p.numel() for p in trained.values()) <= _SNAPSHOT:
+                self.start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
+        if state.is_world_process_zero and state.global_step == 0:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            (self.output_dir / METRICS).unlink(missing_ok=True)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        if self._sharded or model is None or self.settings.mode == "off":
+            return
+        gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+        if not gradients:
+            self.gradient = max(self.gradient or 0.0, 0.0)
+            return
+        norm = float(torch.linalg.vector_norm(torch.stack([n.float().cpu() for n in torch._foreach_norm(gradients)])))  # noqa: SLF001 - torch's own clip_grad_norm_ uses it
+        if math.isfinite(norm):
+            self.gradient = max(self.gradient or 0.0, norm)
+            self._skipped = 0
+            return
+        self._skipped += 1
+        if self._skipped > (_SCALER_PATIENCE if _has_scaler(args) else 0):
+            message = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
+            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,  # noqa: ARG002
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is None or self._logging:
+            return
+        if state.is_world_process_zero:
+            self._write_metrics(state, logs)
+        if self.settings.mode == "off":
+            return
+        if _has_scaler(args) and 0 < self._skipped <= _SCALER_PATIENCE:
+            return
+        cause = self.watch.observe(state.global_step, logs, self.gradient)
+        self.gradient = None
+        if cause is not None and cause.code not in self.watch.told:
+            self._say(cause, args, model, state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        if state.is_world_process_zero:
+            clean_card(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.base)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        if self.settings.mode == "off":
+            return
+        cause = self.watch.verdict()
+        if cause is not None:
+            self._say(cause, args, model, state)
+        since = self.watch.lost()
+        if since is not None and self.watch.last is not None:
+            message = f"no signal since step {since}: {self.watch.last.message}"
+            self.findings.append(
+                finding("signal-lost", Severity.WARNING, message, hint=self.watch.last.hint, where="training")
+            )
+        if model is not None and self.start:
+            self.moved = self._movement(model)
+            if self.moved == 0.0:
+                text = f"none of {len(self.start)} trained parameters changed in {state.global_step} steps"
+                self._say(
+                    Cause(
+                        code="never-moved",
+                        message=text,
+                        hint="a learning_rate above 0, and more steps than warmup_steps",
+                    ),
+                    args,
+                    model,
+                    state,
+                )
+
+    def _movement(self, model: Any) -> float:
+        """Return the norm of the change of all trained parameters."""
+        total = 0.0
+        for name, parameter in model.named_parameters():
+            before = self.start.get(name)
+            if before is not None and before.shape == parameter.shape:
+                total += float((parameter.detach().cpu().float() - before.float()).square().sum())
+        return math.sqrt(total)
+
+    def _say(self, cause: Cause, args: Any, model: Any, state: Any) -> None:
+        if cause.code in self.settings.ignore or cause.code in self.watch.told:
+            return
+        self.watch.told.add(cause.code)
+        numeric = cause.code in ("nan-gradients", "nan-loss")
+        found = finding(
+            cause.code,
+            Severity.ERROR if self.settings.mode == "stop" else Severity.WARNING,
+            cause.message + (f"; {_why_not_finite(args, model)}" if numeric else ""),
+            hint=_cure(args, model) if numeric else cause.hint,
+            where=f"step {state.global_step}",
+        )
+        self.findings.append(found)
+        self._log_finding(state, found)
+        if self.settings.mode == "stop":
+            raise TrainingStopped(f"{found.code}: {found.message}", hint=found.hint)
+
+    def _log_finding(self, state: Any, found: Finding) -> None:
+        entry = {f"guard/{found.code}": 1.0}
+        if state.is_world_process_zero:
+            self._write_metrics(state, entry)
+        if self.trainer is not None:
+            self._logging = True
+            try:
+                self.trainer.log(entry)
+            finally:
+                self._logging = False
+
+    def _write_metrics(self, state: Any, logs: Mapping[str, Any]) -> None:
+        if self.output_dir is None:
+            return
+        plain = {name: _json_number(value) for name, value in logs.items()}
+        line = json.dumps({"step": state.global_step, "epoch": state.epoch, **plain}, default=str)
+        with (self.output_dir / METRICS).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _json_number(value: Any) -> Any:
+    """Return a value that JSON has: NaN and infinity as words."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_sharded(args: Any) -> bool:
+    return bool(getattr(args, "deepspeed", None)) or bool(getattr(args, "fsdp", None)) or _accelerate_shards()
+
+
+def _accelerate_shards() -> bool:
+    from accelerate.state import AcceleratorState, DistributedType  # noqa: PLC0415 - comes with the extra
+
+    if not AcceleratorState._shared_state:  # noqa: SLF001 - asking for it would make one
+        return False
+    return AcceleratorState().distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
+def _has_scaler(args: Any) -> bool:
+    """Whether losses are scaled, so that single steps with infinite gradients are skipped and harmless."""
+    return bool(args.fp16) and torch.cuda.is_available() and not args.use_cpu
+
+
+def _half(model: Any) -> bool:
+    return model is not None and any(parameter.dtype is torch.float16 for parameter in model.parameters())
+
+
+def _why_not_finite(args: Any, model: Any) -> str:
+    shown = " TRL would show it as loss 0.0 (logging_nan_inf_filter)" if args.logging_nan_inf_filter else ""
+    if _half(model):
+        return "the weights are float16, and an activation above 65504 overflows." + shown
+    if args.fp16:
+        return "fp16 is on, and an activation above 65504 overflows." + shown
+    return f"the learning rate ({args.learning_rate:g}) may be too high, or the data or the weights hold NaN." + shown
+
+
+def _cure(args: Any, model: Any) -> str:
+    if _half(model):
+        return "dtype: auto or bfloat16 (float32 with fp16: true scales the loss); keep max_grad_norm: 1.0"
+    if args.fp16:
+        return "bf16: true instead of fp16; keep max_grad_norm: 1.0"
+    return f"learning_rate: {args.learning_rate / 10:g}, max_grad_norm: 1.0; lora-tool validate BASE --deep looks for NaN in the base"

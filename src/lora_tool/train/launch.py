@@ -1,0 +1,138 @@
+"""The parent of a run: light, without torch. It launches the workers, passes signals on, and reads how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lora_tool.errors import BadRunConfig, TrainingFailed, TrainingStopped
+from lora_tool.train.config import RunConfig
+from lora_tool.train.job import FOLDER_VARIABLE, Outcome, Status, read_outcomes, write_job
+
+WORKER = "lora_tool.train.worker"
+_PATIENCE = 20.0
+"""Seconds that workers have to end after an interrupt: a checkpoint that is being written should be whole."""
+
+
+def command(run: RunConfig) -> list[str]:
+    """Return the command that starts the workers."""
+    return [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *run.launch, "-m", WORKER]
+
+
+def launch(run: RunConfig, *, dry_run: bool = False, resume: Path | None = None, told: Sequence[str] = ()) -> Outcome:
+    """Return how the run ended. What workers print goes to stderr. Raises `TrainingFailed` if they died silently."""
+    with _job_folder() as folder:
+        write_job(run, folder, dry_run=dry_run, resume=str(resume) if resume else None, told=tuple(told))
+        environment = {**os.environ, **run.env, FOLDER_VARIABLE: str(folder)}
+        code = run_group(command(run), environment)
+        outcomes = read_outcomes(folder)
+        failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
+        if code and failed:
+            return _kept_traceback(folder, failed[0])
+        if code or not outcomes:
+            raise TrainingFailed(_died(code), hint="the lines above are the launcher's and the worker's own")
+        return outcomes[0]
+
+
+def run_group(arguments: Sequence[str], environment: dict[str, str]) -> int:
+    """Run a command in a process group of its own, stdout on our stderr, and return its exit code.
+
+    Ctrl-C and SIGTERM reach every process of the group once, which then has time to end. Raises `KeyboardInterrupt`.
+    """
+    process = subprocess.Popen(  # noqa: S603 - our own command line
+        list(arguments), env=environment, stdout=_stderr(), start_new_session=True
+    )
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        _end(process)
+        raise
+
+
+def _stderr() -> int:
+    """Return the file behind our stderr; the real one where stderr is no file, as under a test runner."""
+    try:
+        return sys.stderr.fileno()
+    except OSError:
+        return 2
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for sign, patience in ((signal.SIGINT, _PATIENCE), (signal.SIGTERM, _PATIENCE / 4), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what the launcher left behind
+
+
+def _died(code: int) -> str:
+    if code < 0:
+        return f"the launcher was ended by {signal.Signals(-code).name}"
+    return f"the workers ended with exit code {code} and without a report (out of memory?)"
+
+
+def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
+    """Return the outcome with the traceback moved to a file that outlives the job's folder."""
+    found = folder / "traceback.txt"
+    if not found.is_file():
+        return outcome
+    handle, kept = tempfile.mkstemp(prefix="lora-tool-train-", suffix=".txt")
+    os.close(handle)
+    shutil.copyfile(found, kept)
+    return Outcome(
+        status=outcome.status,
+        findings=outcome.findings,
+        notes=outcome.notes,
+        facts=outcome.facts,
+        error=outcome.error,
+        hint=f"the whole traceback is in {kept}",
+    )
+
+
+@contextlib.contextmanager
+def _job_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="lora-tool-train-") as folder:
+        yield Path(folder)
+
+
+def require_good(outcome: Outcome) -> None:
+    """Return if the run ended well. Raises `TrainingStopped`, `TrainingFailed` or `BadRunConfig` otherwise."""
+    if outcome.status in (Status.DONE, Status.CHECKED):
+        return
+    errors = [found for found in outcome.findings if found.severity.value == "error"]
+    first = errors[0] if errors else None
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    if outcome.status is Status.USAGE:
+        raise BadRunConfig(outcome.error or "the options were not accepted", hint=outcome.hint)
+    if outcome.status is Status.FAILED:
+        raise TrainingFailed(outcome.error or "the run failed", hint=outcome.hint)
+    if outcome.status is Status.STOPPED:
+        raise TrainingStopped(f"training was stopped: {outcome.error}", hint=outcome.hint)
+    what = "training was not begun" if outcome.status is Status.REFUSED else "the result is bad"
+    kept = f"; it was kept in {outcome.facts['output']}" if "output" in outcome.facts else ""
+    told = f": {first.code}: {first.message}" if first else ""
+    raise TrainingStopped(f"{what}{told}{more}{kept}", hint=first.hint if first else None)
+
+
+def machine_rank(run: RunConfig) -> int:
+    """Return which machine of a multi-node run this is: from the launch options, or accelerate's config file."""
+    launch = list(run.launch)
+    if "--machine_rank" in launch:
+        return int(launch[launch.index("--machine_rank") + 1])
+    if "--config_file" in launch:
+        import yaml  # noqa: PLC0415 - comes with the extra
+
+        path = Path(launch[launch.index("--config_file") + 1])
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return int(raw.get("machine_rank") or 0) if isinstance(raw, dict) else 0
+    return 0

@@ -1,0 +1,153 @@
+"""What the built trainer tells before its first step: the adapter, the dtypes, the attention, the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lora_tool.report import Finding, Severity
+from lora_tool.train.codes import finding
+from lora_tool.train.leak_probe import probe
+
+_LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def adapter_config(model: Any) -> Any:
+    """Return the config of the model's active adapter, None for a model without one."""
+    configs = getattr(model, "peft_config", None)
+    return configs.get(_active(model)[0]) if configs and _active(model) else None
+
+
+def _active(model: Any) -> list[str]:
+    active = getattr(model, "active_adapters", ())
+    return list(active() if callable(active) else active)
+
+
+def coverage(model: Any) -> dict[str, int]:
+    """Return how many modules of each last name have LoRA: ``{"q_proj": 24}``."""
+    modules = {
+        name.partition(f".{part}.")[0] for name, _ in model.named_parameters() for part in _LORA if f".{part}." in name
+    }
+    return dict(sorted(Counter(module.rpartition(".")[2] for module in modules).items()))
+
+
+def uncovered(model: Any) -> dict[str, int]:
+    """Return how many linear layers of each last name have no LoRA, the output layers left out."""
+    covered = coverage(model)
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and "lora_" not in name
+        and not name.endswith((".base_layer", "lm_head"))
+        and "modules_to_save" not in name
+        and "original_module" not in name
+    ]
+    return {name: count for name, count in sorted(Counter(names).items()) if name not in covered}
+
+
+def batch_note(trainer: Any) -> tuple[str, int]:
+    """Return the effective batch size, in words and as a number."""
+    args, processes = trainer.args, trainer.accelerator.num_processes
+    total = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    words = f"effective batch size {total}: {args.per_device_train_batch_size} per device × {args.gradient_accumulation_steps} accumulation × {processes} processes"
+    generations = getattr(args, "num_generations", None)
+    return words + (f", {generations} completions per prompt" if generations else ""), total
+
+
+def model_findings(model: Any, asked_attention: str | None = None) -> Iterator[Finding]:
+    """Yield what is wrong with a model about to be trained, whoever built it."""
+    yield from _frozen(model)
+    yield from _headless(model)
+    yield from _half(model)
+    in_effect = getattr(model.config, "_attn_implementation", None)
+    if asked_attention is not None and in_effect is not None and asked_attention != in_effect:
+        yield finding(
+            "attention-in-effect",
+            Severity.WARNING,
+            f"{asked_attention} was asked for, {in_effect} is in effect",
+            hint=f"attn_implementation: {in_effect}, or install what {asked_attention} needs",
+            where="model",
+            subject="attn_implementation",
+        )
+
+
+def _frozen(model: Any) -> Iterator[Finding]:
+    if adapter_config(model) is None and not getattr(model, "peft_config", None):
+        return
+    lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    trained = [parameter for parameter in lora if parameter.requires_grad]
+    off = [module for module in model.modules() if getattr(module, "disable_adapters", False) is True]
+    if lora and (not trained or off):
+        how = "are switched off (disable_adapter)" if off else "have requires_grad False"
+        yield finding(
+            "frozen-adapter",
+            Severity.ERROR,
+            f"its LoRA layers {how}: training cannot change the adapter",
+            hint="model.enable_adapter_layers()"
+            if off
+            else "is_trainable=True where the adapter is loaded, or model.set_adapter(name)",
+            where="model",
+        )
+
+
+def _headless(model: Any) -> Iterator[Finding]:
+    config = adapter_config(model)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name = type(inner).__name__
+    if config is None or not name.endswith("ForSequenceClassification"):
+        return
+    task = getattr(config.task_type, "value", config.task_type)
+    kept = set(config.modules_to_save or ())
+    if task != "SEQ_CLS" and not kept & {"score", "classifier", "classification_head", "head"}:
+        yield finding(
+            "task-type",
+            Severity.ERROR,
+            f"{name} is trained with task_type {task}: its head would not be saved",
+            hint='LoraConfig(task_type="SEQ_CLS", …)',
+            where="model",
+            subject="task_type",
+        )
+
+
+def _half(model: Any) -> Iterator[Finding]:
+    half = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float16]
+    if half:
+        yield finding(
+            "fp16-weights",
+            Severity.WARNING,
+            f"{len(half)} parameters are float16: one activation above 65504 makes the loss NaN",
+            hint="dtype: bfloat16 (or float32, with fp16: true for speed)",
+            where="model",
+            subject=half[0],
+        )
+
+
+def packing_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
+    """Yield a finding if documents that `collator` puts into one row see each other in `model`."""
+    collator = getattr(collator, "data_collator", collator)  # transformers wraps it to drop columns
+    packing = bool(getattr(args, "packing", False))
+    if not (getattr(collator, "padding_free", False) and (packing or args.per_device_train_batch_size > 1)):
+        return
+    seen = probe(model, collator, packing=packing, sharded=sharded)
+    if not seen.leaks:
+        return
+    config = model.config
+    how = (
+        f"changing one document changes the logits of the next by {seen.difference:.2g} standard deviations"
+        if seen.difference is not None
+        else f"{config.model_type} leaked wherever it was probed ({seen.why_not} here)"
+    )
+    off = "packing: false" if packing else "padding_free: false"
+    attention = getattr(config, "_attn_implementation", None) or "its own attention"
+    yield finding(
+        "padding-free-leak",
+        Severity.ERROR,
+        f"documents in one row see each other: {config.model_type} has no variable-length attention ({attention} is in effect); {how}",
+        hint=off + ("" if packing else " (or per_device_train_batch_size: 1)"),
+        where="model",
+        subject="packing" if packing else "padding_free",
+    )

@@ -1,0 +1,207 @@
+"""The whole of it, as it is typed: a parent without torch, workers by `accelerate launch`, and what is run after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.cli.calling import Caller
+from tests.train.running import COMMON, QWEN2, pairs, texts, write_rows
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(capsys)
+
+
+def config(tmp_path: Path, **options: Any) -> Path:
+    table = {
+        **COMMON,
+        "model_name_or_path": str(QWEN2),
+        "dataset_name": str(write_rows(tmp_path / "data", pairs())),
+        "output_dir": str(tmp_path / "out"),
+        "cpu": True,
+        **options,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(table))
+    return path
+
+
+def lora_tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "lora_tool", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=500,
+    )
+
+
+def test_train_then_validate_then_merge_then_resume(tmp_path: Path) -> None:
+    block = {"after": {"validate": True, "merge": {"output": str(tmp_path / "merged"), "overwrite": True}}}
+    path = config(tmp_path, save_strategy="steps", save_steps=2, lora_tool=block)
+    done = lora_tool("train", "reward", "--config", path)
+    assert done.returncode == 0, done.stderr
+    assert "set lora_task_type: SEQ_CLS" in done.stderr
+    assert "trained reward: 4 steps" in done.stdout
+    assert "with its head score (1 label)" in done.stdout
+    merged = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert merged["architectures"] == ["Qwen2ForSequenceClassification"]
+    out = tmp_path / "out"
+    trained = load_file(out / "adapter_model.safetensors")
+    report = json.loads((out / "train_report.json").read_text())
+    assert (report["status"], report["findings"], report["facts"]["steps"]) == ("done", [], 4)
+    for text in (
+        out / "README.md",
+        out / "train_report.json",
+        out / "checkpoint-4" / "README.md",
+        out / "lora_tool_train.json",
+    ):
+        assert str(tmp_path) not in text.read_text(), text
+        assert str(QWEN2) not in text.read_text(), text
+
+    broken = out / "checkpoint-4" / "optimizer.pt"
+    broken.write_bytes(broken.read_bytes()[:100])
+    again = lora_tool("train", "reward", "--config", path, "--resume", "auto", "--json")
+    assert again.returncode == 0, again.stderr
+    assert f"going on from {out / 'checkpoint-2'}" in again.stderr
+    told = json.loads(again.stdout)
+    assert [item["code"] for item in told["findings"]] == ["unusable-checkpoint"]
+    resumed = load_file(out / "adapter_model.safetensors")
+    assert trained.keys() == resumed.keys()
+    # the same data in the same order from step 2: going on is as not having stopped
+    for name, tensor in trained.items():
+        assert tensor.allclose(resumed[name], atol=1e-6), name
+    assert (out / "superseded" / "adapter_model.safetensors").is_file()
+
+
+def test_a_refusal_costs_no_torch_and_names_the_line(tmp_path: Path, call: Caller) -> None:
+    done = call("train", "reward", "--config", config(tmp_path), "--lora_task_type", "CAUSAL_LM")
+    assert done.code == 1
+    assert "error: task-type:" in done.err
+    assert "hint: lora_task_type: SEQ_CLS" in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_typo_is_a_usage_error(tmp_path: Path, call: Caller) -> None:
+    done = call("train", "reward", "--config", config(tmp_path), "--lora_rr", "8")
+    assert done.code == 2
+    assert "unknown option `lora_rr`" in done.err
+    assert "did you mean `lora_r`?" in done.err
+
+
+def test_static_dry_run_prints_a_file_for_trl(tmp_path: Path, call: Caller) -> None:
+    done = call(
+        "train", "sft", "--config", config(tmp_path, num_processes=2), "--dry-run", "static", "--max_steps", "7"
+    )
+    assert done.code == 0
+    command, _, text = done.out.partition("\n")
+    assert command.endswith("--cpu --num_processes 2 -m lora_tool.train.worker")
+    assert yaml.safe_load(text)["max_steps"] == "7"
+    assert yaml.safe_load(text)["logging_nan_inf_filter"] is False
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_extra_there_is_one_message(tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_tool.train.options.PACKAGES", ("torch", "a_package_that_is_not_there"))
+    done = call("train", "reward", "--config", config(tmp_path))
+    assert done.code == 3
+    assert done.err == "error: a_package_that_is_not_there is not installed\nhint: pip install 'lora-tool[train]'\n"
+
+
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_nothing_to_resume_is_said(tmp_path: Path, call: Caller, resume: str) -> None:
+    done = call(
+        *("train", "reward", "--config", config(tmp_path), "--dry-run", "static"),
+        *(("--resume", "auto") if resume == "auto" else ("--resume_from_checkpoint", "true")),
+    )
+    assert done.code == 0
+    assert "starting at step 0" in done.err
+
+
+def test_a_named_checkpoint_must_be_whole(tmp_path: Path, call: Caller) -> None:
+    done = call("train", "reward", "--config", config(tmp_path), "--resume", str(tmp_path / "none"))
+    assert done.code == 3
+    assert "cannot be resumed from" in done.err
+
+
+def test_an_error_of_trls_is_one_line_and_a_file(tmp_path: Path) -> None:
+    done = lora_tool("train", "sft", "--config", config(tmp_path, dataset_name=str(tmp_path / "nowhere")))
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "nowhere" in error
+
+
+def test_ctrl_c_ends_every_process_and_leaves_nothing_finished(tmp_path: Path) -> None:
+    path = config(tmp_path, max_steps=100_000, logging_steps=1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lora_tool", "train", "reward", "--config", str(path)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    limit = time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < limit and process.poll() is None:
+        time.sleep(0.2)
+    assert metrics.exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    size = metrics.stat().st_size
+    time.sleep(1)
+    assert metrics.stat().st_size == size
+
+
+SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+args = SFTConfig({out!r}, max_steps=2, use_cpu=True, bf16=False, report_to="none", learning_rate={rate}, save_strategy="no")
+data = load_dataset({data!r}, split="train")
+trainer = SFTTrainer({base!r}, args, train_dataset=data, peft_config=LoraConfig(task_type="CAUSAL_LM"))
+trainer.train()
+trainer.save_model()
+print("saved")
+"""
+
+
+@pytest.mark.parametrize(("rate", "code"), [(1e-3, 0), (0.0, 1)])
+def test_guard_around_a_script(tmp_path: Path, rate: float, code: int) -> None:
+    data = write_rows(tmp_path / "data", texts())
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(out=str(tmp_path / "out"), data=str(data), base=str(QWEN2), rate=rate))
+    done = lora_tool("guard", "--", sys.executable, str(script))
+    assert done.returncode == code, done.stderr
+    assert ("saved" in done.stderr) is (code == 0)
+    assert ("never-moved" in done.stderr) is (code == 1)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists() is (code == 0)
+
+
+def test_guard_says_when_it_guarded_nothing(call: Caller) -> None:
+    done = call("guard", "--", sys.executable, "-c", "pass")
+    assert done.code == 3
+    assert "no HF Trainer was seen" in done.err
+
+
+@pytest.mark.parametrize("words", [("--", "no-such-command"), ("--", sys.executable, "-c", "raise SystemExit(7)")])
+def test_guard_passes_on_what_fails(call: Caller, words: tuple[str, ...]) -> None:
+    done = call("guard", *words)
+    assert done.code == 3
+    assert done.err.splitlines()[0].startswith("error: ")

@@ -1,0 +1,192 @@
+"""A run's configuration: every option of TRL and accelerate, one block of ours, and typos that are named."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from lora_tool.errors import BadRunConfig
+from lora_tool.train.checks import static_findings, with_settings
+from lora_tool.train.config import RunConfig, read_run_config
+from lora_tool.train.methods import METHODS
+from lora_tool.train.options import option_names
+
+REWARD = METHODS["reward"]
+
+
+def read(tmp_path: Path, text: str, *typed: str, method: str = "reward") -> RunConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return read_run_config(METHODS[method], path, typed)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("method", METHODS.values(), ids=list(METHODS))
+def test_names_are_those_of_trls_own_dataclasses(method: object) -> None:
+    import trl
+    from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
+
+    from lora_tool.train.building import resolve
+    from lora_tool.train.methods import Method
+
+    assert isinstance(method, Method)
+    script: type = ScriptArguments
+    if method.script:
+        module, _, name = method.script.rpartition(".")
+        script = getattr(__import__(module, fromlist=[name]), name)
+    classes = (script, resolve(method, method.config), trl.ModelConfig, DatasetMixtureConfig)
+    theirs = {field.name: field.type for cls in classes for field in dataclasses.fields(cls) if field.init}
+    ours = option_names(method).trl
+    assert set(ours) == set(theirs)
+    # without `from __future__ import annotations` the type is the type; `bool | None` is a union
+    flags = {name for name, kind in theirs.items() if kind is bool or str(kind) in ("bool", "bool | None")}
+    assert {name for name, flag in ours.items() if flag} == flags
+
+
+def test_accelerates_names_are_those_of_its_parser() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    from lora_tool.train.options import _launch_options
+
+    actions = [action for action in launch_command_parser()._actions if action.option_strings]
+    theirs = {
+        option[2:].replace("-", "_"): action.nargs == 0
+        for action in actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    for word in ("help", "module", "no_python", "env"):
+        theirs.pop(word, None)
+    assert _launch_options() == theirs
+
+
+@pytest.mark.parametrize(
+    ("text", "typed", "wrong", "right"),
+    [
+        ("lora_rr: 8", (), "lora_rr", "lora_r"),
+        ("learning_rat: 1", (), "learning_rat", "learning_rate"),
+        ("", ("--max_stepz", "3"), "max_stepz", "max_steps"),
+        ("num_proceses: 2", (), "num_proceses", "num_processes"),
+        ("lora_tool: {gaurd: {}}", (), "gaurd", "guard"),
+        ("lora_tool: {guard: {windw: 3}}", (), "windw", "window"),
+        ("lora_tool: {after: {merg: {}}}", (), "merg", "merge"),
+        ("lora_tool: {guard: {ignore: [colums]}}", (), "colums", "columns"),
+        ("lora_tool: {launch: {multi_gpus: true}}", (), "multi_gpus", "multi_gpu"),
+    ],
+)
+def test_a_typo_is_named_with_what_was_meant(
+    tmp_path: Path, text: str, typed: tuple[str, ...], wrong: str, right: str
+) -> None:
+    with pytest.raises(BadRunConfig, match=wrong) as caught:
+        read(tmp_path, text, *typed)
+    assert caught.value.hint == f"did you mean `{right}`?"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "expected a mapping"),
+        ("a: [", "not YAML"),
+        ("use_peft: maybe", "expected true or false"),
+        ("lora_tool: {guard: {mode: maybe}}", "stop, warn, off"),
+        ("lora_tool: {guard: {window: 0}}", "number of steps"),
+        ("lora_tool: {after: {push: {private: true}}}", "needs `repo`"),
+        ("lora_tool: [1]", "expected a mapping"),
+        ("accelerate_config: zero9", "zero3"),
+        ("multi_gpu: perhaps", "expected true or false"),
+        ("env: 3", "expected a mapping"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(BadRunConfig, match=message):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadRunConfig, match=r"cannot be read"):
+        read_run_config(REWARD, tmp_path / "none.yaml", ())
+
+
+def test_accelerates_flags_are_flags(tmp_path: Path) -> None:
+    text = (
+        "cpu: true\nmulti_gpu: false\nnum_processes: 2\nlora_tool: {launch: {mixed_precision: bf16, use_fsdp: 'yes'}}"
+    )
+    assert read(tmp_path, text).launch == (
+        "--mixed_precision", "bf16", "--use_fsdp", "--cpu", "--num_processes", "2",
+    )  # fmt: skip
+
+
+def test_presets_are_trls(tmp_path: Path) -> None:
+    flag, path = read(tmp_path, "accelerate_config: zero3").launch
+    assert flag == "--config_file"
+    assert Path(path).name == "zero3.yaml"
+    assert Path(path).is_file()
+
+
+def test_what_is_typed_wins_and_reaches_trls_parser_as_text(tmp_path: Path) -> None:
+    run = read(
+        tmp_path,
+        "learning_rate: 1e-4\nmax_steps: 3\nenv: {A: 1}",
+        *(
+            "--learning-rate",
+            "1e-5",
+            "--lora_target_modules",
+            "q_proj",
+            "v_proj",
+            "--use_peft",
+            "--no_gradient_checkpointing",
+        ),
+        *("--num_processes=4", "--multi_gpu"),
+    )
+    assert run.options["learning_rate"] == "1e-5"
+    assert run.arguments == (
+        *("--learning_rate", "1e-5", "--lora_target_modules", "q_proj", "v_proj", "--use_peft", "True"),
+        *("--gradient_checkpointing", "False"),
+    )
+    assert run.launch == ("--num_processes", "4", "--multi_gpu")
+    assert run.env == {"A": "1"}
+
+
+@pytest.mark.parametrize("typed", [("stray",), ("--learning_rate",), ("--", "x")])
+def test_arguments_that_are_no_options(tmp_path: Path, typed: tuple[str, ...]) -> None:
+    with pytest.raises(BadRunConfig):
+        read(tmp_path, "", *typed)
+
+
+def test_only_what_is_absent_is_set(tmp_path: Path) -> None:
+    run, settings = with_settings(read(tmp_path, "use_peft: true"))
+    assert {item.name: item.value for item in settings} == {
+        "lora_task_type": "SEQ_CLS",
+        "logging_nan_inf_filter": False,
+    }
+    assert run.options["lora_task_type"] == "SEQ_CLS"
+    _, none = with_settings(read(tmp_path, "use_peft: true\nlora_task_type: CAUSAL_LM\nlogging_nan_inf_filter: true"))
+    assert none == ()
+    _, causal = with_settings(read(tmp_path, "use_peft: true", method="sft"))
+    assert [item.name for item in causal] == ["logging_nan_inf_filter"]
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "codes"),
+    [
+        ("reward", "use_peft: true\nlora_task_type: SEQ_CLS\ndtype: bfloat16", set()),
+        ("reward", "use_peft: true\nlora_task_type: null", {"task-type"}),
+        ("sft", "use_peft: true\nlora_task_type: SEQ_CLS", {"task-type"}),
+        ("sft", "use_peft: false\nlora_task_type: SEQ_CLS", set()),
+        ("reward", "dtype: float16", {"fp16-weights"}),
+        ("reward", "model_init_kwargs: {dtype: float16}", {"fp16-weights"}),
+        ("reward", "dtype: bfloat16\nmodel_init_kwargs: {dtype: float16}", {"fp16-weights", "dtype-conflict"}),
+        ("reward", "fp16: true\nmax_grad_norm: 0", {"no-clipping"}),
+        ("reward", "fp16: true\nmax_grad_norm: 1", set()),
+        ("reward", "logging_nan_inf_filter: true", {"nan-filter"}),
+        ("dpo", "padding_free: true", {"padding-free-off"}),
+        ("sft", "packing: true\npacking_strategy: wrapped", {"packing-wrapped"}),
+        ("sft", "packing: true", set()),
+    ],
+)
+def test_what_the_options_tell(tmp_path: Path, method: str, text: str, codes: set[str]) -> None:
+    found = static_findings(read(tmp_path, text, method=method))
+    assert {item.code for item in found} == codes
+    assert all(item.hint for item in found)

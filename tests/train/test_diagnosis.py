@@ -1,0 +1,101 @@
+"""The table of causes, and when a run is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lora_tool.train.diagnosis import Watch
+from lora_tool.train.methods import METHODS
+
+GRPO = METHODS["grpo"]
+LEARNING = {"loss": 1e-8, "grad_norm": 0.2, "reward": 1.0, "reward_std": 0.4, "frac_reward_zero_std": 0.0}
+CONSTANT = {"loss": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+NONE = {"loss": 0.0, "grad_norm": 0.0, "reward": None, "reward_std": None, "frac_reward_zero_std": 1.0}
+CANCELS = {**CONSTANT, "rewards/a/std": 0.5, "rewards/b/std": 0.5}
+FROZEN = {**LEARNING, "grad_norm": 0.0}
+CLIPPED = {**FROZEN, "completions/clipped_ratio": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("logs", "masked", "code"),
+    [
+        (LEARNING, False, None),
+        ({**LEARNING, "completions/clipped_ratio": 1.0}, True, None),
+        (CONSTANT, False, "reward-constant"),
+        ({**CONSTANT, "grad_norm": 0.01}, False, "reward-constant"),  # a KL term alone moves it
+        ({**CONSTANT, "reward_std": 0.5, "rewards/a/std": 0.5}, False, "reward-constant"),  # one level per prompt
+        (CANCELS, False, "reward-cancels"),
+        (NONE, False, "reward-none"),
+        ({**NONE, "reward": float("nan")}, False, "reward-none"),
+        (CLIPPED, True, "all-masked"),
+        (CLIPPED, False, "no-gradient"),
+        (FROZEN, True, "no-gradient"),
+        ({**LEARNING, "frac_reward_zero_std": 0.9}, False, None),
+    ],
+)
+def test_grpo_table(logs: dict[str, Any], masked: bool, code: str | None) -> None:
+    cause = Watch(method=GRPO, mask_truncated=masked).cause(logs)
+    assert (cause.code if cause else None) == code
+
+
+@pytest.mark.parametrize(
+    ("logs", "code"),
+    [
+        ({"loss": 0.0, "grad_norm": float("nan")}, "nan-gradients"),
+        ({"loss": 1.0, "grad_norm": float("inf")}, "nan-gradients"),
+        ({"loss": float("nan"), "grad_norm": 0.5}, "nan-loss"),
+        ({"loss": 0.0, "grad_norm": 0.2}, None),
+        ({"eval_loss": float("nan")}, None),
+    ],
+)
+def test_what_is_not_finite_stops_at_once(logs: dict[str, Any], code: str | None) -> None:
+    cause = Watch(method=GRPO, window=1000).observe(1, logs)
+    assert (cause.code if cause else None) == code
+
+
+def test_a_run_is_given_up_after_the_window_and_not_before() -> None:
+    watch = Watch(method=GRPO, window=10)
+    seen = [watch.observe(step, CONSTANT) for step in range(1, 11)]
+    assert [cause.code if cause else None for cause in seen] == [None] * 9 + ["reward-constant"]
+
+
+def test_one_log_of_many_steps_is_not_enough() -> None:
+    watch = Watch(method=GRPO, window=10)
+    assert watch.observe(100, CONSTANT) is None
+    assert watch.observe(200, CONSTANT) is not None
+
+
+def test_a_run_that_has_learned_is_not_given_up_but_told_of() -> None:
+    watch = Watch(method=GRPO, window=3)
+    assert watch.observe(1, LEARNING) is None
+    assert all(watch.observe(step, CONSTANT) is None for step in range(2, 30))
+    assert watch.verdict() is None
+    assert watch.lost() == 1
+
+
+def test_a_short_run_is_judged_at_its_end() -> None:
+    watch = Watch(method=GRPO, window=10)
+    watch.observe(1, CONSTANT)
+    verdict = watch.verdict()
+    assert verdict is not None
+    assert verdict.code == "reward-constant"
+
+
+def test_without_a_logged_norm_the_measured_one_counts() -> None:
+    logs = {"loss": 1.0}
+    assert Watch(method=METHODS["sft"]).cause(logs, 0.5) is None
+    assert Watch(method=METHODS["sft"]).cause(logs) is None
+    cause = Watch(method=METHODS["sft"]).cause(logs, 0.0)
+    assert cause is not None
+    assert cause.code == "no-gradient"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "code"), [(-1.5, -1.5, "no-margin"), (-1.5, -1.6, None), (0.0, 0.0, None)]
+)
+def test_margins(chosen: float, rejected: float, code: str | None) -> None:
+    logs = {"loss": 3.0, "grad_norm": 1.0, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    cause = Watch(method=METHODS["cpo"]).cause({**logs, "rewards/margins": chosen - rejected})
+    assert (cause.code if cause else None) == code

@@ -1,0 +1,91 @@
+"""Trap 2: GRPO's loss is near 0 in every healthy run. What tells is the gradient, and where it is missing, why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.train.running import LLAMA, Trainings, codes, prompts
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+HERE = "tests.train.test_grpo"
+
+
+def varied(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text)) % 7) for text in completions]
+
+
+def contrary(completions: list[str], **_: Any) -> list[float]:
+    return [-value for value in varied(completions)]
+
+
+def constant(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def nothing(completions: list[str], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+def grpo(train: Trainings, *rewards: str, method: str = "grpo", **options: Any) -> Any:
+    settings = {"num_generations": 4, "max_completion_length": 8, "max_steps": 3, "gradient_checkpointing": False}
+    functions = [f"{HERE}.{name}" for name in rewards]
+    return train(
+        method, model_name_or_path=str(LLAMA), rows=prompts(), reward_funcs=functions, **{**settings, **options}
+    )
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_healthy_without_a_word_though_its_loss_is_nothing(train: Trainings, method: str) -> None:
+    outcome = grpo(train, "varied", method=method)
+    assert (outcome.status.value, outcome.findings) == ("done", ())
+    assert outcome.facts["lora_modules"]["q_proj"] == 2
+    assert any(note.startswith("LoRA on") for note in outcome.notes)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "code"),
+    [
+        (["constant"], {}, "reward-constant"),
+        (["varied", "contrary"], {}, "reward-cancels"),
+        (["nothing"], {}, "reward-none"),
+        (["varied"], {"mask_truncated_completions": True, "generation_kwargs": {"min_new_tokens": 8}}, "all-masked"),
+    ],
+)
+def test_runs_that_learn_nothing_are_told_apart(
+    train: Trainings, rewards: list[str], options: dict[str, Any], code: str
+) -> None:
+    outcome = grpo(train, *rewards, **options)
+    assert outcome.status.value == "stopped"
+    assert codes(outcome) == {code}
+    assert outcome.hint
+    assert not list(train.output.glob("*.safetensors"))
+
+
+def test_it_does_not_wait_for_the_end(train: Trainings) -> None:
+    outcome = grpo(train, "constant", max_steps=50)
+    assert (outcome.status.value, codes(outcome)) == ("stopped", {"reward-constant"})
+    assert train.run is not None
+    assert train.run.trainer.state.global_step == 10
+
+
+def test_one_that_cancels_under_weights_that_do_not_is_healthy(train: Trainings) -> None:
+    outcome = grpo(train, "varied", "contrary", reward_weights=[1.0, 0.5])
+    assert (outcome.status.value, outcome.findings) == ("done", ())
+
+
+def test_warn_mode_goes_on(train: Trainings) -> None:
+    outcome = train(
+        "grpo",
+        {"guard": {"mode": "warn"}},
+        model_name_or_path=str(LLAMA),
+        rows=prompts(),
+        reward_funcs=[f"{HERE}.constant"],
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=2,
+    )
+    assert "reward-constant" in codes(outcome, "warning")
+    assert outcome.facts["steps"] == 2

@@ -1,0 +1,165 @@
+"""`lora-tool guard`: the same guards inside trainings that are not ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+
+from lora_tool.checkpoint import open_checkpoint
+from lora_tool.errors import TrainingStopped
+from lora_tool.rules.validation import validate
+from lora_tool.train import attached_guard
+from lora_tool.train.attached_guard import AttachedGuard
+from lora_tool.train.config import GuardSettings, RunConfig
+from lora_tool.train.job import FOLDER_VARIABLE, Status, read_outcomes, write_job
+from lora_tool.train.methods import METHODS
+from lora_tool.train.rescue import consolidate, newest_rank_files, saved_in
+from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, fresh_state, overflowing, pairs, texts, tiny_base
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Attach the guard as a guarded process has it; yields the folder that the parent reads."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    write_job(RunConfig(method=METHODS["sft"], path=None, options={}, guard=GuardSettings()), folder)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    monkeypatch.setattr(attached_guard, "_GUARDS", [])
+    hf.trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
+    yield folder
+    hf.trainer.DEFAULT_CALLBACKS.remove(AttachedGuard)
+
+
+def sft(tmp_path: Path, base: Path, prepare: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
+    """Train as a script of a user's would, and save."""
+    from trl import SFTConfig, SFTTrainer
+
+    fresh_state()
+    settings = {
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "learning_rate": 1e-3,
+    }
+    model = hf.AutoModelForCausalLM.from_pretrained(base)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    prepare(model)
+    args = SFTConfig(str(tmp_path / "out"), report_to="none", disable_tqdm=True, **{**settings, **options})
+    tokenizer = hf.AutoTokenizer.from_pretrained(base)
+    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(texts()), processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def outcome_in(folder: Path) -> Any:
+    attached_guard.write_what_was_seen(folder)
+    (outcome,) = read_outcomes(folder)
+    return outcome
+
+
+def test_a_healthy_script_is_left_alone(tmp_path: Path, guarded: Path) -> None:
+    sft(tmp_path, QWEN2)
+    outcome = outcome_in(guarded)
+    assert (outcome.status, outcome.findings) == (Status.DONE, ())
+    assert outcome.facts == {"outputs": [str(tmp_path / "out")], "method": "sft"}
+    (saved,) = saved_in([tmp_path / "out"])
+    assert saved.errors == ()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "code"),
+    [
+        (lambda model: model.disable_adapter_layers(), {}, "frozen-adapter"),
+        (lambda model: [p.requires_grad_(not p.requires_grad) for p in model.parameters()], {}, "frozen-adapter"),
+        (lambda _: None, {"learning_rate": 0.0}, "never-moved"),
+        (lambda model: model.get_base_model().lm_head.weight.data.fill_(float("nan")), {}, "nan-gradients"),
+    ],
+    ids=["switched off", "frozen", "never moved", "nan in the base"],
+)
+def test_a_doomed_script_is_left_before_it_saves(
+    tmp_path: Path, guarded: Path, prepare: Callable[[Any], None], options: dict[str, Any], code: str
+) -> None:
+    with pytest.raises(TrainingStopped, match=code):
+        sft(tmp_path, LLAMA, prepare, **options)
+    outcome = outcome_in(guarded)
+    assert outcome.status is Status.STOPPED
+    assert code in {item.code for item in outcome.findings}
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_leak_is_seen(tmp_path: Path, guarded: Path) -> None:
+    config = hf.FalconConfig(**TINY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    base = tiny_base(tmp_path / "base", config)
+    with pytest.raises(TrainingStopped, match="padding-free-leak"):
+        sft(tmp_path, base, padding_free=True, max_length=None)
+    assert outcome_in(guarded).status is Status.STOPPED
+
+
+@pytest.mark.parametrize("task", [None, "SEQ_CLS"])
+def test_a_head_that_would_not_be_saved_is_seen(tmp_path: Path, guarded: Path, task: str | None) -> None:
+    from trl import RewardConfig, RewardTrainer
+
+    fresh_state()
+    model = hf.AutoModelForSequenceClassification.from_pretrained(QWEN2, num_labels=1, pad_token_id=0)
+    args = RewardConfig(
+        str(tmp_path / "out"), max_steps=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no"
+    )
+    trainer = RewardTrainer(
+        model,
+        args,
+        train_dataset=Dataset.from_list(pairs()),
+        processing_class=hf.AutoTokenizer.from_pretrained(QWEN2),
+        peft_config=LoraConfig(task_type=task, target_modules=["q_proj"]),
+    )
+    if task is None:
+        with pytest.raises(TrainingStopped, match="head would not be saved"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert {item.code for item in outcome_in(guarded).findings} == ({"task-type"} if task is None else set())
+
+
+def test_float16_overflow_in_a_script(tmp_path: Path, guarded: Path) -> None:
+    base = overflowing(tmp_path / "base")
+    with pytest.raises(TrainingStopped, match="float16"):
+        sft(tmp_path, base, lambda model: model.half())
+    assert "nan-gradients" in {item.code for item in outcome_in(guarded).findings}
+
+
+def test_what_a_bare_save_leaves_under_zero3_is_found_and_put_together(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(FIXTURES / "zero" / "stage3-saved", output)
+    shutil.copytree(FIXTURES / "reward-qwen2" / "base", tmp_path / "base")
+    (saved,) = saved_in([output])
+    assert saved.empty
+    checkpoint = newest_rank_files(output)
+    assert checkpoint == output
+    assert consolidate(checkpoint, tmp_path / "whole")
+    whole = open_checkpoint(tmp_path / "whole")
+    assert not validate(whole, task="reward", deep=True).findings
+
+
+def test_an_adapter_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero" / "stage3-saved", tmp_path / "out")
+    assert list(saved_in([tmp_path / "out"], since=4e9)) == []
+
+
+def test_metrics_are_lines_of_json(tmp_path: Path, guarded: Path) -> None:
+    sft(tmp_path, QWEN2)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    assert lines[0]["loss"] > 0
+    assert guarded.is_dir()

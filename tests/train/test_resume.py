@@ -1,0 +1,106 @@
+"""`--resume auto` takes the last checkpoint that is whole, and names those it passes over."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_tool.errors import TrainingFailed
+from lora_tool.train.resume import last_valid, named
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / "reward-run", tmp_path / "out"))
+
+
+def rewritten(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        save_file(change(load_file(path)), path, {"format": "pt"})
+
+    return edit
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+
+    return edit
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("injury", "said"),
+    [
+        (rewritten(lambda old: {name: torch.empty(0) for name in old}), "LT206"),
+        (rewritten(lambda old: {name: tensor * float("nan") for name, tensor in old.items()}), "LT209"),
+        (rewritten(lambda old: {name: t for name, t in old.items() if "score" not in name}), "LT301"),
+        (cut("adapter_model.safetensors"), "LT101"),
+        (gone("adapter_model.safetensors"), "LT115"),
+        (gone("trainer_state.json"), "not written to its end"),
+        (cut("trainer_state.json"), "trainer_state.json"),
+        (cut("optimizer.pt"), "optimizer.pt"),
+        (cut("scheduler.pt"), "scheduler.pt"),
+        (cut("rng_state.pth"), "rng_state.pth"),
+        (gone("optimizer.pt"), "no optimizer state"),
+        (gone("adapter_config.json"), "LT214"),
+    ],
+    ids=[
+        "empty",
+        "nan",
+        "headless",
+        "cut",
+        "gone",
+        "unfinished",
+        "cut state",
+        "cut optimizer",
+        "cut scheduler",
+        "cut rng",
+        "no optimizer",
+        "no config",
+    ],
+)
+def test_a_broken_checkpoint_is_passed_over(output: Path, injury: Callable[[Path], None], said: str) -> None:
+    assert last_valid(output).path == output / "checkpoint-4"
+    injury(output / "checkpoint-4")
+    choice = last_valid(output)
+    assert choice.path == output / "checkpoint-2"
+    (skipped,) = choice.skipped
+    assert skipped.path == str(output / "checkpoint-4")
+    assert said in skipped.message
+    with pytest.raises(TrainingFailed, match="checkpoint-4"):
+        named(output / "checkpoint-4")
+
+
+def test_none_is_left(output: Path, tmp_path: Path) -> None:
+    for step in (2, 4):
+        gone("trainer_state.json")(output / f"checkpoint-{step}")
+    choice = last_valid(output)
+    assert choice.path is None
+    assert len(choice.skipped) == 2
+    assert last_valid(tmp_path / "nothing").path is None
+
+
+def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
+    zero = tmp_path / "out" / "checkpoint-2"
+    shutil.copytree(FIXTURES / "zero" / "stage3-saved", zero)
+    adapter = FIXTURES / "reward-run" / "checkpoint-2"
+    for name in ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json"):
+        shutil.copy(adapter / name, zero / name)
+    assert last_valid(tmp_path / "out").path == zero
+    next((zero / "global_step2").glob("*rank_1*optim*")).unlink()
+    choice = last_valid(tmp_path / "out")
+    assert choice.path is None
+    assert "LT401" in choice.skipped[0].message
