@@ -15,7 +15,11 @@ INTERRUPTED = 130
 _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.FindingsFound, FINDINGS),
     (errors.VerificationFailed, FAILED_CHECK),
+    (errors.HubRefused, 4),
     (errors.OutputExists, 6),
+    (errors.HubConflict, 6),
+    (errors.HubUnreachable, 7),
+    (errors.HubError, 4),
     (errors.LoraToolError, CANNOT),
 )
 
