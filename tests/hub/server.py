@@ -449,7 +449,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._hang_up()
             return
         if fault is not None:
-            time.sleep(fault.delay)
+            threading.Event().wait(fault.delay)  # not time.sleep, which tests make instant
             if fault.action is not None:
                 fault.action()
             if fault.corrupt is not None:

@@ -57,16 +57,24 @@ def changed(card: Card, changes: Mapping[str, Any], where: str) -> Card:
         return card
     before = _parsed(card.yaml or "", where)
     wanted = {key: value for key, value in {**before, **changes}.items() if value is not None or key not in changes}
-    parts = _entries(card.yaml or "", card.newline)
-    if [key for key, _ in parts if key is not None] != list(before):
-        text = _dump(wanted, card.newline)  # a flow mapping or another form without one key per line
-    else:
-        written = {key: _dump({key: value}, card.newline) for key, value in changes.items() if value is not None}
-        kept = [written.pop(key, "") if key is not None and key in changes else part for key, part in parts]
-        text = card.newline.join(part for part in (*kept, *written.values()) if part)
-    if _parsed(text, where) != wanted:
-        raise _bad(where, "has metadata that could not be changed key by key")
+    text = _spliced(card, changes, list(before))
+    try:
+        done = text is not None and _parsed(text, where) == wanted
+    except BadConfig:
+        done = False
+    if not done or text is None:  # a flow mapping, an anchor, or another form without one key per line
+        text = _dump(wanted, card.newline)
     return replace(card, yaml=text)
+
+
+def _spliced(card: Card, changes: Mapping[str, Any], keys: list[str]) -> str | None:
+    """Return the block with the lines of the changed keys replaced; None where its keys are not one per line."""
+    parts = _entries(card.yaml or "", card.newline)
+    if [key for key, _ in parts if key is not None] != keys:
+        return None
+    written = {key: _dump({key: value}, card.newline) for key, value in changes.items() if value is not None}
+    kept = [written.pop(key, "") if key is not None and key in changes else part for key, part in parts]
+    return card.newline.join(part for part in (*kept, *written.values()) if part)
 
 
 def _entries(text: str, newline: str) -> list[tuple[str | None, str]]:
@@ -90,7 +98,7 @@ def _dump(table: Mapping[str, Any], newline: str) -> str:
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(text)
+        data = yaml.safe_load(f"{text}\n")
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 2}" if mark is not None else ""

@@ -41,7 +41,7 @@ class Content:
     """Path in the repository, with `/`."""
     source: Path | None = None
     stamp: FileStamp | None = None
-    data: bytes | None = None
+    data: bytes | None = field(default=None, repr=False)
     reason: str = ""
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ def require_no_secrets(contents: Iterable[Content], environment: Mapping[str, st
             if what is not None:
                 line = text.count(b"\n", 0, what[1]) + 1
                 raise SecretFound(
-                    f"{content.source or content.name}: line {line} holds a {what[0]}; nothing was pushed",
+                    f"{content.source or content.name}: line {line} holds a secret ({what[0]}); nothing was pushed",
                     hint="take it out of the file and revoke it: it may be known to others already",
                 )
 
