@@ -9,7 +9,7 @@ import ssl
 import httpx2
 import pytest
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import hf_raise_for_status
+from huggingface_hub.utils._http import hf_raise_for_status
 
 from lora_tool.cli.exit_codes import exit_code
 from lora_tool.hub.failures import WaitTooLong, translated
