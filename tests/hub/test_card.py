@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from lora_tool.errors import BadConfig
+from lora_tool.hub import section
 from lora_tool.hub.card import Licence, MergedCard, Readme, merge_card
 from lora_tool.hub.metadata import changed, read_card
 from lora_tool.hub.origin import Origin
@@ -218,7 +219,7 @@ def test_metadata_change_key_by_key(before: str, changes: dict[str, Any], after:
 
 def test_the_section_tells_the_manifest_and_no_path(hub: Hub, call: Caller, merged: Path) -> None:
     table = json.loads((merged / "lora_tool.json").read_text())
-    table["verification"] = {"passed": True, "tensors": 27}
+    table["verification"] = {"level": "cheap", "errors": 0, "tensors": 27, "right": 27, "largest_ulps": 0.5}
     table["inputs"]["base"] |= {"hub_id": "Qwen/Qwen2-0.5B", "revision": "abc123", "path": None}
     table["inputs"]["adapter"]["path"] = "/home/alice/| <b>evil</b> [x](http://y)"
     (merged / "lora_tool.json").write_text(json.dumps(table))
@@ -227,7 +228,14 @@ def test_the_section_tells_the_manifest_and_no_path(hub: Hub, call: Caller, merg
     assert called.code == 0, called.err
     files = hub.repos[REPO].files()
     card = files["README.md"].decode()
-    for words in ("passed True, tensors 27", "| precision | float32 |", "at `abc123`", "14 merged", "lora-tool 0.1.0"):
+    for words in (
+        "passed: 27 of 27 tensors",
+        "at most 0.5 units",
+        "| precision | float32 |",
+        "at `abc123`",
+        "14 merged",
+        "lora-tool 0.1.0",
+    ):
         assert words in card
     data = yaml.safe_load(card.split("---")[1])
     assert data["base_model"] == "Qwen/Qwen2-0.5B"
@@ -265,3 +273,18 @@ def test_an_edit_in_the_browser_survives_the_next_push(hub: Hub, call: Caller, m
     head = repo.head.oid
     assert call("push", merged, REPO).code == 0
     assert repo.head.oid == head
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (None, "not recorded"),
+        ("by hand", "by hand"),
+        ({"passed": True, "by": "somebody"}, "passed True, by somebody"),
+        ({"errors": 2, "tensors": 9, "right": 7}, "FAILED with 2 errors: 7 of 9 tensors"),
+        ({"deep": {"x": 1}}, "recorded in lora\\_tool.json"),
+        ([1, 2], "1, 2"),
+    ],
+)
+def test_every_form_of_a_verification_is_told(entry: object, words: str) -> None:
+    assert words in section._verification(entry)

@@ -168,6 +168,13 @@ def test_the_metadata_of_weights_is_looked_at(hub: Hub, call: Caller, merged: Pa
     assert hub.repos == {}
 
 
+def test_a_secret_in_the_commits_words_is_found(hub: Hub, call: Caller, merged: Path) -> None:
+    refused = call("push", merged, REPO, "--message", "with hf_" + "aB3" * 12)
+    assert refused.code == 3
+    assert "the commit's message: line 1 holds a secret (Hugging Face token)" in refused.err
+    assert hub.repos == {}
+
+
 def test_words_that_look_like_secrets_are_not(merged: Path) -> None:
     words = (
         "hf_hub_download hf_transfer sk-learn AKIA ghp_ token=abc eyJ task-oriented-dialogue-with-a-long-name-indeed"

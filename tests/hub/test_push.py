@@ -202,6 +202,26 @@ def test_visibility_of_a_new_repository(option: list[str], private: bool, hub: H
     assert hub.repos[REPO].private is private
 
 
+def test_only_a_branch_is_pushed_to(hub: Hub, call: Caller, merged: Path) -> None:
+    repo = hub.repo(REPO)
+    repo.tags["v1"] = repo.head.oid
+    for revision in ("v1", repo.head.oid):
+        refused = call("push", merged, REPO, "--revision", revision)
+        assert refused.code == 4
+        assert "only a branch can be pushed to" in refused.err
+    assert len(repo.history) == 1
+
+
+def test_an_open_pull_request_can_be_pushed_to(hub: Hub, call: Caller, merged: Path) -> None:
+    repo = hub.repo(REPO)
+    assert call("push", merged, REPO, "--create-pr").code == 0
+    (merged / "LICENSE").write_text("a licence")
+    called = call("push", merged, REPO, "--revision", "refs/pr/1")
+    assert called.code == 0, called.err
+    assert_holds(repo, merged, "refs/pr/1")
+    assert len(repo.history) == 1
+
+
 def test_visibility_of_an_old_repository_stays(hub: Hub, call: Caller, merged: Path) -> None:
     repo = hub.repo(REPO)
     refused = call("push", merged, REPO, "--private")

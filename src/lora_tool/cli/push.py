@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +15,7 @@ import click
 
 from lora_tool.cli.exit_codes import INTERRUPTED
 from lora_tool.cli.options import comma_list, json_option, quiet_option
+from lora_tool.cli.progress import progress_bar
 from lora_tool.display import printable
 
 _REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
@@ -101,6 +101,7 @@ def command(
     codes = [code for listed in ignore for code in listed]
     _require_rules(codes)
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
     from lora_tool.hub.model import MAIN, Check  # noqa: PLC0415
     from lora_tool.hub.planning import plan_push  # noqa: PLC0415
     from lora_tool.hub.pushing import push  # noqa: PLC0415
@@ -108,7 +109,7 @@ def command(
 
     show = sys.stderr.isatty() and not (quiet or as_json)
     try:
-        with _hashing(show=show) as advance:
+        with progress_bar("comparing with the Hub", _bytes_of(folder), quiet=not show) as advance:
             plan = plan_push(
                 folder,
                 name,
@@ -128,6 +129,8 @@ def command(
             return
         if not (quiet or as_json):
             click.echo(plan_text(plan), err=True)
+        with progress_bar("hashing", plan.sent_bytes, quiet=not show) as advance:
+            plan = with_hashes(plan, advance)
         done = push(plan, check=Check(check), progress=show)
     except KeyboardInterrupt:
         _leave_at_once()
@@ -135,6 +138,13 @@ def command(
         click.echo(json.dumps(pushed_json(plan, done), indent=2))
     elif not quiet:
         click.echo(pushed_text(done))
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return about how much there is to read: a bar may end early, where the Hub has nothing to compare with."""
+    with contextlib.suppress(OSError):
+        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+    return 0
 
 
 def _require_rules(codes: list[str]) -> None:
@@ -151,20 +161,6 @@ def _warn(warnings: tuple[str, ...]) -> None:
     colour = False if os.environ.get("NO_COLOR") else None
     for warning in warnings:
         click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
-
-
-@contextlib.contextmanager
-def _hashing(*, show: bool) -> Iterator[Callable[[int], None] | None]:
-    if not show:
-        yield None
-        return
-    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
-    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn  # noqa: PLC0415
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("comparing with the Hub", total=None)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _leave_at_once() -> NoReturn:

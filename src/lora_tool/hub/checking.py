@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
 from lora_tool.errors import VerificationFailed
+from lora_tool.hub.hashing import git_oid_of, sha256_of
 from lora_tool.hub.model import Change, PushFile, PushPlan, RemoteFile
-from lora_tool.hub.planning import git_oid_of, sha256_of
 
 _CHUNK = 1 << 20
 
@@ -35,18 +34,18 @@ def check_tree(plan: PushPlan, tree: Mapping[str, RemoteFile], commit: str) -> N
         )
 
 
-def check_download(api: HfApi, plan: PushPlan, commit: str) -> None:
+def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> None:
     """Return if every file reads back with the sha256 it has here. Raises `VerificationFailed`.
 
-    Files are downloaded one by one to a temporary folder, which needs room for the largest.
+    Files are downloaded to `folder` one by one, which needs room for the largest.
     """
     for file in plan.files:
         if file.content is None:
             continue
         expected = file.sha256 or sha256_of(file.content)
-        with tempfile.TemporaryDirectory(prefix="lora-tool-") as folder:
-            path = Path(api.hf_hub_download(plan.remote.repo, file.name, revision=commit, local_dir=folder))
-            found = _sha256(path)
+        path = Path(api.hf_hub_download(plan.remote.repo, file.name, revision=commit, local_dir=folder))
+        found = _sha256(path)
+        path.unlink()
         if found != expected:
             raise VerificationFailed(
                 f"{plan.remote.repo} at {commit[:12]}: {file.name} reads back with sha256 {found[:16]}…, "

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.errors import HubConflict, HubRefused, PlanError, SourceChanged
+from lora_tool.errors import HubConflict, HubRefused, PlanError
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.files import read_json
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.hub.card import Readme, merge_card
 from lora_tool.hub.contents import README, pushable, read_readme, select
+from lora_tool.hub.hashing import Progress, git_oid_of, in_parallel, sha256_of
 from lora_tool.hub.model import MAIN, Change, Content, PushFile, PushPlan, Remote, RemoteFile
 from lora_tool.hub.origin import Origin, is_hub_id, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
+from lora_tool.report import Severity
 from lora_tool.rules.validation import validate
-from lora_tool.tensors import FileStamp
 
-_CHUNK = 1 << 20
-_READERS = 4
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
-_ADAPTER_MARK, _MODEL_MARK = adapter_config.FILE_NAME, "config.json"
-
-Progress = Callable[[int], None]
+_SHOWN_FINDINGS = 5
+_MODEL_WEIGHTS = re.compile(rf"{_SHARD.pattern[:-2]}\Z|pytorch_model(?:-\d{{5}}-of-\d{{5}})?\.bin\Z")
 
 
 def plan_push(
@@ -57,7 +53,8 @@ def plan_push(
     size; `progress` is told the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
     checkpoint = pushable(open_checkpoint(folder))
-    validate(checkpoint, ignore=ignore).raise_for_errors()
+    report = validate(checkpoint, ignore=ignore)
+    report.raise_for_errors()
     contents, left_out = select(checkpoint, include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False) as opened:
@@ -69,7 +66,7 @@ def plan_push(
     origin = replace(origin, base=base)
     card = merge_card(
         local_readme,
-        remote.readme,
+        None if readme is Readme.LOCAL and local_readme is not None else remote.readme,
         origin=origin,
         section=section_text(checkpoint, _manifest_of(checkpoint), origin),
         licence=licence,
@@ -78,9 +75,10 @@ def plan_push(
     )
     contents = [_without_paths(content, origin) for content in contents]
     contents.append(Content(name=README, data=card.data, reason=f"model card: {card.reason}"))
-    require_no_secrets(contents)
+    words = Content(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
+    require_no_secrets([*contents, words])
     files = compare(contents, remote.files, progress=progress)
-    warnings = list(card.warnings)
+    warnings = [*map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS]), *card.warnings]
     if origin.adapter and origin.local:
         warnings.append(f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves")
     if licence.gated and private is False:
@@ -104,8 +102,9 @@ def compare(
     contents: Iterable[Content], there: Mapping[str, RemoteFile], *, progress: Progress | None = None
 ) -> tuple[PushFile, ...]:
     """Return what happens to each file, by size and hash; only files of the same size on both sides are read."""
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        return tuple(readers.map(lambda content: _compared(content, there.get(content.name), progress), contents))
+    return in_parallel(
+        lambda content, told: _compared(content, there.get(content.name), told), tuple(contents), progress
+    )
 
 
 def orphans(
@@ -122,55 +121,7 @@ def orphans(
     )
 
 
-def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
-    """Return the plan with the sha256 of every file that is pushed. Raises `SourceChanged`."""
-
-    def hashed(file: PushFile) -> PushFile:
-        if file.content is None or file.sha256 is not None:
-            return file
-        return replace(file, sha256=sha256_of(file.content, progress))
-
-    with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        return replace(plan, files=tuple(readers.map(hashed, plan.files)))
-
-
-def sha256_of(content: Content, progress: Progress | None = None) -> str:
-    """Return the sha256 of what will be pushed. Raises `SourceChanged` where the file is not as it was planned."""
-    return _hashed(content, hashlib.sha256(), progress)
-
-
-def git_oid_of(content: Content) -> str:
-    """Return git's name of the content as a blob (sha1 over a header and the bytes)."""
-    return _hashed(content, hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False), None)
-
-
-def _hashed(content: Content, digest: Any, progress: Progress | None) -> str:  # noqa: ANN401 - hashlib has no name for it
-    if content.source is None:
-        digest.update(content.data or b"")
-        return str(digest.hexdigest())
-    require_unchanged(content)
-    with content.source.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            if progress is not None:
-                progress(len(chunk))
-    require_unchanged(content)
-    return str(digest.hexdigest())
-
-
-def require_unchanged(content: Content) -> None:
-    """Return if the file is as it was when planning. Raises `SourceChanged`."""
-    if content.source is None:
-        return
-    try:
-        now = FileStamp.of(content.source)
-    except OSError as error:
-        raise SourceChanged(f"{content.source}: gone since the push was planned: {error.strerror}") from error
-    if now != content.stamp:
-        raise SourceChanged(f"{content.source}: changed since the push was planned", hint="push again")
-
-
-def _compared(content: Content, there: RemoteFile | None, progress: Progress | None) -> PushFile:
+def _compared(content: Content, there: RemoteFile | None, progress: Progress) -> PushFile:
     if there is None:
         return PushFile(name=content.name, change=Change.ADD, size=content.size, reason=content.reason, content=content)
     digest, same = None, False
@@ -206,14 +157,19 @@ def _require_room(
             f"{remote.repo} exists and is public, --private was asked for; nothing was pushed",
             hint=f"hf repos settings {remote.repo} --private, or push to another name",
         )
-    other = _MODEL_MARK if isinstance(checkpoint, AdapterDir) else _ADAPTER_MARK
-    weights = [name for name in remote.files if name.endswith(".safetensors")]
-    if other in remote.files and weights:
-        there, here = ("a model", "an adapter") if other == _MODEL_MARK else ("an adapter", "a model")
+    is_adapter = isinstance(checkpoint, AdapterDir)
+    in_the_way = next((name for name in sorted(remote.files) if _is_of_the_other_kind(name, is_adapter)), None)
+    if in_the_way is not None:
+        there, here = ("a model", "an adapter") if is_adapter else ("an adapter", "a model")
         raise HubConflict(
-            f"{remote.repo} holds {there} ({other}), this is {here}: together neither would load as it was made",
-            hint="push to another repository, or delete the other files first: hf repos delete-files",
+            f"{remote.repo} holds {there} ({in_the_way}), this is {here}: together neither would load as it was made",
+            hint=f"push to another repository, or first: hf repos delete-files {remote.repo} {in_the_way}",
         )
+
+
+def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
+    """Whether a repository with this file loads as something else: transformers applies an adapter that it finds."""
+    return bool(_MODEL_WEIGHTS.match(name)) if is_adapter else name == adapter_config.FILE_NAME
 
 
 def _manifest_of(checkpoint: AdapterDir | ModelDir) -> Manifest | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.checking import check_download, check_tree, mismatches
+from lora_tool.hub.hashing import require_unchanged, with_hashes
 from lora_tool.hub.model import MAIN, Check, Pushed, PushFile, PushPlan, Remote
-from lora_tool.hub.planning import Progress, require_unchanged, with_hashes
 from lora_tool.hub.remote import head_of, read_remote, read_tree
 from lora_tool.hub.session import LONGEST_WAIT, Session, hopeless, session, wait_asked_for
 
@@ -31,27 +33,23 @@ class _Landed:
     changed: bool = True
 
 
-def push(
-    plan: PushPlan, *, check: Check = Check.TREE, progress: bool = False, hashed: Progress | None = None
-) -> Pushed:
+def push(plan: PushPlan, *, check: Check = Check.TREE, progress: bool = False) -> Pushed:
     """Carry out `plan` and return what was done. `progress` shows huggingface_hub's bars on stderr.
-
-    `hashed` is told the bytes read for hashing, which comes first where planning had nothing to compare with.
 
     One commit is made, on the parent that the plan was made from, or none where nothing changes; then every file of
     the plan is compared at that commit. Raises `SourceChanged`, `HubError`, and `VerificationFailed` where the Hub
     holds something else than was sent. Ctrl-C leaves the repository as it was, or with the whole commit.
     """
     _require_unchanged(plan)
+    plan = with_hashes(plan)
     repo = plan.remote.repo
     with session(repo, progress=progress) as opened:
-        plan = opened.work(lambda: with_hashes(plan, hashed))
         remote = _prepared(opened, plan)
         landed = _commit(opened, plan, remote)
         tree = read_tree(opened, repo, landed.commit)
         check_tree(plan, tree, landed.commit)
         if check is Check.DOWNLOAD:
-            opened.work(lambda: check_download(opened.api, plan, landed.commit))
+            _read_back(opened, plan, landed.commit)
         if plan.tag is not None:
             _tag(opened, plan, landed.commit)
         notes = (*landed.notes, *opened.warnings)
@@ -67,6 +65,12 @@ def push(
         check=check,
         notes=notes,
     )
+
+
+def _read_back(opened: Session, plan: PushPlan, commit: str) -> None:
+    # the folder belongs to this thread: it goes on Ctrl-C, too, while a download may still be writing into it
+    with tempfile.TemporaryDirectory(prefix="lora-tool-", ignore_cleanup_errors=True) as folder:
+        opened.work(lambda: check_download(opened.api, plan, commit, Path(folder)))
 
 
 def _require_unchanged(plan: PushPlan) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.hf_api import ModelInfo, RepoFile
 
-from lora_tool.errors import HubError
+from lora_tool.errors import HubError, HubRefused
 from lora_tool.hub.card import Licence
 from lora_tool.hub.contents import README
 from lora_tool.hub.metadata import read_card
@@ -33,6 +33,12 @@ def read_remote(session: Session, repo: str, revision: str = MAIN, *, readme: bo
     head = found.sha or ""
     files = read_tree(session, repo, head)
     refs = session.ask(lambda: session.api.list_repo_refs(repo))
+    is_branch = revision in {branch.name for branch in refs.branches} or revision.startswith("refs/")
+    if branch_exists and not is_branch and revision != MAIN:
+        raise HubRefused(
+            f"{repo}: {revision} is a tag or a commit, and only a branch can be pushed to",
+            hint="name a branch: --revision main, or a new name",
+        )
     return Remote(
         repo=found.id,
         revision=revision,

@@ -20,6 +20,8 @@ _FINGERPRINT = 16
 def section_text(checkpoint: AdapterDir | ModelDir, manifest: Manifest | None, origin: Origin) -> str:
     """Return the section as Markdown: the same folder gives the same text, wherever and whenever it is made."""
     rows = list(_merge_rows(manifest) if manifest is not None and origin.merged else _plain_rows(checkpoint, origin))
+    if manifest is not None and not origin.merged:
+        rows += [row for row in _merge_rows(manifest) if row[0] in ("checkpoint", "made with")]
     title = "## How this model was made" if origin.merged else "## What is in this repository"
     table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
     return "\n".join([title, "", _sentence(origin), "", *table])
@@ -90,12 +92,22 @@ def _input(entry: Mapping[str, Any]) -> str:
 
 
 def _verification(entry: object) -> str:
+    """Return the manifest's record of a check as a sentence; what is not of the form we know is shown as it is."""
     if entry is None:
         return "not recorded"
-    if isinstance(entry, Mapping):
+    if not isinstance(entry, Mapping):
+        return _md(entry)
+    total, right, errors = (entry.get(key) for key in ("tensors", "right", "errors"))
+    if not all(isinstance(number, int) for number in (total, right, errors)):
         told = [f"{name} {value}" for name, value in entry.items() if isinstance(value, str | int | float)]
-        return _md(", ".join(told) or "recorded in `lora_tool.json`")
-    return _md(entry)
+        return _md(", ".join(told) or "recorded in lora_tool.json")
+    verdict = "passed" if errors == 0 else f"FAILED with {errors} errors"
+    details = [f"{right} of {total} tensors are as recomputed by a second formula"]
+    if entry.get("largest_ulps") is not None:
+        details.append(f"at most {entry['largest_ulps']} units in the last place apart")
+    if entry.get("values_compared") is not None:
+        details.append(f"{entry['values_compared']} of {entry.get('values')} values compared")
+    return _md(f"{verdict}: {', '.join(details)}")
 
 
 def _plain(text: object) -> str:
