@@ -56,7 +56,7 @@ def wrapped(cause: BaseException, text: str = "Error while uploading 'model.safe
         (wrapped(answer(403, url=SIGNED)), 4, "the storage did not take an upload (403 Forbidden)"),
         (wrapped(answer(503, url=SIGNED)), 7, "the storage did not take an upload (503 Service Unavailable)"),
         (wrapped(httpx2.WriteError("broken pipe")), 7, "no connection to the Hub: broken pipe"),
-        (RuntimeError("Error while uploading 'x' to the Hub."), 7, "could not be understood"),
+        (RuntimeError("Error while uploading 'x' to the Hub."), 7, "Error while uploading 'x'"),
         # hf_xet raises built-in errors with the status in the text
         (
             ConnectionError("Network error: Client error: token request failed (401 Unauthorized)"),

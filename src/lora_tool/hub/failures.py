@@ -60,6 +60,8 @@ def translated(error: BaseException, repo: str) -> HubError:
         found = _without_answer(cause, repo)
         if found is not None:
             return found
+    if isinstance(error, RuntimeError):  # how the client says that an upload failed
+        return HubUnreachable(f"{repo}: {_said(error)}", hint=_AGAIN)
     return HubUnreachable(f"{repo}: the Hub's answer could not be understood: {_said(error)}", hint=_AGAIN)
 
 

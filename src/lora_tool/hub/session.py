@@ -86,9 +86,10 @@ class Session:
         return done[0]
 
     def failure(self, error: BaseException) -> BaseException:
-        """Return `error` as one of ours. A file of this machine that cannot be read stays the error it is."""
+        """Return `error` as one of ours. One of this machine, a file's or a mistake of ours, stays what it is."""
         local = isinstance(error, OSError) and error.filename and not hasattr(error, "response")
-        return error if local or isinstance(error, LoraToolError) else translated(error, self.repo)
+        known = isinstance(error, LoraToolError | AssertionError | ImportError)
+        return error if local or known else translated(error, self.repo)
 
     def _caught(self, call: Callable[[], Result]) -> Result:
         with warnings.catch_warnings(record=True) as caught:
