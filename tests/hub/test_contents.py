@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CorruptFile, PlanError
+from lora_tool.hub import planning
 from lora_tool.hub.contents import never, select
 from lora_tool.hub.model import Content
 from lora_tool.hub.secrets import SecretFound, require_no_secrets
@@ -181,3 +182,34 @@ def test_words_that_look_like_secrets_are_not(merged: Path) -> None:
     )
     require_no_secrets([Content(name="README.md", data=words.encode())], {})
     require_no_secrets(select(opened(merged))[0], {})
+
+
+def test_the_manifests_paths_are_taken_out_and_nothing_else() -> None:
+    table = {"path": "/w", "hub_id": "me/w", "note": "merging /w into /home/al/base/x", "x": ["/home/al/base", "a/w"]}
+    paths = tuple(sorted(planning._absolute_paths(table), key=len, reverse=True))
+    assert planning._cleaned(table, paths) == {
+        "path": "w",
+        "hub_id": "me/w",
+        "note": "merging w into base/x",
+        "x": ["base", "a/w"],
+    }
+
+
+def test_a_model_with_code_of_its_own_is_said(hub: Hub, call: Caller, merged: Path) -> None:
+    config = merged / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": {"AutoModel": "m.M"}}))
+    (merged / "m.py").write_text("")
+    called = call("push", merged, REPO, "--dry-run")
+    assert "--include '*.py' pushes it" in called.err
+    assert call("push", merged, REPO, "--include", "*.py").code == 0
+    assert "m.py" in hub.repos[REPO].files()
+
+
+def test_what_failed_its_verification_is_not_pushed(hub: Hub, call: Caller, merged: Path) -> None:
+    path = merged / "lora_tool.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "verification": {"errors": 2, "tensors": 9}}))
+    refused = call("push", merged, REPO)
+    assert refused.code == 5
+    assert "a verification with 2 errors" in refused.err
+    assert "lora-tool verify" in refused.err
+    assert hub.log == []

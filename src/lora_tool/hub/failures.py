@@ -60,9 +60,9 @@ def translated(error: BaseException, repo: str) -> HubError:
         found = _without_answer(cause, repo)
         if found is not None:
             return found
-    if isinstance(error, RuntimeError):  # how the client says that an upload failed
-        return HubUnreachable(f"{repo}: {_said(error)}", hint=_AGAIN)
-    return HubUnreachable(f"{repo}: the Hub's answer could not be understood: {_said(error)}", hint=_AGAIN)
+    # the client says with a RuntimeError that an upload failed
+    what = "" if isinstance(error, RuntimeError) else "the Hub's answer could not be understood: "
+    return HubUnreachable(f"{repo}: {what}{_said(error)}", hint=_AGAIN)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

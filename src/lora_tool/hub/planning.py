@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.errors import HubConflict, HubRefused, PlanError
+from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.files import read_json
 from lora_tool.formats.manifest import Manifest, read_manifest
@@ -55,11 +55,12 @@ def plan_push(
     checkpoint = pushable(open_checkpoint(folder))
     report = validate(checkpoint, ignore=ignore)
     report.raise_for_errors()
+    _require_not_found_wrong(checkpoint)
     contents, left_out = select(checkpoint, include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False) as opened:
         full_name = _with_owner(opened, repo)
-        remote = read_remote(opened, full_name, revision)
+        remote = read_remote(opened, full_name, revision, tags=tag is not None)
         _require_room(checkpoint, remote, private=private, tag=tag, create_pr=create_pr)
         origin = origin_of(checkpoint, _manifest_of(checkpoint))
         base, licence = read_licence(opened, origin.base, origin.base_folder)
@@ -79,6 +80,8 @@ def plan_push(
     require_no_secrets([*contents, words])
     files = compare(contents, remote.files, progress=progress)
     warnings = [*map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS]), *card.warnings]
+    if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
+        warnings.append("config.json asks for code of its own (auto_map): --include '*.py' pushes it")
     if origin.adapter and origin.local:
         warnings.append(f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves")
     if licence.gated and private is False:
@@ -172,6 +175,18 @@ def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
     return bool(_MODEL_WEIGHTS.match(name)) if is_adapter else name == adapter_config.FILE_NAME
 
 
+def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir) -> None:
+    """Return unless the manifest records that a check of these weights failed. Raises `VerificationFailed`."""
+    written = _manifest_of(checkpoint)
+    entry = written.raw.get("verification") if written is not None else None
+    errors = entry.get("errors") if isinstance(entry, Mapping) else None
+    if isinstance(errors, int) and errors > 0:
+        raise VerificationFailed(
+            f"{checkpoint.root}: {manifest.FILE_NAME} records a verification with {errors} errors; nothing was pushed",
+            hint=f"lora-tool verify {checkpoint.root}",
+        )
+
+
 def _manifest_of(checkpoint: AdapterDir | ModelDir) -> Manifest | None:
     if isinstance(checkpoint, ModelDir):
         return checkpoint.manifest
@@ -237,5 +252,7 @@ def _cleaned(value: Any, paths: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON
     if not isinstance(value, str):
         return value
     for path in paths:
-        value = value.replace(path, PurePath(path).name)
+        # not inside another name: "/w" is no part of the id "me/w"
+        name = PurePath(path).name.replace("\\", "\\\\")
+        value = re.sub(rf"(?<![\w./~\-]){re.escape(path)}(?![\w\-])", name, value)
     return value

@@ -225,7 +225,7 @@ def _tag(opened: Session, plan: PushPlan, commit: str) -> None:
     try:
         opened.ask(lambda: opened.api.create_tag(repo, tag=tag, revision=commit))
     except HubConflict as conflict:
-        there = read_remote(opened, repo, MAIN, readme=False).tags.get(tag)
+        there = read_remote(opened, repo, MAIN, readme=False, tags=True).tags.get(tag)
         if there != commit:
             raise HubConflict(
                 f"{repo}: tag {tag} exists, on {(there or 'another commit')[:12]}; the files are pushed: {commit[:12]}",

@@ -19,22 +19,24 @@ from lora_tool.hub.session import Session
 _LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
-def read_remote(session: Session, repo: str, revision: str = MAIN, *, readme: bool = True) -> Remote:
+def read_remote(
+    session: Session, repo: str, revision: str = MAIN, *, readme: bool = True, tags: bool = False
+) -> Remote:
     """Return what the repository holds at `revision`, all from one commit; without a head where it is not to be seen.
 
     A branch that does not exist yet is read as main, from where it will start. Raises `HubError`.
     """
     found = session.ask(lambda: _info(session, repo, revision))
-    branch_exists = found is not None
-    if found is None:
-        found = session.ask(lambda: _info(session, repo, None))
+    exists = found is not None
+    if found is None and revision != MAIN:
+        found = session.ask(lambda: _info(session, repo, MAIN))
     if found is None:
         return Remote(repo=repo, revision=revision, branch_exists=revision == MAIN)
     head = found.sha or ""
     files = read_tree(session, repo, head)
-    refs = session.ask(lambda: session.api.list_repo_refs(repo))
-    is_branch = revision in {branch.name for branch in refs.branches} or revision.startswith("refs/")
-    if branch_exists and not is_branch and revision != MAIN:
+    by_name = revision not in (MAIN, head) and not revision.startswith("refs/")
+    refs = session.ask(lambda: session.api.list_repo_refs(repo)) if tags or (exists and by_name) else None
+    if exists and (revision == head or (by_name and refs and revision not in {ref.name for ref in refs.branches})):
         raise HubRefused(
             f"{repo}: {revision} is a tag or a commit, and only a branch can be pushed to",
             hint="name a branch: --revision main, or a new name",
@@ -44,9 +46,9 @@ def read_remote(session: Session, repo: str, revision: str = MAIN, *, readme: bo
         revision=revision,
         head=head,
         private=found.private,
-        branch_exists=branch_exists,
+        branch_exists=exists,
         files=files,
-        tags={tag.name: tag.target_commit for tag in refs.tags},
+        tags={tag.name: tag.target_commit for tag in refs.tags} if refs is not None else {},
         readme=_readme(session, repo, head) if readme and README in files else None,
     )
 
