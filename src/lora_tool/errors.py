@@ -20,6 +20,10 @@
     │   ├── TrainingStopped        a guard stopped it, or refused to begin
     │   └── TrainingFailed         it could not run
     ├── FindingsFound              raised by ``Report.raise_for_errors``
+    ├── HubError                   the Hub did not do what was asked
+    │   ├── HubRefused             who asks may not, or what is asked is not accepted
+    │   ├── HubConflict            somebody else's change is in the way
+    │   └── HubUnreachable         network, overload or limit: a later try may do
     └── MissingDependency          an extra is not installed
 
 A message says what is wrong, where, what was expected and what was found; `hint` says what to type.
@@ -139,7 +143,7 @@ class SourceChanged(ExecutionError):
 
 
 class VerificationFailed(LoraToolError):
-    """What was written is not what it should be; as the output of a command it was not kept."""
+    """What was written is not what it should be; as the output of a command it was not kept, on the Hub it is told."""
 
 
 class TrainingError(LoraToolError):
@@ -160,6 +164,22 @@ class TrainingFailed(TrainingError):
 
 class FindingsFound(LoraToolError):
     """A report holds findings at or above the level that was asked for."""
+
+
+class HubError(LoraToolError):
+    """The Hub did not do what was asked. The message never holds a token or a signed URL."""
+
+
+class HubRefused(HubError):
+    """Who asks may not do it, what was asked for is not there, or what was sent is not accepted."""
+
+
+class HubConflict(HubError):
+    """What is on the Hub stands in the way: somebody else's commit, a tag, another kind of model."""
+
+
+class HubUnreachable(HubError):
+    """Network, overload or rate limit. Whether the request was carried out may be unknown; a later try may do."""
 
 
 class MissingDependency(LoraToolError):

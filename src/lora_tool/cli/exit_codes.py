@@ -17,7 +17,11 @@ _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.VerificationFailed, FAILED_CHECK),
     (errors.TrainingStopped, FINDINGS),
     (errors.BadRunConfig, USAGE),
+    (errors.HubRefused, 4),
     (errors.OutputExists, 6),
+    (errors.HubConflict, 6),
+    (errors.HubUnreachable, 7),
+    (errors.HubError, 4),
     (errors.LoraToolError, CANNOT),
 )
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
     "merge": "Merge an adapter into its base model.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
+    "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
     "prune": "Remove the checkpoints of a run that are neither the last nor the best.",

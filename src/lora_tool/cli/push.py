@@ -1,0 +1,175 @@
+"""`lora-tool push`: a folder → one commit on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from lora_tool.cli.exit_codes import INTERRUPTED
+from lora_tool.cli.options import comma_list, json_option, quiet_option
+from lora_tool.cli.progress import progress_bar
+from lora_tool.display import printable
+
+_REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_LONGEST_NAME = 96
+
+
+class _Repository(click.ParamType[tuple[str, str | None]]):
+    """`owner/name`, `name`, or `hf://owner/name@revision`, as repository and revision."""
+
+    name = "REPO"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str | None]:
+        match = _REPO.match(str(value))
+        repo = match["repo"] if match else ""
+        parts = repo.split("/")
+        if match is None or len(repo) > _LONGEST_NAME or any("--" in part or ".." in part for part in parts):
+            self.fail(f"{value!r} is no repository such as owner/name or hf://owner/name@branch", param, ctx)
+        if any(part.endswith((".", "-", ".git")) for part in parts):
+            self.fail(f"{value!r}: a repository's name ends in a letter or digit, and not in .git", param, ctx)
+        return repo, match["revision"]
+
+
+@click.command("push", epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("repo", type=_Repository())
+@click.option(
+    "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
+)
+@click.option("--revision", help="Branch to push to; it is created from main if needed.  [default: main]")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the branch.")
+@click.option("--tag", help="Tag the commit.")
+@click.option("--message", help="Title of the commit.  [default: Upload … with lora-tool]")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Push these files of the folder, too: 'plots/*.png'.")
+@click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help="Validate without these rules.")
+@click.option(
+    "--readme",
+    type=click.Choice(["auto", "local", "hub"]),
+    default="auto",
+    show_default=True,
+    help="Which README.md is built on; auto keeps edits made on the Hub.",
+)
+@click.option(
+    "--verify",
+    "check",
+    type=click.Choice(["tree", "download"]),
+    default="tree",
+    show_default=True,
+    help="Compare the Hub's hashes afterwards, or read every file back.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan and create nothing.")
+@json_option
+@quiet_option("No progress bar and no summary.")
+def command(
+    folder: Path,
+    repo: tuple[str, str | None],
+    private: bool | None,  # noqa: FBT001 - click passes flags by name
+    revision: str | None,
+    create_pr: bool,  # noqa: FBT001
+    tag: str | None,
+    message: str | None,
+    include: tuple[str, ...],
+    ignore: tuple[tuple[str, ...], ...],
+    readme: str,
+    check: str,
+    dry_run: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+    quiet: bool,  # noqa: FBT001
+) -> None:
+    """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
+
+    Only the files of the adapter or model are pushed. The README is yours, completed with the metadata that the Hub
+    needs. The same content again makes no commit. The token is that of `hf auth login`, HF_TOKEN, or OIDC in CI.
+    """
+    name, branch = repo
+    if branch is not None and revision is not None and branch != revision:
+        raise click.UsageError(f"REPO says @{branch}, --revision says {revision}")
+    if tag is not None and create_pr:
+        raise click.UsageError("--tag with --create-pr: a pull request has no commit to tag before it is merged")
+    if message is not None and not message.strip():
+        raise click.UsageError("--message is empty")
+    codes = [code for listed in ignore for code in listed]
+    _require_rules(codes)
+    from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
+    from lora_tool.hub.model import MAIN, Check  # noqa: PLC0415
+    from lora_tool.hub.planning import plan_push  # noqa: PLC0415
+    from lora_tool.hub.pushing import push  # noqa: PLC0415
+    from lora_tool.hub.text import plan_json, plan_text, pushed_json, pushed_text  # noqa: PLC0415
+
+    show = sys.stderr.isatty() and not (quiet or as_json)
+    try:
+        with progress_bar("comparing with the Hub", _bytes_of(folder), quiet=not show) as advance:
+            plan = plan_push(
+                folder,
+                name,
+                private=private,
+                revision=revision or branch or MAIN,
+                create_pr=create_pr,
+                tag=tag,
+                message=message,
+                include=include,
+                ignore=codes,
+                readme=Readme(readme),
+                progress=advance,
+            )
+        _warn(plan.warnings)
+        if dry_run:
+            click.echo(json.dumps(plan_json(plan), indent=2) if as_json else plan_text(plan))
+            return
+        if not (quiet or as_json):
+            click.echo(plan_text(plan), err=True)
+        with progress_bar("hashing", plan.sent_bytes, quiet=not show) as advance:
+            plan = with_hashes(plan, advance)
+        done = push(plan, check=Check(check), progress=show)
+    except KeyboardInterrupt:
+        _leave_at_once()
+    if as_json:
+        click.echo(json.dumps(pushed_json(plan, done), indent=2))
+    elif not quiet:
+        click.echo(pushed_text(done))
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return about how much there is to read: a bar may end early, where the Hub has nothing to compare with."""
+    with contextlib.suppress(OSError):
+        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+    return 0
+
+
+def _require_rules(codes: list[str]) -> None:
+    from lora_tool.rules.registry import UnknownRule, chosen  # noqa: PLC0415
+    from lora_tool.rules.validation import validate  # noqa: F401, PLC0415 - importing it registers every rule
+
+    try:
+        chosen((), codes)
+    except UnknownRule as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _warn(warnings: tuple[str, ...]) -> None:
+    colour = False if os.environ.get("NO_COLOR") else None
+    for warning in warnings:
+        click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
+
+
+def _leave_at_once() -> NoReturn:
+    """Raise KeyboardInterrupt, or exit here: upload threads that wait for a socket would keep the process for minutes."""
+    click.echo("the repository is as it was, or has the whole commit; the same command again goes on", err=True)
+    waiting = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if any(thread.name.startswith(("lora-tool push", "ThreadPoolExecutor")) for thread in waiting):
+        click.echo("interrupted", err=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+    raise KeyboardInterrupt

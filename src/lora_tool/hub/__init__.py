@@ -1,0 +1,1 @@
+"""Publishing a folder on the Hugging Face Hub: planned, validated, in one commit, and compared afterwards."""

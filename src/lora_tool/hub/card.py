@@ -1,0 +1,218 @@
+"""The README that is pushed: the user's own, with the metadata that it lacks and a section that lora-tool keeps.
+
+Which README is the user's? The one in the folder, or the one on the Hub, where people edit it in the browser. The
+section's first line remembers two hashes: `from`, of the folder's README that it was made from, and `as`, of what was
+pushed around the section. So an edit on either side is seen, and what somebody wrote on the Hub is never overwritten
+by an older or another file here; where both sides changed, the Hub's stays and a warning says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_tool.hub.metadata import Card, changed, read_card
+from lora_tool.hub.origin import Origin, is_hub_id
+
+_SECTION = re.compile(
+    r"(?:\r?\n)*<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->(?:\r?\n)*",
+    re.DOTALL,
+)
+_NONE = "none"
+_EDITED = "edited"
+_MADE_BY_MACHINES = ("# Model Card for Model ID", "This modelcard aims to be a base template")
+_UNFILLED = "[More Information Needed]"
+
+
+@enum.unique
+class Readme(str, enum.Enum):
+    """Which README is kept where the folder and the Hub have different ones."""
+
+    AUTO = "auto"
+    LOCAL = "local"
+    HUB = "hub"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Licence:
+    """The base model's licence as its card names it, and whether the base is gated."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedCard:
+    """The README to push, and what has to be said about it."""
+
+    data: bytes
+    reason: str
+    warnings: tuple[str, ...] = ()
+
+
+def merge_card(
+    local: bytes | None,
+    hub: bytes | None,
+    *,
+    origin: Origin,
+    section: str,
+    licence: Licence,
+    title: str,
+    readme: Readme = Readme.AUTO,
+) -> MergedCard:
+    """Return the README: the user's text, the metadata it lacks, and `section` at its end.
+
+    Pushing the result again gives the same bytes. Raises `BadConfig` for metadata that are no YAML mapping.
+    """
+    here = None if local is None else _Source.read(local, "README.md")
+    there = None if hub is None else _Source.read(hub, "README.md on the Hub")
+    source, edited, warnings = _choose(here, there, readme)
+    if source is None:
+        source = _Source.read(f"\n# {title}\n".encode(), "README.md")
+        reason = "written"
+    else:
+        reason = "the Hub's" if source is there else "the folder's"
+    where = source.where
+    changes, told = metadata_changes(source.metadata, origin, licence, by_machine=source.by_machine)
+    if source is there and here is not None:
+        extra = {key: value for key, value in here.metadata.items() if key not in {**source.metadata, **changes}}
+        changes |= metadata_changes({**source.metadata, **extra}, origin, licence, by_machine=here.by_machine)[0]
+        changes |= {key: value for key, value in extra.items() if key not in changes}
+    card = changed(source.card, changes, where)
+    made_from = _NONE if here is None else _digest(here.card)
+    marker = f"<!-- lora-tool: begin from={made_from} as={_EDITED if edited else _digest(card)} -->"
+    text = _with_section(card, f"{marker}\n{section}\n<!-- lora-tool: end -->")
+    what = f"{reason}, with {', '.join(changes)}" if changes and reason != "written" else reason
+    return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=what, warnings=(*warnings, *told))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """One README without our section, and what the section's marker remembered."""
+
+    card: Card
+    metadata: Mapping[str, Any]
+    where: str
+    made_from: str | None
+    pushed_as: str | None
+
+    @classmethod
+    def read(cls, data: bytes, where: str) -> _Source:
+        card, metadata = read_card(data, where)
+        found = _SECTION.search(card.body)
+        if found is not None:
+            before, after = card.body[: found.start()], card.body[found.end() :]
+            gap = card.newline * 2 if before and after else card.newline if before else ""
+            card = Card(yaml=card.yaml, body=before + gap + after, newline=card.newline)
+        return cls(
+            card=card,
+            metadata=metadata,
+            where=where,
+            made_from=found["made_from"] if found else None,
+            pushed_as=found["pushed_as"] if found else None,
+        )
+
+    @property
+    def by_machine(self) -> bool:
+        """Whether it is PEFT's or transformers' form that nobody has filled in."""
+        return _UNFILLED in self.card.body and any(mark in self.card.body for mark in _MADE_BY_MACHINES)
+
+
+def _choose(
+    here: _Source | None, there: _Source | None, readme: Readme
+) -> tuple[_Source | None, bool, tuple[str, ...]]:
+    """Return the README to build on, whether it has edits made on the Hub, and a warning where one stays behind."""
+    if here is None or there is None:
+        edited = there is not None and there.pushed_as != _digest(there.card)
+        return here or there, edited, ()
+    if readme is Readme.LOCAL or here.card.text() == there.card.text():
+        return here, False, ()
+    edited = there.pushed_as is None or there.pushed_as != _digest(there.card)
+    if readme is Readme.HUB or there.made_from == _digest(here.card) or (here.by_machine and not there.by_machine):
+        return there, edited, ()
+    if not edited or (there.by_machine and there.made_from is None):
+        return here, False, ()
+    return (
+        there,
+        True,
+        ("README.md differs from the one on the Hub, which is kept; --readme local pushes the folder's",),
+    )
+
+
+def metadata_changes(
+    have: Mapping[str, Any], origin: Origin, licence: Licence, *, by_machine: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys that the card lacks, or may not keep, and warnings. What the user wrote stays otherwise."""
+    warnings: list[str] = []
+    changes = _base_changes(have, origin)
+    if origin.relation and changes.get("base_model", have.get("base_model")) is None:
+        warnings.append("no Hub id of the base model is known: add `base_model: owner/name` to README.md")
+    library = "peft" if origin.adapter else "transformers"
+    for key, value in (("library_name", library), ("pipeline_tag", origin.pipeline)):
+        if value is not None and (have.get(key) is None or (by_machine and have[key] != value)):
+            changes[key] = value
+        elif value is not None and have[key] != value:
+            warnings.append(f"README.md says {key}: {have[key]}, this is {value}; it is kept")
+    tags = _tags(have.get("tags"), origin)
+    if tags != have.get("tags"):
+        changes["tags"] = tags
+    if not have.get("license"):
+        changes |= {key: value for key, value in licence.metadata.items() if value and not have.get(key)}
+        if origin.relation and "license" not in changes:
+            warnings.append("the licence of the base model is not known: add `license:` to README.md")
+    return changes, tuple(warnings)
+
+
+def _base_changes(have: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
+    """Return what changes of `base_model` and its relation: a local path goes, the Hub id comes where none is there."""
+    named = _listed(have.get("base_model"))
+    kept = [name for name in named if _is_on_the_hub(name, origin)]
+    base = (kept if len(kept) > 1 else kept[0]) if kept else origin.base
+    changes = {"base_model": base} if kept != named or (base and not named) else {}
+    if base and origin.relation and "base_model_relation" not in have:
+        changes["base_model_relation"] = origin.relation
+    return changes
+
+
+def _tags(have: object, origin: Origin) -> list[Any]:
+    """Return the tags: the user's, without those that hold a local path, and ours."""
+    tags = [tag for tag in _listed(have) if not _names_a_path(tag, origin)]
+    ours = ["lora" if origin.adapter else "merged-lora" if origin.merged else None, "lora-tool"]
+    ours.insert(1, "reward-model" if origin.reward else None)
+    return tags + [tag for tag in ours if tag is not None and tag not in tags]
+
+
+def _names_a_path(tag: object, origin: Origin) -> bool:
+    """Whether it is PEFT's tag `base_model:adapter:PATH` with something that is no Hub id."""
+    name, _, rest = str(tag).partition(":")
+    return name == "base_model" and not _is_on_the_hub(
+        re.sub(r"\A(?:adapter|merge|quantized|finetune):", "", rest), origin
+    )
+
+
+def _is_on_the_hub(name: object, origin: Origin) -> bool:
+    """Whether a card may name it as a model: an id with an owner that is no folder here, or the base's old short id."""
+    return is_hub_id(name) and name != origin.local and ("/" in str(name) or name == origin.base)
+
+
+def _listed(value: object) -> list[Any]:
+    return (
+        list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [] if value is None else [value]
+    )
+
+
+def _digest(card: Card) -> str:
+    text = card.text().replace("\r\n", "\n").strip()
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _with_section(card: Card, section: str) -> str:
+    body = card.body.rstrip("\r\n")
+    end = card.newline
+    placed = f"{body}{end}{end}" if body else ""
+    text = Card(yaml=card.yaml, body=placed + section.replace("\n", end) + end, newline=end)
+    return text.text()

@@ -1,0 +1,172 @@
+"""Which files of a folder are its model or adapter, and why each other one stays behind.
+
+An allow-list by kind: what a folder collects in training (optimizer states, pickles, logs, `.env`) is never pushed,
+because nobody listed it, and is said, because somebody might look for it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, ModelDir
+from lora_tool.errors import NotACheckpoint, PlanError
+from lora_tool.formats import adapter_config, manifest, model_config
+from lora_tool.formats.files import require_own_file
+from lora_tool.hub.model import Content, LeftOut
+from lora_tool.tensors import FileStamp
+
+README = "README.md"
+_GENERATION_CONFIG = "generation_config.json"
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
+_TEMPLATES = "additional_chat_templates"
+
+_STATE = "training state: it resumes a run and is of no use to others"
+_PICKLE = "a pickle: loading it can run code"
+_LOGS = "training logs"
+_SECRET = "may hold secrets"  # noqa: S105 - a reason, not a password
+_NEVER: tuple[tuple[str, str], ...] = (
+    (".env", _SECRET),
+    (".env.*", _SECRET),
+    ("*.env", _SECRET),
+    (".netrc", _SECRET),
+    (".git-credentials", _SECRET),
+    (".pypirc", _SECRET),
+    ("*.pem", _SECRET),
+    ("*.key", _SECRET),
+    ("*.p12", _SECRET),
+    ("id_rsa*", _SECRET),
+    ("id_ed25519*", _SECRET),
+    ("*credentials*", _SECRET),
+    ("token", _SECRET),
+    ("*.token", _SECRET),
+    (".git", "git's own"),
+    (".cache", "a cache"),
+    ("__pycache__", "a cache"),
+    ("training_args.bin", "a pickle of the training arguments: loading it can run code, and it tells local paths"),
+    ("trainer_state.json", _STATE),
+    ("optimizer*", _STATE),
+    ("scheduler.*", _STATE),
+    ("scaler.*", _STATE),
+    ("rng_state*", _STATE),
+    ("random_states_*", _STATE),
+    ("*_optim_states.pt", _STATE),
+    ("*_model_states.pt", _STATE),
+    ("global_step*", _STATE),
+    ("pytorch_model_fsdp*", _STATE),
+    ("*.distcp", _STATE),
+    (".metadata", _STATE),
+    ("latest", _STATE),
+    ("zero_to_fp32.py", _STATE),
+    ("checkpoint-*", "a checkpoint of its own"),
+    ("runs", _LOGS),
+    ("wandb", _LOGS),
+    ("mlruns", _LOGS),
+    ("events.out.tfevents*", _LOGS),
+    ("*.bin", _PICKLE),
+    ("*.pt", _PICKLE),
+    ("*.pth", _PICKLE),
+    ("*.ckpt", _PICKLE),
+    ("*.pkl", _PICKLE),
+    ("*.pickle", _PICKLE),
+    ("*.joblib", _PICKLE),
+    ("*.dill", _PICKLE),
+)
+"""Patterns of names, of files and folders, that no `--include` lets through."""
+
+
+def pushable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
+    """Return the checkpoint if its kind can be published. Raises `NotACheckpoint` naming what to do first."""
+    if isinstance(checkpoint, AdapterDir | ModelDir):
+        return checkpoint
+    inside = checkpoint.folder.checkpoints
+    hint = (
+        f"lora-tool push {checkpoint.root / inside[-1]} REPO" if inside else f"lora-tool consolidate {checkpoint.root}"
+    )
+    raise NotACheckpoint(f"{checkpoint.root} is a {checkpoint.kind}: expected an adapter or a model", hint=hint)
+
+
+def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tuple[list[Content], list[LeftOut]]:
+    """Return the files to push, without the README, and what stays behind with its reason.
+
+    `include` are patterns of further files (`figures/*.png`), relative to the folder. Raises `CorruptFile` for a file
+    that is none or lies outside of the folder, `PlanError` for a pattern that matches nothing that may be pushed.
+    """
+    root = checkpoint.root
+    allowed = dict(_allowed(checkpoint))
+    for pattern in include:
+        matched = [name for name in _walk(root) if fnmatch.fnmatchcase(name, pattern)]
+        good = [name for name in matched if never(name) is None]
+        if not good:
+            why = f": {matched[0]} is never pushed: {never(matched[0])}" if matched else ""
+            raise PlanError(f"--include {pattern} matches no file of {root} that may be pushed{why}")
+        allowed |= {name: "included by name" for name in good if name != README and name not in allowed}
+    contents = [_content(root, name, reason) for name, reason in sorted(allowed.items())]
+    return contents, list(_left_out(checkpoint, set(allowed)))
+
+
+def never(name: str) -> str | None:
+    """Return why a path in the folder must not be pushed, whoever asks; None if it may."""
+    for part in name.split("/"):
+        for pattern, reason in _NEVER:
+            if fnmatch.fnmatchcase(part.lower(), pattern):
+                return reason
+    return None
+
+
+def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
+    """Yield names that make up the model or adapter, with what they are."""
+    folder = checkpoint.folder
+    if isinstance(checkpoint, AdapterDir):
+        names = {adapter_config.FILE_NAME: "adapter config", ADAPTER_WEIGHTS: "weights"}
+    else:
+        names = {model_config.FILE_NAME: "model config", _GENERATION_CONFIG: "generation defaults"}
+        names |= {file.path.name: "weights" for file in checkpoint.weights.files}
+        if checkpoint.weights.index is not None:
+            names[checkpoint.weights.index.name] = "weights index"
+    names[manifest.FILE_NAME] = "record of what was done"
+    names |= dict.fromkeys(folder.tokenizer_files, "tokenizer")
+    names |= {name: "licence" for name in folder.files if name.upper().startswith(_LICENCES)}
+    yield from ((name, what) for name, what in names.items() if name in folder.files)
+    if _TEMPLATES in folder.folders:
+        for path in sorted((checkpoint.root / _TEMPLATES).glob("*.jinja")):
+            yield f"{_TEMPLATES}/{path.name}", "chat template"
+
+
+def _content(root: Path, name: str, reason: str) -> Content:
+    path = root / name
+    require_own_file(root, path)
+    return Content(name=name, source=path, stamp=FileStamp.of(path), reason=reason)
+
+
+def _left_out(checkpoint: AdapterDir | ModelDir, allowed: set[str]) -> Iterator[LeftOut]:
+    kind = "an adapter" if isinstance(checkpoint, AdapterDir) else "a model"
+    for name in checkpoint.folder.files:
+        if name in allowed or name == README:
+            continue
+        reason = never(name)
+        if reason is None and name.endswith(".safetensors"):
+            reason = "a weights file that nothing refers to"
+        yield LeftOut(name=name, reason=reason or f"no file of {kind}; --include {name} adds it")
+    for name in checkpoint.folder.folders:
+        if not any(other.startswith(f"{name}/") for other in allowed):
+            yield LeftOut(name=f"{name}/", reason=never(name) or f"no part of {kind}; --include '{name}/*' adds it")
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Yield the paths of all files below `root`, relative and with `/`; links to folders are not followed."""
+    for base, folders, files in os.walk(root):
+        folders.sort()
+        for name in sorted(files):
+            yield (Path(base) / name).relative_to(root).as_posix()
+
+
+def read_readme(checkpoint: AdapterDir | ModelDir) -> bytes | None:
+    """Return the folder's README.md; None where there is none. Raises `CorruptFile` for what is no own file."""
+    if README not in checkpoint.folder.files:
+        return None
+    path = checkpoint.root / README
+    require_own_file(checkpoint.root, path)
+    return path.read_bytes()

@@ -1,0 +1,94 @@
+"""Hashing what is pushed: several files at a time, seen by a progress bar, ended at once by Ctrl-C."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from lora_tool.errors import SourceChanged
+from lora_tool.hub.model import Content, PushFile, PushPlan
+from lora_tool.tensors import FileStamp
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Progress = Callable[[int], None]
+
+_CHUNK = 1 << 20
+_READERS = 4
+
+
+def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
+    """Return the plan with the sha256 of every file that is pushed; `progress` is told the bytes.
+
+    Raises `SourceChanged` where a file is not as it was when planning.
+    """
+
+    def hashed(file: PushFile, told: Progress) -> PushFile:
+        if file.content is None or file.sha256 is not None:
+            return file
+        return replace(file, sha256=sha256_of(file.content, told))
+
+    return replace(plan, files=in_parallel(hashed, plan.files, progress))
+
+
+def in_parallel(
+    work: Callable[[Item, Progress], Result], items: Iterable[Item], progress: Progress | None = None
+) -> tuple[Result, ...]:
+    """Return what `work` makes of each item, in order; it must tell its second argument the bytes it has read.
+
+    An interrupt of the caller ends the readers at their next chunk instead of their last.
+    """
+    stop = threading.Event()
+
+    def told(nbytes: int) -> None:
+        if stop.is_set():
+            raise SourceChanged("interrupted")  # nobody sees it: the caller has left
+        if progress is not None:
+            progress(nbytes)
+
+    readers = ThreadPoolExecutor(max_workers=_READERS)
+    try:
+        return tuple(readers.map(lambda item: work(item, told), items))
+    finally:
+        stop.set()
+        readers.shutdown(cancel_futures=True)
+
+
+def sha256_of(content: Content, progress: Progress | None = None) -> str:
+    """Return the sha256 of what will be pushed. Raises `SourceChanged` where the file is not as it was planned."""
+    return _hashed(content, hashlib.sha256(), progress)
+
+
+def git_oid_of(content: Content) -> str:
+    """Return git's name of the content as a blob: sha1 of a header and the bytes."""
+    return _hashed(content, hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False), None)
+
+
+def require_unchanged(content: Content) -> None:
+    """Return if the file is as it was when planning. Raises `SourceChanged`."""
+    if content.source is None:
+        return
+    try:
+        now = FileStamp.of(content.source)
+    except OSError as error:
+        raise SourceChanged(f"{content.source}: gone since the push was planned: {error.strerror}") from error
+    if now != content.stamp:
+        raise SourceChanged(f"{content.source}: changed since the push was planned", hint="push again")
+
+
+def _hashed(content: Content, digest: Any, progress: Progress | None) -> str:  # noqa: ANN401 - hashlib has no name for it
+    if content.source is None:
+        digest.update(content.data or b"")
+        return str(digest.hexdigest())
+    require_unchanged(content)
+    with content.source.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    require_unchanged(content)
+    return str(digest.hexdigest())

@@ -1,0 +1,152 @@
+"""The words of a push, as frozen data: which files go where, what stays behind and why."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_tool.tensors import FileStamp
+
+MAIN = "main"
+
+
+@enum.unique
+class Change(str, enum.Enum):
+    """What a push does to one file of the repository."""
+
+    ADD = "add"
+    UPDATE = "update"
+    SAME = "same"
+    REMOVE = "remove"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@enum.unique
+class Check(str, enum.Enum):
+    """How a push is checked afterwards: by the hashes that the Hub lists, or by reading every file back."""
+
+    TREE = "tree"
+    DOWNLOAD = "download"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """The bytes of one file to push: a local file as it was when planning, or bytes made for the push."""
+
+    name: str
+    """Path in the repository, with `/`."""
+    source: Path | None = None
+    stamp: FileStamp | None = None
+    data: bytes | None = field(default=None, repr=False)
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (self.data is None) or (self.source is None) != (self.stamp is None):
+            raise ValueError(f"{self.name}: either a stamped file or bytes")
+
+    @property
+    def size(self) -> int:
+        return self.stamp.size if self.stamp is not None else len(self.data or b"")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFile:
+    """One file of the plan. `content` is None where it is removed."""
+
+    name: str
+    change: Change
+    size: int
+    reason: str = ""
+    content: Content | None = None
+    sha256: str | None = None
+    """Of the content, where planning had to read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A file or folder that is not pushed, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """A file of the repository as the Hub lists it: `oid` is git's, `sha256` is known of LFS and Xet files."""
+
+    name: str
+    size: int
+    oid: str
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """A repository as it was read. `head` is None where the repository does not exist, or cannot be seen."""
+
+    repo: str
+    revision: str = MAIN
+    head: str | None = None
+    private: bool | None = None
+    branch_exists: bool = True
+    files: Mapping[str, RemoteFile] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    readme: bytes | None = None
+
+    @property
+    def exists(self) -> bool:
+        return self.head is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushPlan:
+    """Everything that a push will do. Making it changes nothing, here or on the Hub."""
+
+    folder: Path
+    kind: str
+    remote: Remote
+    private: bool | None
+    """Visibility of the repository that will be created; None where it exists."""
+    files: tuple[PushFile, ...]
+    left_out: tuple[LeftOut, ...]
+    message: str
+    create_pr: bool = False
+    tag: str | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def changes(self) -> tuple[PushFile, ...]:
+        """The files that the commit will add, update or remove."""
+        return tuple(file for file in self.files if file.change is not Change.SAME)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the files that are new or changed; storage may already have parts of them."""
+        return sum(file.size for file in self.changes if file.change is not Change.REMOVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What a push did. `changed` is False where the repository already held this content."""
+
+    repo: str
+    url: str
+    commit: str
+    changed: bool
+    files: tuple[PushFile, ...]
+    """Those of the plan, each with its sha256."""
+    created: bool = False
+    pull_request: str | None = None
+    tag: str | None = None
+    check: Check = Check.TREE
+    notes: tuple[str, ...] = ()
+
+    @property
+    def checked(self) -> int:
+        """How many files were compared afterwards."""
+        return sum(file.change is not Change.REMOVE for file in self.files)

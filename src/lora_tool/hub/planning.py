@@ -1,0 +1,258 @@
+"""Deciding what a push will do: pure once the folder and the repository are read, and changing nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed
+from lora_tool.formats import adapter_config, manifest
+from lora_tool.formats.files import read_json
+from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.hub.card import Readme, merge_card
+from lora_tool.hub.contents import README, pushable, read_readme, select
+from lora_tool.hub.hashing import Progress, git_oid_of, in_parallel, sha256_of
+from lora_tool.hub.model import MAIN, Change, Content, PushFile, PushPlan, Remote, RemoteFile
+from lora_tool.hub.origin import Origin, is_hub_id, origin_of
+from lora_tool.hub.remote import read_licence, read_remote
+from lora_tool.hub.secrets import require_no_secrets
+from lora_tool.hub.section import section_text
+from lora_tool.hub.session import Session, session
+from lora_tool.report import Severity
+from lora_tool.rules.validation import validate
+
+_SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
+_SHOWN_FINDINGS = 5
+_MODEL_WEIGHTS = re.compile(rf"{_SHARD.pattern[:-2]}\Z|pytorch_model(?:-\d{{5}}-of-\d{{5}})?\.bin\Z")
+
+
+def plan_push(
+    folder: str | os.PathLike[str],
+    repo: str,
+    *,
+    private: bool | None = None,
+    revision: str = MAIN,
+    create_pr: bool = False,
+    tag: str | None = None,
+    message: str | None = None,
+    include: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    readme: Readme = Readme.AUTO,
+    progress: Progress | None = None,
+) -> PushPlan:
+    """Return the plan that publishes `folder` as the model repository `repo`. Reads both, changes neither.
+
+    The folder is validated first (`ignore` are rules to leave out), and searched for secrets. `private` None means
+    private where the repository is created. Local files are hashed only where the Hub has one of the same name and
+    size; `progress` is told the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
+    """
+    checkpoint = pushable(open_checkpoint(folder))
+    report = validate(checkpoint, ignore=ignore)
+    report.raise_for_errors()
+    _require_not_found_wrong(checkpoint)
+    contents, left_out = select(checkpoint, include)
+    local_readme = read_readme(checkpoint)
+    with session(repo, progress=False) as opened:
+        full_name = _with_owner(opened, repo)
+        remote = read_remote(opened, full_name, revision, tags=tag is not None)
+        _require_room(checkpoint, remote, private=private, tag=tag, create_pr=create_pr)
+        origin = origin_of(checkpoint, _manifest_of(checkpoint))
+        base, licence = read_licence(opened, origin.base, origin.base_folder)
+    origin = replace(origin, base=base)
+    card = merge_card(
+        local_readme,
+        None if readme is Readme.LOCAL and local_readme is not None else remote.readme,
+        origin=origin,
+        section=section_text(checkpoint, _manifest_of(checkpoint), origin),
+        licence=licence,
+        title=full_name.rpartition("/")[2],
+        readme=readme,
+    )
+    contents = [_without_paths(content, origin) for content in contents]
+    contents.append(Content(name=README, data=card.data, reason=f"model card: {card.reason}"))
+    words = Content(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
+    require_no_secrets([*contents, words])
+    files = compare(contents, remote.files, progress=progress)
+    warnings = [*map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS]), *card.warnings]
+    if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
+        warnings.append("config.json asks for code of its own (auto_map): --include '*.py' pushes it")
+    if origin.adapter and origin.local:
+        warnings.append(f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves")
+    if licence.gated and private is False:
+        warnings.append(f"the base model {origin.base} is gated: see whether its licence lets you publish {full_name}")
+    return PushPlan(
+        folder=checkpoint.root,
+        kind=_kind(checkpoint, origin),
+        remote=remote,
+        private=None if remote.exists else private is not False,
+        files=(*files, *orphans(checkpoint, contents, remote.files)),
+        left_out=tuple(left_out),
+        message=message or f"Upload {_kind(checkpoint, origin)} with lora-tool",
+        create_pr=create_pr,
+        tag=tag,
+        notes=_notes(remote, private=private),
+        warnings=tuple(warnings),
+    )
+
+
+def compare(
+    contents: Iterable[Content], there: Mapping[str, RemoteFile], *, progress: Progress | None = None
+) -> tuple[PushFile, ...]:
+    """Return what happens to each file, by size and hash; only files of the same size on both sides are read."""
+    return in_parallel(
+        lambda content, told: _compared(content, there.get(content.name), told), tuple(contents), progress
+    )
+
+
+def orphans(
+    checkpoint: AdapterDir | ModelDir, contents: Iterable[Content], there: Mapping[str, RemoteFile]
+) -> tuple[PushFile, ...]:
+    """Return the weight files of an older push that this one does not replace: transformers could load them instead."""
+    if isinstance(checkpoint, AdapterDir):
+        return ()
+    kept = {content.name for content in contents}
+    return tuple(
+        PushFile(name=name, change=Change.REMOVE, size=file.size, reason="weights of an older push")
+        for name, file in sorted(there.items())
+        if _SHARD.match(name) and name not in kept
+    )
+
+
+def _compared(content: Content, there: RemoteFile | None, progress: Progress) -> PushFile:
+    if there is None:
+        return PushFile(name=content.name, change=Change.ADD, size=content.size, reason=content.reason, content=content)
+    digest, same = None, False
+    if there.size == content.size:
+        digest = sha256_of(content, progress)
+        same = digest == there.sha256 if there.sha256 is not None else git_oid_of(content) == there.oid
+    change = Change.SAME if same else Change.UPDATE
+    return PushFile(
+        name=content.name, change=change, size=content.size, reason=content.reason, content=content, sha256=digest
+    )
+
+
+def _with_owner(opened: Session, repo: str) -> str:
+    if "/" in repo:
+        return repo
+    name = opened.ask(opened.api.whoami)["name"]
+    return f"{name}/{repo}"
+
+
+def _require_room(
+    checkpoint: AdapterDir | ModelDir, remote: Remote, *, private: bool | None, tag: str | None, create_pr: bool
+) -> None:
+    """Return if the repository can take what is pushed. Raises `HubConflict`, `HubRefused`, `PlanError`."""
+    if tag is not None and create_pr:
+        raise PlanError("--tag with --create-pr: a pull request has no commit to tag yet", hint="tag after the merge")
+    if create_pr and not remote.exists:
+        raise HubRefused(
+            f"{remote.repo}: no such repository to open a pull request in, or the token may not see it",
+            hint="push without --create-pr to create it",
+        )
+    if private is True and remote.private is False:
+        raise HubConflict(
+            f"{remote.repo} exists and is public, --private was asked for; nothing was pushed",
+            hint=f"hf repos settings {remote.repo} --private, or push to another name",
+        )
+    is_adapter = isinstance(checkpoint, AdapterDir)
+    in_the_way = next((name for name in sorted(remote.files) if _is_of_the_other_kind(name, is_adapter)), None)
+    if in_the_way is not None:
+        there, here = ("a model", "an adapter") if is_adapter else ("an adapter", "a model")
+        raise HubConflict(
+            f"{remote.repo} holds {there} ({in_the_way}), this is {here}: together neither would load as it was made",
+            hint=f"push to another repository, or first: hf repos delete-files {remote.repo} {in_the_way}",
+        )
+
+
+def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
+    """Whether a repository with this file loads as something else: transformers applies an adapter that it finds."""
+    return bool(_MODEL_WEIGHTS.match(name)) if is_adapter else name == adapter_config.FILE_NAME
+
+
+def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir) -> None:
+    """Return unless the manifest records that a check of these weights failed. Raises `VerificationFailed`."""
+    written = _manifest_of(checkpoint)
+    entry = written.raw.get("verification") if written is not None else None
+    errors = entry.get("errors") if isinstance(entry, Mapping) else None
+    if isinstance(errors, int) and errors > 0:
+        raise VerificationFailed(
+            f"{checkpoint.root}: {manifest.FILE_NAME} records a verification with {errors} errors; nothing was pushed",
+            hint=f"lora-tool verify {checkpoint.root}",
+        )
+
+
+def _manifest_of(checkpoint: AdapterDir | ModelDir) -> Manifest | None:
+    if isinstance(checkpoint, ModelDir):
+        return checkpoint.manifest
+    found = manifest.FILE_NAME in checkpoint.folder.files
+    return read_manifest(checkpoint.root / manifest.FILE_NAME) if found else None
+
+
+def _kind(checkpoint: AdapterDir | ModelDir, origin: Origin) -> str:
+    if isinstance(checkpoint, AdapterDir):
+        return "reward adapter" if origin.reward else "adapter"
+    return "reward model" if origin.reward else "model"
+
+
+def _notes(remote: Remote, *, private: bool | None) -> tuple[str, ...]:
+    if not remote.exists:
+        told = "public" if private is False else "private" + ("" if private else " (the default; --public changes it)")
+        return (f"{remote.repo} will be created, {told}",)
+    shown = "private" if remote.private else "public"
+    asked = "; --public does not change that" if private is False and remote.private else ""
+    branch = "" if remote.branch_exists else f"; branch {remote.revision} will be created from main"
+    return (f"{remote.repo} exists and is {shown}{asked}{branch}",)
+
+
+def _without_paths(content: Content, origin: Origin) -> Content:
+    """Return the file without this machine's paths: they tell others nothing but who and where you are.
+
+    In the manifest a path becomes its last name. In an adapter's config a path into the Hub cache becomes the Hub id.
+    """
+    if content.source is None or content.name not in (manifest.FILE_NAME, adapter_config.FILE_NAME):
+        return content
+    table = read_json(content.source)
+    if content.name == manifest.FILE_NAME:
+        cleaned = _cleaned(table, tuple(sorted(_absolute_paths(table), key=len, reverse=True)))
+        text, reason = json.dumps(cleaned, indent=1, ensure_ascii=False), "without paths of this machine"
+    else:
+        named = table.get("base_model_name_or_path")
+        replaced = {"base_model_name_or_path": origin.base} if origin.base and not is_hub_id(named) else {}
+        cleaned = {**table, **replaced}
+        text, reason = json.dumps(cleaned, indent=2, sort_keys=True), f"with {origin.base} as the base model"
+    if cleaned == table:
+        return content
+    data = (text + "\n").encode("utf-8", "surrogatepass")
+    return Content(name=content.name, data=data, reason=f"{content.reason}, {reason}")
+
+
+def _absolute_paths(value: Any) -> set[str]:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {path for inner in value.values() for path in _absolute_paths(inner)}
+    if isinstance(value, list):
+        return {path for inner in value for path in _absolute_paths(inner)}
+    return {value} if isinstance(value, str) and _is_absolute(value) else set()
+
+
+def _is_absolute(text: str) -> bool:
+    return bool(re.match(r"(?:/|~/|[A-Za-z]:\\)[^\0\n]*\Z", text)) and len(text) > 1
+
+
+def _cleaned(value: Any, paths: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {key: _cleaned(inner, paths) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(inner, paths) for inner in value]
+    if not isinstance(value, str):
+        return value
+    for path in paths:
+        # not inside another name: "/w" is no part of the id "me/w"
+        name = PurePath(path).name.replace("\\", "\\\\")
+        value = re.sub(rf"(?<![\w./~\-]){re.escape(path)}(?![\w\-])", name, value)
+    return value

@@ -1,0 +1,171 @@
+"""How huggingface_hub's client behaves while we use it: bounded waits, timeouts, nothing after an interrupt.
+
+The client waits as long as a server's `Retry-After` asks, five times, and has no timeout of its own
+(huggingface_hub 2.4, `_http_backoff_base` and `default_client_factory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import huggingface_hub
+from huggingface_hub.utils import _http
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from lora_tool.errors import HubUnreachable, LoraToolError
+from lora_tool.hub.failures import WaitTooLong, translated
+from lora_tool.hub.redaction import redacted, redacted_logs
+
+Result = TypeVar("Result")
+
+LONGEST_WAIT = 60
+"""Seconds that we wait when the Hub asks us to; where it asks for more, we stop and say so."""
+
+STALLED = 300
+"""Seconds without a byte after which a connection is given up. A commit of many files takes the Hub minutes."""
+
+_ATTEMPTS = 4
+_TICK = 0.1
+
+
+class Interrupted(Exception):
+    """A request that was about to be sent after the user had interrupted the push."""
+
+
+class Session:
+    """One use of the client, for one repository: requests with retries, and long work that Ctrl-C can end."""
+
+    def __init__(self, repo: str) -> None:
+        self.repo = repo
+        self.api = huggingface_hub.HfApi(library_name="lora-tool")
+        self.warnings: list[str] = []
+        self._stop = threading.Event()
+
+    def ask(self, call: Callable[[], Result], *, retry: bool = True) -> Result:
+        """Return what the Hub answers to `call`, which may be repeated. Raises `HubError`."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._caught(call)
+            except Exception as error:  # noqa: BLE001 - the map knows them
+                failure = self.failure(error)
+                if not retry or not isinstance(failure, HubUnreachable) or attempt == _ATTEMPTS or hopeless(error):
+                    raise failure from (None if failure is error else error)
+                time.sleep(min(wait_asked_for(error) or 2 ** (attempt - 1), LONGEST_WAIT))
+        raise AssertionError("the loop returns or raises")
+
+    def work(self, call: Callable[[], Result]) -> Result:
+        """Return what `call` returns, run in a thread of its own so that Ctrl-C is seen at once. Raises `HubError`.
+
+        After an interrupt the thread may live on while a socket blocks, but it sends no further request.
+        """
+        done: list[Result] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                done.append(self._caught(call))
+            except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="lora-tool push", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(_TICK)
+        except KeyboardInterrupt:
+            self._stop.set()
+            raise
+        if failed:
+            failure = self.failure(failed[0])
+            raise failure from (None if failure is failed[0] else failed[0])
+        return done[0]
+
+    def failure(self, error: BaseException) -> BaseException:
+        """Return `error` as one of ours. One of this machine, a file's or a mistake of ours, stays what it is."""
+        local = isinstance(error, OSError) and error.filename and not hasattr(error, "response")
+        known = isinstance(error, LoraToolError | AssertionError | ImportError)
+        return error if local or known else translated(error, self.repo)
+
+    def _caught(self, call: Callable[[], Result]) -> Result:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = call()
+        for warning in caught:
+            told = redacted(" ".join(str(warning.message).split()))
+            if told not in self.warnings and issubclass(warning.category, UserWarning):
+                self.warnings.append(told)
+        return result
+
+    def before(self, _request: Any) -> None:  # noqa: ANN401 - the HTTP library's, whichever it is
+        if self._stop.is_set():
+            raise Interrupted
+
+    def after(self, response: Any) -> None:  # noqa: ANN401
+        wait = _wait_of(response)
+        if wait is not None and wait > LONGEST_WAIT:
+            raise WaitTooLong(wait, int(response.status_code))
+
+
+@contextlib.contextmanager
+def session(repo: str, *, progress: bool) -> Iterator[Session]:
+    """Yield a session; the process's client is set back afterwards. Raises `LoraToolError` for an old package."""
+    set_factory = getattr(huggingface_hub, "set_client_factory", None)
+    if set_factory is None:
+        raise LoraToolError(
+            f"push needs huggingface_hub 1.0 or newer, found {huggingface_hub.__version__}",
+            hint="pip install -U huggingface_hub",
+        )
+    # the factory in use has no public name
+    before: Callable[[], Any] = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
+    opened = Session(repo)
+
+    def bounded() -> Any:  # noqa: ANN401
+        client = before()
+        hooks = client.event_hooks
+        client.event_hooks = {
+            "request": [*hooks.get("request", []), opened.before],
+            "response": [*hooks.get("response", []), opened.after],
+        }
+        client.timeout = STALLED
+        return client
+
+    bars = not are_progress_bars_disabled()
+    set_factory(bounded)
+    try:
+        if not progress:
+            disable_progress_bars()
+        with redacted_logs():
+            yield opened
+    finally:
+        set_factory(before)
+        if bars and not progress:
+            enable_progress_bars()
+
+
+def wait_asked_for(error: BaseException) -> int | None:
+    """Return the seconds that the Hub's answer asks to wait, if there was one and it does."""
+    return _wait_of(getattr(error, "response", None))
+
+
+def _wait_of(response: Any) -> int | None:  # noqa: ANN401
+    if response is None or int(response.status_code) not in (429, 503):
+        return None
+    named = str(response.headers.get("retry-after") or "").strip()
+    if named.isdigit():
+        return int(named)
+    limit = _http.parse_ratelimit_headers(response.headers)
+    return limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
+
+
+def hopeless(error: BaseException | None) -> bool:
+    """Whether trying again at once cannot help: offline by wish, interrupted, or a wait that is too long."""
+    while error is not None:
+        if isinstance(error, huggingface_hub.errors.OfflineModeIsEnabled | WaitTooLong | Interrupted):
+            return True
+        error = error.__cause__
+    return False

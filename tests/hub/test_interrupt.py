@@ -1,0 +1,68 @@
+"""Ctrl-C at every stage: exit code 130 within moments, and the repository as it was or with the whole commit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calling import Caller
+from tests.hub.conftest import REPO, environment
+from tests.hub.server import Hub
+from tests.hub.test_push import assert_holds
+
+PATIENCE = 60
+
+
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [
+        ("^GET /api/models/me/reward/tree", signal.SIGINT),
+        ("^PUT /storage", signal.SIGINT),
+        ("^PUT /storage", signal.SIGTERM),
+        ("^POST /api/models/me/reward/commit", signal.SIGINT),
+    ],
+    ids=["reading", "uploading", "uploading, terminated", "committing"],
+)
+def test_an_interrupt(stage: str, how: signal.Signals, hub: Hub, call: Caller, merged: Path, tmp_path: Path) -> None:
+    repo = hub.repo(REPO)
+    before = dict(repo.head.tree)
+    hub.fault(stage, delay=PATIENCE, times=9, status=503)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lora_tool", "push", str(merged), REPO],
+        env=environment(hub, tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + PATIENCE
+    while not hub.asked(stage) and time.monotonic() < until:
+        process.poll()
+        assert process.returncode is None, process.communicate()
+        _wait(0.05)
+    assert hub.asked(stage)
+    asked = time.monotonic()
+    process.send_signal(how)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert time.monotonic() - asked < PATIENCE / 3
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err.rstrip().endswith("interrupted")
+    assert "Traceback" not in err
+    assert repo.head.tree == before
+    hub.faults.clear()
+    assert call("push", merged, REPO).code == 0
+    assert len(repo.history) == 2
+    assert_holds(repo, merged)
+
+
+def _wait(seconds: float, event: object = None) -> None:
+    """Sleep, also where a fixture has made `time.sleep` instant."""
+    del event
+    import threading
+
+    threading.Event().wait(seconds)
