@@ -472,6 +472,25 @@ def _lora_bias_without_bias(folder: Path) -> None:
         config["lora_bias"] = True
 
 
+@_breaks("LT219", CAUSAL)
+def _constant(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_A.weight"] = raw(4, 16, value=0.25)
+
+
+@_breaks("LT219 large", REWARD)
+def _large(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{Q_PROJ}.lora_B.weight"
+        table[name] = edit.scaled(table[name], 2.0**20)
+
+
+@_breaks("LT219 in the head", REWARD)
+def _large_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[SCORE] = raw(1, 16, dtype="BF16", value=1024.0)
+
+
 # LT3xx, the head
 
 

@@ -44,7 +44,7 @@ def large_adapter(root: Path, layers: int = 80) -> Path:
         for part, shape in (("lora_A", (4, 16)), ("lora_B", (16, 4)))
     ]
     header = build_header(specs, {"format": "pt"})
-    values = b"\0\0\x80\x3f" * (sum(spec.nbytes for spec in specs) // 4)
+    values = b"\0\0\x80\x3e\0\0\0\xbe" * (sum(spec.nbytes for spec in specs) // 8)
     root.mkdir()
     (root / "adapter_model.safetensors").write_bytes(header + values)
     shutil.copy(FIXTURES / "reward-qwen2" / "adapter" / "adapter_config.json", root)

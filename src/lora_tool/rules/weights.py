@@ -1,4 +1,4 @@
-"""LT208 and LT209: the values themselves. These rules read weights."""
+"""LT208, LT209 and LT219: the values themselves. These rules read weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from lora_tool.report import Severity
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
+
+_FEW = 8
+"""A matrix of fewer values may be all the same by chance."""
+
+_ABSURD = 65536.0
+"""From here on float16 overflows; no trained factor comes near."""
 
 
 @rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
@@ -63,3 +69,35 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
                 f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
             )
             yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))
+
+
+@rule("LT219", Severity.WARNING, on=AdapterSubject, deep=True)
+def absurd_values(subject: AdapterSubject) -> Iterator[Fault]:
+    """Weights that no training gives: all the same, or absurdly large.
+
+    ## What it does
+    Looks for factors whose values are all the same, and for values of 512 or more; trained ones stay below about 1.
+    From 65,536 on, where float16 ends, it is an error.
+
+    ## Why it matters
+    A constant factor was written by a mistake, or was never loaded. Large ones drown the base model's weights, or
+    overflow to infinity when they are merged.
+
+    ## Example
+    `lora_B` holds 3.4e+38 after an optimizer step with a gradient that overflowed.
+
+    ## What to do
+    Use an earlier checkpoint; look at `grad_norm` and `loss` in `trainer_state.json` before this one.
+    """
+    factors = [tensor for layer in subject.layers for tensor in layer.parts.values()]
+    plain = [tensor for tensor, _, _ in subject.plain()]
+    for tensor in (*factors, *plain):
+        found = subject.scan(tensor)
+        if found.largest:
+            severity = Severity.ERROR if found.largest >= _ABSURD else None
+            yield Fault(subject=tensor.name, message=f"holds values up to {found.largest:.3g}", severity=severity)
+    for layer in subject.layers:
+        for tensor in (layer.a, layer.b):
+            if tensor is not None and tensor.spec.numel >= _FEW and subject.scan(tensor).constant:
+                message = f"all {tensor.spec.numel:,} values are the same"
+                yield Fault(subject=tensor.name, message=message)
