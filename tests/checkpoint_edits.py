@@ -129,3 +129,8 @@ def scaled(tensor: Raw, factor: float) -> Raw:
     """Return an F32 tensor with its values multiplied."""
     values = struct.unpack(f"<{len(tensor.data) // 4}f", tensor.data)
     return replace(tensor, data=struct.pack(f"<{len(values)}f", *(value * factor for value in values)))
+
+
+def scrambled(tensor: Raw) -> Raw:
+    """Return a tensor of the same form with other values."""
+    return replace(tensor, data=tensor.data[::-1])

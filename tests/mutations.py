@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from lora_tool.checkpoint import open_model
+from lora_tool.plan.manifest import fingerprint
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, PREFIX, WEIGHTS, fields, lora, raw, tensors
 
@@ -651,6 +653,42 @@ def _saved_nowhere(folder: Path) -> None:
         table[f"{PREFIX}model.layers.0.mlp.router.weight"] = raw(4, 16)
     with fields(folder) as config:
         config["modules_to_save"] = ["router"]
+
+
+def _record(folder: Path, base: Path) -> None:
+    """Write what `lora-tool train` writes beside an adapter that it trained on the model `base`."""
+    weights = open_model(base).weights
+    table = {
+        "schema_version": 1,
+        "base": {"hub_id": "some/model", "revision": None, "fingerprint": fingerprint(weights)},
+    }
+    (folder / "lora_tool_train.json").write_text(json.dumps(table))
+
+
+@_breaks("LT507", CAUSAL, with_base=True)
+def _other_base(folder: Path) -> None:
+    base = folder.parent / "base"
+    _record(folder, base)
+    name = "model-00001-of-00002.safetensors"
+    with tensors(base, name) as table:
+        first = next(iter(table))
+        table[first] = edit.scrambled(table[first])
+
+
+@_breaks("LT507 unreadable", CAUSAL)
+def _no_record(folder: Path) -> None:
+    (folder / "lora_tool_train.json").write_text("[]")
+
+
+@_breaks("LT508", CAUSAL, with_base=True, quiet=True)
+def _lora_on_tied_end(folder: Path) -> None:
+    base = folder.parent / "base"
+    with fields(base, "config.json") as config:
+        config["tie_word_embeddings"] = True
+    with tensors(folder) as table:
+        table.update(lora("lm_head", rows=304, columns=16))
+    with fields(folder) as config:
+        config["target_modules"].append("lm_head")
 
 
 # LT7xx, the training run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ KINDS: dict[DType, Any] = {
 NAN, INF = float("nan"), float("inf")
 
 
-def stored(path: Path, values: NDArray[Any], dtype: DType, *, cuts: tuple[int, ...] = (), name: str = "x") -> StoredTensor:
+def stored(
+    path: Path, values: NDArray[Any], dtype: DType, *, cuts: tuple[int, ...] = (), name: str = "x"
+) -> StoredTensor:
     """Write the values at an odd place of a file, in spans cut after these elements, with rubbish in between."""
     size = values.dtype.itemsize
     data, spans, content = values.tobytes(), [], b"rub"
     edges = [0, *(cut * size for cut in cuts), len(data)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         spans.append(Span(path=path, offset=len(content), nbytes=end - begin))
         content += data[begin:end] + b"\xff\x7f" * 3
     path.write_bytes(content)
@@ -78,7 +81,9 @@ def test_scans_say_what_numpy_says(dtype: DType, data: st.DataObject, tmp_path_f
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("special", [NAN, -INF, 700.0])
-def test_a_value_is_found_wherever_it_lies(dtype: DType, special: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_is_found_wherever_it_lies(
+    dtype: DType, special: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weights_scan, "CHUNK_BYTES", 64)
     monkeypatch.setattr(weights_scan_numpy, "_BLOCK_BYTES", 64)
     size = 64 // np.dtype(KINDS[dtype]).itemsize * 3 + 1

@@ -26,6 +26,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     adapter_layers,
     adapter_names,
     against_base,
+    base_hazards,
     containers,
     head,
     model_head,

@@ -96,8 +96,6 @@ def absurd_values(subject: AdapterSubject) -> Iterator[Fault]:
         if found.largest:
             severity = Severity.ERROR if found.largest >= _ABSURD else None
             yield Fault(subject=tensor.name, message=f"holds values up to {found.largest:.3g}", severity=severity)
-    for layer in subject.layers:
-        for tensor in (layer.a, layer.b):
-            if tensor is not None and tensor.spec.numel >= _FEW and subject.scan(tensor).constant:
-                message = f"all {tensor.spec.numel:,} values are the same"
-                yield Fault(subject=tensor.name, message=message)
+    for tensor in (factor for layer in subject.layers for factor in (layer.a, layer.b) if factor is not None):
+        if tensor.spec.numel >= _FEW and subject.scan(tensor).constant:
+            yield Fault(subject=tensor.name, message=f"all {tensor.spec.numel:,} values are the same")

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular
@@ -112,7 +112,7 @@ def scan(tensor: StoredTensor) -> WeightScan:
     return WeightScan(all_zero=zero, constant=constant and not zero)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _ordinary(layout: Layout) -> bytes:
     """Return the last bytes of elements whose magnitude is below `LARGE`, whatever the other bytes are."""
     last = layout.large >> 8 * (layout.nbytes - 1)
