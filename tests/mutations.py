@@ -759,6 +759,11 @@ def _constant_reward(folder: Path) -> None:
     _log(folder, entry, entry)
 
 
+@_breaks("LT703 towards the end", RUN)
+def _saturated(folder: Path) -> None:
+    _log(folder, {"loss": 4.6, "grad_norm": 0.2}, *({"loss": 4.56, "grad_norm": 0.0} for _ in range(3)))
+
+
 @_breaks("LT703 learning rate", RUN)
 def _no_learning_rate(folder: Path) -> None:
     _log(folder, *({"loss": 0.7, "grad_norm": 0.5, "learning_rate": 0.0} for _ in range(3)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.report import Severity
+from lora_tool.rules.advice import an_earlier_checkpoint
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
 
@@ -68,7 +69,8 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
             counts = (
                 f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
             )
-            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))
+            hint = an_earlier_checkpoint(subject, "train in bf16, or with a smaller learning rate")
+            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path), hint=hint)
 
 
 @rule("LT219", Severity.WARNING, on=AdapterSubject, deep=True)
