@@ -248,6 +248,14 @@ def test_two_reports_cannot_be_one_file(call: Caller, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_report_that_cannot_be_written_after_all_is_one_error(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    called = call("validate", REWARD, "--report", f"json={tmp_path / 'file' / 'report.json'}")
+    assert called.code == 3
+    assert called.out.startswith("checked 1 adapter")
+    assert "report.json: the report cannot be written" in called.err
+
+
 def test_a_report_replaces_an_older_one_whole(call: Caller, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("x" * 100_000)

@@ -249,7 +249,10 @@ def _show(report: Report, asked: _Asked) -> None:
     if not nothing and not (asked.quiet and not report.findings):
         click.echo(text(asked.form, color=asked.form is Form.TEXT and wants_colour()))
     for file in asked.files:
-        file.write(text(file.form))
+        try:
+            file.write(text(file.form))
+        except OSError as error:
+            raise LoraToolError(f"{file.path}: the report cannot be written: {error.strerror}") from error
 
 
 def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> int:
