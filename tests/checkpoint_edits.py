@@ -30,13 +30,18 @@ class Raw:
 Tensors = dict[str, Raw]
 
 
-def raw(*shape: int, dtype: str = "F32", value: float = 0.25) -> Raw:
-    """Return a tensor of small values about `value`, which no two neighbours have in common; NaN stays NaN."""
+_VALUES = (0.25, -0.125, 0.0625, 0.1875, -0.25, 0.125, -0.03125)
+"""What `raw` fills tensors with: exact in every type, and not all the same, which would be a disease."""
+
+
+def raw(*shape: int, dtype: str = "F32", value: float | None = None) -> Raw:
+    """Return a tensor of small values, or of `value` everywhere."""
     count = math.prod(shape)
-    singles = [struct.pack("<f", value * (1 + at % 7 / 8)) for at in range(count)]
-    cut = {"F32": 0, "BF16": 2}.get(dtype)
-    elements = [b"\1" * _WIDTH[dtype]] * count if cut is None else [single[cut:] for single in singles]
-    return Raw(dtype, shape, b"".join(elements))
+    values = _VALUES if value is None else (value,)
+    if dtype not in ("F32", "BF16"):
+        return Raw(dtype, shape, b"\1" * _WIDTH[dtype] * count)
+    singles = [struct.pack("<f", number)[4 - _WIDTH[dtype] :] for number in values]
+    return Raw(dtype, shape, b"".join(singles[at % len(singles)] for at in range(count)))
 
 
 def filled(value: float, *shape: int) -> Raw:
@@ -123,3 +128,14 @@ def as_classifier(folder: Path, *, labels: int | None = 1, rows: int = 1, pad: i
 def emptied(tensor: Raw) -> Raw:
     """Return what ZeRO-3 leaves of a tensor that was not gathered."""
     return replace(tensor, shape=(0,), data=b"")
+
+
+def scaled(tensor: Raw, factor: float) -> Raw:
+    """Return an F32 tensor with its values multiplied."""
+    values = struct.unpack(f"<{len(tensor.data) // 4}f", tensor.data)
+    return replace(tensor, data=struct.pack(f"<{len(values)}f", *(value * factor for value in values)))
+
+
+def scrambled(tensor: Raw) -> Raw:
+    """Return a tensor of the same form with other values."""
+    return replace(tensor, data=tensor.data[::-1])

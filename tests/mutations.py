@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
+from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.merge import plan_merge
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, PREFIX, WEIGHTS, fields, lora, raw, tensors
@@ -534,6 +535,19 @@ def _lora_bias_without_bias(folder: Path) -> None:
         config["lora_bias"] = True
 
 
+@_breaks("LT220 large", REWARD)
+def _large(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{Q_PROJ}.lora_B.weight"
+        table[name] = edit.scaled(table[name], 2.0**20)
+
+
+@_breaks("LT220 in the head", REWARD)
+def _large_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[SCORE] = raw(1, 16, dtype="BF16", value=1024.0)
+
+
 # LT3xx, the head
 
 
@@ -737,6 +751,42 @@ def _saved_nowhere(folder: Path) -> None:
         config["modules_to_save"] = ["router"]
 
 
+def _record(folder: Path, base: Path) -> None:
+    """Write what `lora-tool train` writes beside an adapter that it trained on the model `base`."""
+    weights = open_model(base).weights
+    table = {
+        "schema_version": 1,
+        "base": {"hub_id": "some/model", "revision": None, "fingerprint": fingerprint(weights)},
+    }
+    (folder / "lora_tool_train.json").write_text(json.dumps(table))
+
+
+@_breaks("LT507", CAUSAL, with_base=True)
+def _other_base(folder: Path) -> None:
+    base = folder.parent / "base"
+    _record(folder, base)
+    name = "model-00001-of-00002.safetensors"
+    with tensors(base, name) as table:
+        first = next(iter(table))
+        table[first] = edit.scrambled(table[first])
+
+
+@_breaks("LT507 unreadable", CAUSAL)
+def _no_record(folder: Path) -> None:
+    (folder / "lora_tool_train.json").write_text("[]")
+
+
+@_breaks("LT508", CAUSAL, with_base=True, quiet=True)
+def _lora_on_tied_end(folder: Path) -> None:
+    base = folder.parent / "base"
+    with fields(base, "config.json") as config:
+        config["tie_word_embeddings"] = True
+    with tensors(folder) as table:
+        table.update(lora("lm_head", rows=304, columns=16))
+    with fields(folder) as config:
+        config["target_modules"].append("lm_head")
+
+
 # LT7xx, the training run
 
 
@@ -803,6 +853,11 @@ def _no_gradient(folder: Path) -> None:
 def _constant_reward(folder: Path) -> None:
     entry = {"loss": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
     _log(folder, entry, entry)
+
+
+@_breaks("LT703 towards the end", RUN)
+def _saturated(folder: Path) -> None:
+    _log(folder, {"loss": 4.6, "grad_norm": 0.2}, *({"loss": 4.56, "grad_norm": 0.0} for _ in range(3)))
 
 
 @_breaks("LT703 learning rate", RUN)

@@ -44,7 +44,7 @@ def large_adapter(root: Path, layers: int = 80) -> Path:
         for part, shape in (("lora_A", (4, 16)), ("lora_B", (16, 4)))
     ]
     header = build_header(specs, {"format": "pt"})
-    values = b"\0\0\x80\x3f" * (sum(spec.nbytes for spec in specs) // 4)
+    values = b"\0\0\x80\x3e\0\0\0\xbe" * (sum(spec.nbytes for spec in specs) // 8)
     root.mkdir()
     (root / "adapter_model.safetensors").write_bytes(header + values)
     shutil.copy(FIXTURES / "reward-qwen2" / "adapter" / "adapter_config.json", root)
@@ -246,6 +246,14 @@ def test_two_reports_cannot_be_one_file(call: Caller, tmp_path: Path) -> None:
     path = tmp_path / "x"
     assert call("validate", REWARD, f"--report=json={path}", f"--report=sarif={path}").code == 2
     assert not path.exists()
+
+
+def test_a_report_that_cannot_be_written_after_all_is_one_error(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    called = call("validate", REWARD, "--report", f"json={tmp_path / 'file' / 'report.json'}")
+    assert called.code == 3
+    assert called.out.startswith("checked 1 adapter")
+    assert "report.json: the report cannot be written" in called.err
 
 
 def test_a_report_replaces_an_older_one_whole(call: Caller, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def grpo(**changes: float) -> dict[str, float]:
 HEALTHY: Mapping[str, Sequence[Mapping[str, float]]] = {
     "GRPO, whose loss is 0": [grpo(), grpo(loss=1e-8), grpo(loss=0.0)],
     "GRPO with steps of equal rewards": [grpo(grad_norm=0.0, reward_std=0.0, frac_reward_zero_std=1.0), grpo()],
+    "GRPO that has solved its task": [grpo(), *(grpo(grad_norm=0.0, reward_std=0.0, frac_reward_zero_std=1.0),) * 5],
     "GRPO whose loss grows": [grpo(loss=1e-8 * 10**at) for at in range(8)],
     "GRPO with completions cut off": [grpo(**{"completions/clipped_ratio": 1.0}) for _ in range(3)],
     "GRPO without logged norms": [

@@ -55,6 +55,11 @@ class Folder:
         return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
 
     @property
+    def is_numbered(self) -> bool:
+        """Whether it is itself a `checkpoint-N` folder of a run."""
+        return _CHECKPOINT.match(self.root.name) is not None
+
+    @property
     def checkpoints(self) -> tuple[str, ...]:
         """Names of the `checkpoint-N` folders in it, by step."""
         steps = {name: int(match["step"]) for name in self.folders if (match := _CHECKPOINT.match(name))}

@@ -28,7 +28,10 @@ def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click pa
     else:
         for rule in rules:
             click.echo(_row(rule), color=wants_colour())
-        click.echo("\n`lora-tool rules CODE` explains one. `base`: needs the base model; `deep`: reads the weights.")
+        click.echo(
+            "\n`lora-tool rules CODE` explains one.\n"
+            "`base`: needs the base model; `deep`: reads the weights; `for`: runs with `--for` only."
+        )
 
 
 def _meant(code: str) -> frozenset[str]:
@@ -39,7 +42,8 @@ def _meant(code: str) -> frozenset[str]:
 
 
 def _marks(rule: Rule) -> list[str]:
-    return [mark for mark, there in (("base", Need.BASE in rule.needs), ("deep", rule.deep)) if there]
+    marks = (("base", Need.BASE in rule.needs), ("deep", rule.deep), ("for", Need.SERVER in rule.needs))
+    return [mark for mark, there in marks if there]
 
 
 def _row(rule: Rule) -> str:
@@ -49,7 +53,7 @@ def _row(rule: Rule) -> str:
 
 def _page(rule: Rule) -> str:
     severity = click.style(rule.severity.value, fg=_COLOURS[rule.severity])
-    marks = {"base": "needs the base model", "deep": "reads the weights"}
+    marks = {"base": "needs the base model", "deep": "reads the weights", "for": "runs with --for only"}
     notes = "".join(f", {marks[mark]}" for mark in _marks(rule))
     parts = [f"{click.style(rule.code, bold=True)}  {rule.title}", f"{severity}{notes}"]
     parts += [f"{click.style(heading, bold=True)}\n{text}" for heading, text in rule.sections().items()]
@@ -63,5 +67,6 @@ def _json(rule: Rule) -> dict[str, Any]:
         "title": rule.title,
         "deep": rule.deep,
         "needs_base": Need.BASE in rule.needs,
+        "needs_server": Need.SERVER in rule.needs,
         "page": dict(rule.sections()),
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.hub_cache import may_hold
@@ -23,6 +25,9 @@ from lora_tool.rules.registry import RULES, UnknownRule, expand
 from lora_tool.rules.subject import Server
 from lora_tool.rules.validation import NO_BASE, validate
 from lora_tool.sources import Source, Wanted, resolve
+
+_LONG = 1 << 30
+"""Bytes that take half a second to read from the page cache, and long from a disk."""
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
@@ -183,19 +188,31 @@ def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tup
     checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
     of_merged = adapters[0] if adapters and isinstance(checkpoint, ModelDir) else checkpoint
     base, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(of_merged)
-    return validate(
-        checkpoint,
-        base=base,
-        adapters=adapters,
-        num_labels=1 if asked.reward else asked.num_labels,
-        task="reward" if asked.reward else None,
-        select=asked.select,
-        ignore=[ignored.code for ignored in asked.ignored],
-        deep=asked.deep,
-        servers=asked.servers,
-        checkpoints=True,
-        why_no_base=why_not,
-    )
+    with _bar(checkpoint, asked) as progress:
+        return validate(
+            checkpoint,
+            base=base,
+            adapters=adapters,
+            num_labels=1 if asked.reward else asked.num_labels,
+            task="reward" if asked.reward else None,
+            select=asked.select,
+            ignore=[ignored.code for ignored in asked.ignored],
+            deep=asked.deep,
+            servers=asked.servers,
+            checkpoints=True,
+            progress=progress,
+            why_no_base=why_not,
+        )
+
+
+def _bar(checkpoint: Checkpoint, asked: _Asked) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
+    """Return a progress bar where so much will be read that somebody would wait, else nothing."""
+    if isinstance(checkpoint, AdapterDir | ModelDir):
+        total = checkpoint.weights.nbytes
+        read = asked.deep or (asked.deep is None and isinstance(checkpoint, AdapterDir))
+        if read and total >= _LONG:
+            return progress_bar("reading weights", total, quiet=asked.quiet)
+    return contextlib.nullcontext()
 
 
 def _open_base(source: Source) -> ModelDir:
@@ -250,7 +267,10 @@ def _show(report: Report, asked: _Asked) -> None:
     if not nothing and not (asked.quiet and not report.findings):
         click.echo(text(asked.form, color=asked.form is Form.TEXT and wants_colour()))
     for file in asked.files:
-        file.write(text(file.form))
+        try:
+            file.write(text(file.form))
+        except OSError as error:
+            raise LoraToolError(f"{file.path}: the report cannot be written: {error.strerror}") from error
 
 
 def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> int:

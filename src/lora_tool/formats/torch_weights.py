@@ -14,8 +14,6 @@ from lora_tool.formats.files import open_regular
 from lora_tool.formats.torch_zip import LazyTensor, read_torch_file
 from lora_tool.tensors import FileStamp, StoredTensor
 
-SUFFIX = ".bin"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchWeightsFile:

@@ -10,15 +10,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import inside, read_json
 from lora_tool.formats.safetensors import SafetensorsFile, scan_file
-from lora_tool.formats.torch_weights import SUFFIX, TorchWeightsFile, scan_torch_weights
 from lora_tool.tensors import FileStamp, StoredTensor
 
-WeightsFile = SafetensorsFile | TorchWeightsFile
+if TYPE_CHECKING:
+    from lora_tool.formats.torch_weights import TorchWeightsFile
+
+    WeightsFile = SafetensorsFile | TorchWeightsFile
+
+_TORCH = ".bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ class _Gathering:
             self.note(Defect.NOT_A_FILE, path, "is a link out of its folder", None)
             return None
         try:
-            file = scan_torch_weights(path) if name.endswith(SUFFIX) else scan_file(path)
+            file = _scan_torch(path) if name.endswith(_TORCH) else scan_file(path)
         except CorruptFile as error:
             self.problems.append(error.problem)
             return None
@@ -73,6 +77,13 @@ class _Gathering:
 
     def weights(self, index: Path | None = None) -> Weights:
         return Weights(files=tuple(self.files), tensors=self.tensors, index=index, problems=tuple(self.problems))
+
+
+def _scan_torch(path: Path) -> TorchWeightsFile:
+    # a twentieth of a second to import, and most folders have none
+    from lora_tool.formats.torch_weights import scan_torch_weights  # noqa: PLC0415
+
+    return scan_torch_weights(path)
 
 
 def read_single(path: Path) -> Weights:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import DcpDir, ZeroDir
 from lora_tool.errors import CheckpointError
-from lora_tool.plan.training_state import TrainingState, dcp_state, unwatched, zero_state
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.registry import Fault
 from lora_tool.rules.subject import Subject
+
+if TYPE_CHECKING:
+    from lora_tool.plan.training_state import TrainingState
 
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 
@@ -46,6 +49,8 @@ class ShardedSubject(Subject):
         yield from (as_fault(found) for found in self.looks[0] if found.code == code)
 
     def _look(self) -> list[Finding]:
+        from lora_tool.plan.training_state import unwatched  # noqa: PLC0415 - slow to import, for few folders
+
         try:
             return self.state.look_at(self.state.assemble(self.state.entries), unwatched)
         except CheckpointError as error:  # damage inside of a file whose outside is good
@@ -57,6 +62,8 @@ class ShardedSubject(Subject):
 
 def sharded_subject(checkpoint: ZeroDir | DcpDir) -> ShardedSubject:
     """Return the subject for a checkpoint. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
+    from lora_tool.plan.training_state import dcp_state, zero_state  # noqa: PLC0415 - slow to import, for few folders
+
     if isinstance(checkpoint, DcpDir):
         return ShardedSubject(checkpoint=checkpoint, state=dcp_state(checkpoint))
     tags = list(checkpoint.rank_files)

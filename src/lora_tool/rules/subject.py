@@ -13,7 +13,7 @@ from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import PREFIX, AdapterKey, Part
 from lora_tool.plan.architectures import Architecture
-from lora_tool.rules.weights_scan import WeightScan, scan
+from lora_tool.rules.weights_scan import Scans, WeightScan
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -34,7 +34,7 @@ class Subject:
     """An opened folder of any kind. Its scans are kept, so that no weight is read twice."""
 
     checkpoint: Checkpoint
-    scans: dict[str, WeightScan] = field(default_factory=dict, compare=False)
+    scans: Scans = field(default_factory=Scans, compare=False)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -57,10 +57,8 @@ class Subject:
         return self.checkpoint.tensors if isinstance(self.checkpoint, AdapterDir | ModelDir) else {}
 
     def scan(self, tensor: StoredTensor) -> WeightScan:
-        """Return what the tensor's values are like, reading them the first time. Raises as `weights_scan.scan`."""
-        if tensor.name not in self.scans:
-            self.scans[tensor.name] = scan(tensor)
-        return self.scans[tensor.name]
+        """Return what the tensor's values are like, reading them the first time. Raises as `Scans.of`."""
+        return self.scans.of(tensor, self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report import Severity
+from lora_tool.rules.advice import an_earlier_checkpoint
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import RunSubject, Subject
 
 _NO_GRADIENT = 1e-6
 """Norms of real gradients are above 0.001; DPO on pairs that do not differ gave 6e-8."""
+_STUCK = 3
+"""Log entries in a row without any gradient; supervised training has no such pause."""
 _SUDDEN = 0.05
 """A loss that falls from above this to exactly 0 did not get there by learning."""
 _MANY = 20
@@ -78,7 +82,7 @@ def run_not_finite(subject: Subject) -> Iterator[Fault]:
     losses = _losses(state)
     bad = [entry for entry in losses if _is_not_finite(entry) and not _is_masked(entry)]
     if bad:
-        yield _not_finite(state, losses, bad)
+        yield replace(_not_finite(state, losses, bad), hint=an_earlier_checkpoint(subject, "then train in bf16"))
     evaluated = [entry for entry in state.log if "eval_loss" in entry]
     if evaluated and not math.isfinite(evaluated[-1]["eval_loss"]):
         message = f"is {evaluated[-1]['eval_loss']} {_at(evaluated[-1])}"
@@ -130,7 +134,8 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
         recovered = masked[-1] is not losses[-1]
         message = f"is 0 with a gradient that is {masked[0]['grad_norm']} {_at(masked[0])}: it is NaN, and filtered in the log"
         severity = Severity.WARNING if recovered else None
-        yield Fault(subject="loss", message=message, path=str(state.path), severity=severity)
+        hint = an_earlier_checkpoint(subject, "then train in bf16, with logging_nan_inf_filter=False")
+        yield Fault(subject="loss", message=message, path=str(state.path), severity=severity, hint=hint)
     elif not any("grad_norm" in entry for entry in losses) and not _is_online(state):
         zeros = _zeros_at_the_end(losses)
         before = losses[-zeros - 1]["loss"] if zeros < len(losses) else math.inf
@@ -149,7 +154,7 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
 
     ## What it does
     Looks in `trainer_state.json` for a `grad_norm` below 0.000001 in every log entry, or a learning rate that was
-    always 0. A loss near 0 is no sign of it: that is how GRPO looks when it is healthy.
+    always 0. A gradient that is exactly 0 only towards the end is a warning. A loss near 0 is no sign of it: that is how GRPO looks when it is healthy.
 
     ## Why it matters
     Nothing was learned. Adam moves weights even so, by noise, so that the adapter looks trained.
@@ -168,6 +173,11 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     if norms and all(norm < _NO_GRADIENT for norm in norms) and (len(norms) > 1 or norms[0] == 0):
         message = f"is at most {max(norms):.1g} in all {len(norms)} log entries: {_why_no_gradient(losses)}"
         yield Fault(subject="grad_norm", message=message, path=str(state.path))
+    elif not _is_online(state):
+        zeros = next((at for at, norm in enumerate(reversed(norms)) if norm != 0), len(norms))
+        if zeros >= _STUCK:
+            message = f"is exactly 0 in the last {zeros} of {len(norms)} log entries: nothing is learned any more"
+            yield Fault(subject="grad_norm", message=message, path=str(state.path), severity=Severity.WARNING)
     rates = [entry["learning_rate"] for entry in losses if "learning_rate" in entry]
     if len(rates) > 1 and not any(rates):
         message = f"is 0 in all {len(rates)} log entries"
@@ -191,7 +201,7 @@ def run_diverged(subject: Subject) -> Iterator[Fault]:
 
     ## What it does
     Compares the loss at the end of the log in `trainer_state.json` with that at its beginning and at its best: medians
-    of a fifth of the log, or, in a log of fewer than 20 entries, single values ten times as large. Online RL (GRPO),
+    of a fifth of the log; in a log of fewer than 20 entries, it must end ten times as large as it began. Online RL (GRPO),
     whose loss says little, is left out.
 
     ## Why it matters
@@ -212,23 +222,23 @@ def run_diverged(subject: Subject) -> Iterator[Fault]:
     if found:
         first, low, last = found
         message = f"began at {first:.3g}, was {low:.3g} at best and ended at {last:.3g}"
-        yield Fault(subject="loss", message=message, path=str(state.path))
+        hint = an_earlier_checkpoint(subject, "then train with a smaller learning rate, or a warmup")
+        yield Fault(subject="loss", message=message, path=str(state.path), hint=hint)
 
 
 def _divergence(losses: Sequence[float]) -> tuple[float, float, float] | None:
     """Return loss at the beginning, at best and at the end of a log that says the run diverged."""
     count = len(losses)
-    if count >= _MANY:
-        width = count // 5
-        windows = [_median(losses[at : at + width]) for at in range(0, count - width + 1, width)]
-        first, low, last = windows[0], min(windows), _median(losses[-width:])
-        diverged = last > 2 * abs(first) + 0.5 or (last > first and last > 3 * abs(low) + 1)
-    elif count > 2:  # noqa: PLR2004 - two points make no trend
-        first, low, last = losses[0], min(losses), losses[-1]
-        diverged = last > 10 * max(abs(first), 0.1) + 1
-    else:
+    if count < 3:  # noqa: PLR2004 - two points make no trend
         return None
-    return (first, low, last) if diverged else None
+    width = count // 5 if count >= _MANY else 1
+    windows = [_median(losses[at : at + width]) for at in range(0, count - width + 1, width)]
+    first, low, last = windows[0], min(windows), _median(losses[-width:])
+    # a run may diverge within its first steps, so that all medians are large
+    diverged = last > 10 * max(abs(losses[0]), 0.1) + 1
+    if count >= _MANY:
+        diverged = diverged or last > 2 * abs(first) + 0.5 or (last > first and last > 3 * abs(low) + 1)
+    return (min(losses[0], first), min(losses[0], low), last) if diverged else None
 
 
 def _median(values: Sequence[float]) -> float:

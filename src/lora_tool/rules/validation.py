@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from lora_tool.rules import (  # noqa: F401 - importing a family registers its r
     adapter_layers,
     adapter_names,
     against_base,
+    base_hazards,
     containers,
     head,
     merged_headers,
@@ -66,6 +67,7 @@ def validate(
     deep: bool | None = None,
     servers: Iterable[Server] = (),
     checkpoints: bool = False,
+    progress: Callable[[int], None] | None = None,
     why_no_base: str = NO_BASE,
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
@@ -76,7 +78,7 @@ def validate(
     the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
     rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
     folder are judged one by one, with `checkpoints` also those beside finished weights, and put into one table of
-    `runs`. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
+    `runs`. `progress` is called with the bytes that were read, where they are many. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
     """
     asked = _Asked(
         rules=chosen(select, ignore),
@@ -86,6 +88,7 @@ def validate(
         task=task,
         deep=deep,
         servers=frozenset(map(Server, servers)),
+        progress=progress,
         why_no_base=why_no_base,
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
@@ -114,6 +117,7 @@ class _Asked:
     task: str | None
     deep: bool | None
     servers: frozenset[Server]
+    progress: Callable[[int], None] | None
     why_no_base: str
 
 
@@ -220,12 +224,14 @@ def judge(subject: Subject, rules: Iterable[Rule]) -> Report:
             task=None,
             deep=None,
             servers=frozenset(),
+            progress=None,
             why_no_base=NO_BASE,
         ),
     )
 
 
 def _judge(subject: Subject, asked: _Asked) -> Report:
+    subject.scans.progress = asked.progress
     path = str(subject.checkpoint.root)
     findings: list[Finding] = []
     skipped: list[Skipped] = []

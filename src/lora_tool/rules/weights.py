@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.report import Severity
+from lora_tool.rules.advice import an_earlier_checkpoint
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
-from lora_tool.tensors import StoredTensor
 
-_ENOUGH = 16
+_ENOUGH = 8
 """A tensor of fewer values may have equal ones by chance."""
+
+_ABSURD = 65536.0
+"""From here on float16 overflows; no trained factor comes near."""
 
 
 @rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
@@ -66,7 +69,8 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
             counts = (
                 f"{found.nonfinite:,} of {tensor.spec.numel:,} values are NaN or infinite, first at {found.first:,}"
             )
-            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path))
+            hint = an_earlier_checkpoint(subject, "train in bf16, or with a smaller learning rate")
+            yield Fault(subject=tensor.name, message=counts, path=str(tensor.path), hint=hint)
 
 
 @rule("LT219", Severity.WARNING, on=AdapterSubject, deep=True)
@@ -86,13 +90,15 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Save the adapter again from the training state, or use another checkpoint.
     """
-    for tensor, is_initial_zero in _factors(subject):
-        found = subject.scan(tensor)
-        if found.constant and not found.nonfinite and not (found.all_zero and is_initial_zero):
-            value = "zero" if found.all_zero else "the same"
-            yield Fault(
-                subject=tensor.name, message=f"all {tensor.spec.numel:,} values are {value}: not what training gives"
-            )
+    for layer in subject.layers:
+        for tensor in (layer.a, layer.b):
+            if tensor is None or not tensor.dtype.is_float or tensor.spec.numel < _ENOUGH:
+                continue
+            found = subject.scan(tensor)
+            if found.constant or (found.all_zero and tensor is not layer.zero_initialised):
+                value = "zero" if found.all_zero else "the same"
+                message = f"all {tensor.spec.numel:,} values are {value}: not what training gives"
+                yield Fault(subject=tensor.name, message=message)
 
 
 @rule("LT220", Severity.WARNING, on=AdapterSubject, deep=True)
@@ -100,29 +106,24 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
     """Values far beyond what training gives.
 
     ## What it does
-    Looks for values of 32768 or more in each `lora_A` and `lora_B`, in the first megabyte of each.
+    Looks for values of 512 or more in factors and saved modules; trained ones stay below about 1. From 65,536 on,
+    where float16 ends, it is an error.
 
     ## Why it matters
-    Trained factors are below 10. Larger by thousands are a run that diverged, bytes read in the wrong type or order,
-    or a damaged file: the model answers with nonsense, or with NaN where 16 bits overflow.
+    Larger by thousands are a run that diverged, bytes read in the wrong type or order, or a damaged file: the model
+    answers with nonsense, or with NaN where 16 bits overflow.
 
     ## Example
-    1 of 65,536 values of `…v_proj.lora_B.weight` is 1e38: one flipped bit.
+    `lora_B` holds 3.4e+38 after an optimizer step with a gradient that overflowed; or one bit of it was flipped.
 
     ## What to do
-    Use an earlier checkpoint; if all are like that, look at loss and `grad_norm` of the run. Copy the file again if the
-    values were good where it was made.
+    Use an earlier checkpoint; look at `grad_norm` and `loss` in `trainer_state.json` before this one. Copy the file
+    again if the values were good where it was made.
     """
-    for tensor, _ in _factors(subject):
-        huge = subject.scan(tensor).huge
-        if huge:
-            message = f"{huge:,} of {tensor.spec.numel:,} values are 32768 or more, trained ones are below 10"
-            yield Fault(subject=tensor.name, message=message)
-
-
-def _factors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, bool]]:
-    """Yield the factors that are large enough to tell, and whether each is the one that is zero before training."""
-    for layer in subject.layers:
-        for tensor in (layer.a, layer.b):
-            if tensor is not None and tensor.dtype.is_float and tensor.spec.numel >= _ENOUGH:
-                yield tensor, tensor is layer.zero_initialised
+    factors = [tensor for layer in subject.layers for tensor in layer.parts.values()]
+    plain = [tensor for tensor, _, _ in subject.plain()]
+    for tensor in (*factors, *plain):
+        largest = subject.scan(tensor).largest
+        if largest:
+            severity = Severity.ERROR if largest >= _ABSURD else None
+            yield Fault(subject=tensor.name, message=f"holds values up to {largest:.3g}", severity=severity)

@@ -1,22 +1,31 @@
-"""Looking at every value of a tensor without numpy: how many are NaN or infinite, and whether all are zero.
+"""Looking at every value of a tensor: NaN and infinities, whether all are zero or all the same, how large they are.
 
-numpy costs 150 ms to import, more than most scans take. The bytes of a little-endian float that hold its sign and the
-top of its exponent are one slice (``data[3::4]`` for F32), and only where one of them has all the exponent bits set
-can a value be NaN or infinite; in weights that is so rare that the exact test hardly ever runs.
+numpy costs 100 ms to import, more than the scan of a usual adapter takes, so that small ones are looked at without it:
+the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
+F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there is one,
+and for everything large, `weights_scan_numpy` counts.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular
-from lora_tool.tensors import DType, Span, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor, TensorTable
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
+
+NUMPY_BYTES = 128 << 20
+"""From this size on, numpy's import is soon won back."""
+
+LARGE = 512.0
+"""Trained factors stay below about 1. Magnitudes from this on are told; it is a power of two that all types have."""
 
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
@@ -24,63 +33,64 @@ _SIGN_ONLY = b"\x00\x80"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightScan:
-    """What the values of a tensor are like. `first` is the index of the first value that is NaN or infinite."""
+    """What the values of a tensor are like."""
 
-    nonfinite: int
-    first: int | None
-    all_zero: bool
+    nonfinite: int = 0
+    first: int | None = None
+    """The index of the first value that is NaN or infinite."""
+    all_zero: bool = False
     constant: bool = False
-    """Whether every element has the same bytes."""
-    huge: int = 0
-    """How many values of the first megabyte are finite and of 32768 or more (131072 in F64)."""
+    """Whether all values, at least two, have the same bits, and are neither zero nor NaN nor infinite."""
+    largest: float = 0.0
+    """The largest finite magnitude where it is `LARGE` or more, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where a float type keeps its exponent: masks for the last byte of an element, and for the one before it."""
+class Layout:
+    """How a float type lies in its bytes: exponent and fraction bits; a sign is before them."""
 
     nbytes: int
-    last: int
-    before: int
-    suspects: tuple[int, ...]
-    """The values of the last byte that have its part of the exponent full."""
-    huge: bytes
-    """For each value of the last byte, 1 where the exponent is that of 2¹⁵ or more."""
+    exponent: int
+    fraction: int
 
-    def count_huge(self, data: bytes) -> int:
-        """Return how many elements of `data` are 2¹⁵ or more (2¹⁷ in F64), NaN and infinities among them."""
-        return data[self.nbytes - 1 :: self.nbytes].translate(self.huge).count(1)
+    @property
+    def infinity(self) -> int:
+        """The bits of +infinity; those of a magnitude are larger exactly where it is NaN."""
+        return ((1 << self.exponent) - 1) << self.fraction
 
-    def full_exponents(self, data: bytes) -> tuple[int, int | None]:
-        """Return how many elements of `data` have every exponent bit set, and the index of the first."""
-        last = data[self.nbytes - 1 :: self.nbytes]
-        # a few searches at memchr's speed are far quicker than one pass of `translate`
-        if not any(byte in last for byte in self.suspects):
-            return 0, None
-        marks = int.from_bytes(last.translate(_marks(self.last)), "little")
-        if self.before:
-            before = data[self.nbytes - 2 :: self.nbytes]
-            marks &= int.from_bytes(before.translate(_marks(self.before)), "little")
-        count = marks.bit_count()
-        return count, ((marks & -marks).bit_length() - 1) // 8 if count else None
+    @property
+    def large(self) -> int:
+        """The bits of `LARGE`; those of every larger magnitude are larger."""
+        return (int(math.log2(LARGE)) + (1 << (self.exponent - 1)) - 1) << self.fraction
 
 
-def _marks(mask: int) -> bytes:
-    return bytes(int(byte & mask == mask) for byte in range(256))
-
-
-def _layout(nbytes: int, *, last: int, before: int, huge: int) -> _Layout:
-    suspects = tuple(byte for byte in range(256) if byte & last == last)
-    marks = bytes(int(byte & 0x7F >= huge) for byte in range(256))
-    return _Layout(nbytes=nbytes, last=last, before=before, suspects=suspects, huge=marks)
-
-
-_LAYOUTS = {
-    DType.F64: _layout(8, last=0x7F, before=0xF0, huge=0x41),
-    DType.F32: _layout(4, last=0x7F, before=0x80, huge=0x47),
-    DType.BF16: _layout(2, last=0x7F, before=0x80, huge=0x47),
-    DType.F16: _layout(2, last=0x7C, before=0, huge=0x78),
+LAYOUTS = {
+    DType.F64: Layout(8, 11, 52),
+    DType.F32: Layout(4, 8, 23),
+    DType.BF16: Layout(2, 8, 7),
+    DType.F16: Layout(2, 5, 10),
 }
+
+
+@dataclass(slots=True)
+class Scans:
+    """The scans of one folder's tensors, each made once. `progress` is called with the bytes that were read."""
+
+    progress: Callable[[int], None] | None = None
+    found: dict[str, WeightScan] = field(default_factory=dict)
+
+    def of(self, tensor: StoredTensor, among: TensorTable) -> WeightScan:
+        """Return the scan of one of the tensors `among`; where they are many bytes, all are scanned at the first call.
+
+        Raises `CorruptFile` or `SourceChanged` if a file went away.
+        """
+        if not self.found and sum(other.nbytes for other in among.values()) >= NUMPY_BYTES:
+            from lora_tool.rules.weights_scan_numpy import scan_all  # noqa: PLC0415 - slow to import
+
+            self.found = scan_all(among, progress=self.progress)
+        if tensor.name not in self.found:
+            self.found[tensor.name] = scan(tensor)
+        return self.found[tensor.name]
 
 
 def scan(tensor: StoredTensor) -> WeightScan:
@@ -88,36 +98,32 @@ def scan(tensor: StoredTensor) -> WeightScan:
 
     A tensor without elements is not all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
     """
-    layout = _LAYOUTS.get(tensor.dtype)
-    nonfinite, first, zero, done = 0, None, tensor.nbytes > 0, 0
-    constant, element, huge = tensor.nbytes > 0, b"", 0
+    layout = LAYOUTS.get(tensor.dtype)
+    width = layout.nbytes if layout else 1
+    zero, constant, element = tensor.nbytes > 0, tensor.nbytes > width and layout is not None, b""
     for data in _chunks(tensor):
-        zero = zero and _is_zero(data, tensor.dtype.bits // 8 if layout else 1, signed=layout is not None)
-        if layout is not None:
-            element = element or data[: layout.nbytes]
-            constant = constant and _repeats(data, element)
-            huge = huge if done or zero else layout.count_huge(data)
-        if layout is not None and not zero:
-            count, at = layout.full_exponents(data)
-            if at is not None and first is None:
-                first = done + at
-            nonfinite += count
-            done += len(data) // layout.nbytes
-        elif layout is not None:
-            done += len(data) // layout.nbytes
-    return WeightScan(
-        nonfinite=nonfinite,
-        first=first,
-        all_zero=zero,
-        constant=constant and layout is not None,
-        huge=0 if nonfinite else huge,
-    )
+        element = element or data[:width]
+        zero = zero and _is_zero(data, width, signed=layout is not None)
+        constant = constant and _repeats(data, element)
+        if layout is not None and not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
+            from lora_tool.rules.weights_scan_numpy import scan_exactly  # noqa: PLC0415 - slow to import
+
+            return scan_exactly(tensor)
+    return WeightScan(all_zero=zero, constant=constant and not zero)
+
+
+@cache
+def _ordinary(layout: Layout) -> bytes:
+    """Return the last bytes of elements whose magnitude is below `LARGE`, whatever the other bytes are."""
+    last = layout.large >> 8 * (layout.nbytes - 1)
+    return bytes(byte for byte in range(256) if byte & 0x7F < last)
 
 
 def _repeats(data: bytes, element: bytes) -> bool:
-    """Whether `data` is one element over and over; a glance at its beginning nearly always tells."""
-    few = len(element) * 16
-    return data[:few] == element * (len(data[:few]) // len(element)) and data == element * (len(data) // len(element))
+    """Whether every element is `element`."""
+    if not data.startswith(element) or not data.endswith(element):
+        return False
+    return data == element * (len(data) // len(element))
 
 
 def _is_zero(data: bytes, nbytes: int, *, signed: bool) -> bool:
@@ -143,6 +149,11 @@ def _span_chunks(fd: int, span: Span) -> Iterator[bytes]:
         wanted = min(CHUNK_BYTES, span.nbytes - at)
         data = os.pread(fd, wanted, span.offset + at)
         if len(data) != wanted:
-            raise SourceChanged(f"{span.path} became shorter while it was read")
+            raise shorter(span)
         yield data
         at += wanted
+
+
+def shorter(span: Span) -> SourceChanged:
+    """Return the error that a span is not all there any more."""
+    return SourceChanged(f"{span.path} became shorter while it was read")

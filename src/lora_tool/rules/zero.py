@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.checkpoint import ZeroDir
-from lora_tool.plan.zero_checks import latest_tag
 from lora_tool.report import Severity
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.sharded import ShardedSubject, as_fault
@@ -186,6 +185,8 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     """
     zero = subject.checkpoint
     if isinstance(zero, ZeroDir):
+        from lora_tool.plan.zero_checks import latest_tag  # noqa: PLC0415 - slow to import, for few folders
+
         yield from map(as_fault, latest_tag(zero.root, zero.latest, zero.rank_files))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from lora_tool.errors import LoraToolError
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.plan.adapter_state import find_adapter_config, find_heads, has_lora
 from lora_tool.report import Severity
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.sharded import ShardedSubject, as_fault
@@ -111,11 +110,15 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
     Look for a tag that was saved with its frozen parameters; next time, put the head into `modules_to_save`.
     """
     state = subject.state
+    from lora_tool.plan.adapter_state import find_heads, has_lora  # noqa: PLC0415 - slow to import, for few folders
+
     if has_lora(state.entries):
         yield from map(as_fault, find_heads(state, _config(subject)).faults)
 
 
 def _config(subject: ShardedSubject) -> AdapterConfig | None:
+    from lora_tool.plan.adapter_state import find_adapter_config  # noqa: PLC0415 - as above
+
     try:
         return find_adapter_config(None, near=subject.state.near)
     except LoraToolError:

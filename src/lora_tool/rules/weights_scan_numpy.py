@@ -1,0 +1,107 @@
+"""The scan of weights with numpy, for what is large, or holds values that must be counted.
+
+Without its sign, the bits of a float are an integer that grows with its magnitude: the largest one of a block tells
+whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are small enough to stay in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.formats.files import open_regular
+from lora_tool.rules.weights_scan import LAYOUTS, Layout, WeightScan, shorter
+from lora_tool.tensors import StoredTensor, TensorTable
+
+_BLOCK_BYTES = 1 << 19
+_WORKERS = 4
+"""Reading from the disk and counting overlap; the cores of a small machine are enough to keep up with its disk."""
+
+Bits = NDArray[Any]
+
+
+def scan_all(tensors: TensorTable, *, progress: Callable[[int], None] | None = None) -> dict[str, WeightScan]:
+    """Return the scan of each tensor by name. Raises as `scan_exactly`, for the first that fails."""
+    found = {}
+    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
+        try:
+            for tensor, scanned in zip(tensors.values(), pool.map(scan_exactly, tensors.values()), strict=True):
+                found[tensor.name] = scanned
+                if progress is not None:
+                    progress(tensor.nbytes)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return found
+
+
+def scan_exactly(tensor: StoredTensor) -> WeightScan:
+    """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
+
+    Raises `CorruptFile` or `SourceChanged` if its file went away.
+    """
+    layout = LAYOUTS.get(tensor.dtype)
+    if layout is None:
+        zero = tensor.nbytes > 0 and not any(block.any() for block in _blocks(tensor, np.dtype(np.uint8)))
+        return WeightScan(all_zero=zero)
+    return _scan_floats(tensor, layout)
+
+
+def _scan_floats(tensor: StoredTensor, layout: Layout) -> WeightScan:
+    kind = np.dtype(f"<u{layout.nbytes}")
+    sign = 1 << (8 * layout.nbytes - 1)
+    nonfinite, first, largest, done = 0, None, 0, 0
+    constant, element = tensor.spec.numel > 1, None
+    for block in _blocks(tensor, kind):
+        element = block[0].copy() if element is None else element
+        constant = constant and bool(block[-1] == element) and bool((block == element).all())
+        top = _top(block, sign)
+        if top >= layout.infinity:
+            bits = np.bitwise_and(block, kind.type(sign - 1))
+            bad = bits >= layout.infinity
+            nonfinite += int(np.count_nonzero(bad))
+            first = done + int(bad.argmax()) if first is None else first
+            top = int(bits[~bad].max(initial=0))
+        largest = max(largest, top)
+        done += block.size
+    zero = tensor.spec.numel > 0 and largest == 0 and not nonfinite
+    return WeightScan(
+        nonfinite=nonfinite,
+        first=first,
+        all_zero=zero,
+        constant=constant and not zero and not nonfinite,
+        largest=_value(largest, layout) if largest >= layout.large else 0.0,
+    )
+
+
+def _top(block: Bits, sign: int) -> int:
+    """Return the largest magnitude's bits: two maxima, of the positive and the negative values, and no copy."""
+    positive = int(block.view(f"<i{block.itemsize}").max())
+    either = int(block.max())
+    return max(positive, either - sign if either >= sign else 0)
+
+
+def _value(bits: int, layout: Layout) -> float:
+    """Return the number that the bits of a normal magnitude mean."""
+    exponent, fraction = bits >> layout.fraction, bits & ((1 << layout.fraction) - 1)
+    bias = (1 << (layout.exponent - 1)) - 1
+    return float(np.ldexp(float((1 << layout.fraction) + fraction), exponent - bias - layout.fraction))
+
+
+def _blocks(tensor: StoredTensor, kind: np.dtype[Any]) -> Iterator[Bits]:
+    """Yield the tensor's elements in blocks; each is overwritten by the next."""
+    buffer = np.empty(_BLOCK_BYTES, np.uint8)
+    for span in tensor.spans:
+        if not span.nbytes:
+            continue
+        with open_regular(span.path) as fd:
+            for at in range(0, span.nbytes, _BLOCK_BYTES):
+                block = buffer[: min(_BLOCK_BYTES, span.nbytes - at)]
+                if os.preadv(fd, [block.data], span.offset + at) != block.nbytes:
+                    raise shorter(span)
+                yield block.view(kind)

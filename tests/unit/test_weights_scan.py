@@ -1,0 +1,138 @@
+"""Both ways of scanning weights against numpy's own arithmetic, on every float type and where blocks meet."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lora_tool.errors import SourceChanged
+from lora_tool.rules import weights_scan, weights_scan_numpy
+from lora_tool.rules.weights_scan import LARGE, Scans, WeightScan, scan
+from lora_tool.rules.weights_scan_numpy import scan_all, scan_exactly
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+
+KINDS: dict[DType, Any] = {
+    DType.F64: np.float64,
+    DType.F32: np.float32,
+    DType.F16: np.float16,
+    DType.BF16: ml_dtypes.bfloat16,
+}
+NAN, INF = float("nan"), float("inf")
+
+
+def stored(
+    path: Path, values: NDArray[Any], dtype: DType, *, cuts: tuple[int, ...] = (), name: str = "x"
+) -> StoredTensor:
+    """Write the values at an odd place of a file, in spans cut after these elements, with rubbish in between."""
+    size = values.dtype.itemsize
+    data, spans, content = values.tobytes(), [], b"rub"
+    edges = [0, *(cut * size for cut in cuts), len(data)]
+    for begin, end in itertools.pairwise(edges):
+        spans.append(Span(path=path, offset=len(content), nbytes=end - begin))
+        content += data[begin:end] + b"\xff\x7f" * 3
+    path.write_bytes(content)
+    return StoredTensor(spec=TensorSpec(name=name, dtype=dtype, shape=values.shape), spans=tuple(spans))
+
+
+def expected(values: NDArray[Any]) -> WeightScan:
+    """Say by numpy's arithmetic on float64 what a scan must say by bits."""
+    wide = np.abs(values.astype(np.float64))
+    bad = ~np.isfinite(wide)
+    largest = float(wide[~bad].max(initial=0.0))
+    zero = values.size > 0 and not bad.any() and largest == 0
+    same = values.size > 1 and len({value.tobytes() for value in values.ravel()}) == 1
+    return WeightScan(
+        nonfinite=int(bad.sum()),
+        first=int(bad.argmax()) if bad.any() else None,
+        all_zero=zero,
+        constant=same and not zero and not bad.any(),
+        largest=largest if largest >= LARGE else 0.0,
+    )
+
+
+def both(tensor: StoredTensor) -> WeightScan:
+    found = scan(tensor)
+    assert scan_exactly(tensor) == found
+    return found
+
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.02, 511.0, 512.0, -512.0, 600.0, 65504.0, 1e-8, NAN, INF, -INF, 3e38]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@given(data=st.data())
+def test_scans_say_what_numpy_says(dtype: DType, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    numbers = data.draw(st.lists(st.sampled_from(SPECIAL) | st.floats(-1, 1, width=32), max_size=40))
+    with np.errstate(over="ignore"):
+        values = np.array(numbers, np.float64).astype(KINDS[dtype])
+    cuts = tuple(sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3))))
+    tensor = stored(tmp_path_factory.getbasetemp() / f"{dtype}", values, dtype, cuts=cuts)
+    assert both(tensor) == expected(values)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("special", [NAN, -INF, 700.0])
+def test_a_value_is_found_wherever_it_lies(
+    dtype: DType, special: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_scan, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(weights_scan_numpy, "_BLOCK_BYTES", 64)
+    size = 64 // np.dtype(KINDS[dtype]).itemsize * 3 + 1
+    for at in (0, 1, size // 3 - 1, size // 3, size // 3 + 1, size - 1):
+        values = np.full(size, -0.25, KINDS[dtype])
+        values[at] = special
+        found = both(stored(tmp_path / "x", values, dtype))
+        assert found == expected(values)
+        assert found.first == (at if not math.isfinite(special) else None)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("value", [0.0, -0.0, 0.5, -0.5, NAN, 1000.0])
+def test_the_same_value_everywhere(dtype: DType, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_scan, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(weights_scan_numpy, "_BLOCK_BYTES", 64)
+    for size in (0, 1, 2, 100):
+        values = np.full(size, value, KINDS[dtype])
+        assert both(stored(tmp_path / "x", values, dtype)) == expected(values)
+        if size:
+            values[-1] = 0.125
+            assert both(stored(tmp_path / "x", values, dtype)) == expected(values)
+
+
+@pytest.mark.parametrize("dtype", [DType.I8, DType.F8_E4M3, DType.I64])
+def test_other_types_have_zeros_looked_for(dtype: DType, tmp_path: Path) -> None:
+    for value in (0, 1, 0x80, 0xFF):
+        tensor = stored(tmp_path / "x", np.full(64, value, np.uint8), DType.U8)
+        spec = TensorSpec(name="x", dtype=dtype, shape=(64 * 8 // dtype.bits,))
+        assert both(StoredTensor(spec=spec, spans=tensor.spans)) == WeightScan(all_zero=value == 0)
+
+
+def test_a_file_that_became_shorter_is_told(tmp_path: Path) -> None:
+    tensor = stored(tmp_path / "x", np.ones(100, np.float32), DType.F32)
+    (tmp_path / "x").write_bytes(bytes(40))
+    for look in (scan, scan_exactly, lambda tensor: scan_all({"x": tensor})):
+        with pytest.raises(SourceChanged, match="became shorter"):
+            look(tensor)
+
+
+def test_many_bytes_are_read_at_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {f"t{at}": np.full(50, at + 0.5, np.float32) for at in range(20)}
+    table = {name: stored(tmp_path / name, array, DType.F32, name=name) for name, array in values.items()}
+    told: list[int] = []
+    small = Scans(progress=told.append)
+    assert small.of(table["t3"], table) == expected(values["t3"])
+    assert told == []
+    monkeypatch.setattr(weights_scan, "NUMPY_BYTES", 1000)
+    large = Scans(progress=told.append)
+    assert large.of(table["t3"], table) == expected(values["t3"])
+    assert told == [200] * 20
+    assert large.found == {name: expected(array) for name, array in values.items()}
