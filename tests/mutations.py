@@ -364,7 +364,8 @@ def _constant_b(folder: Path) -> None:
 @_breaks("LT220", CAUSAL)
 def _exploded(folder: Path) -> None:
     with tensors(folder) as table:
-        table[f"{Q_PROJ}.lora_B.weight"] = raw(16, 4, value=1e9)
+        name = f"{Q_PROJ}.lora_B.weight"
+        table[name] = edit.scaled(table[name], 2.0**30)
 
 
 @_breaks("LT220 one bit", REWARD)

@@ -24,7 +24,7 @@ LT201 LT202 LT203 LT204 LT205 LT206 LT207 LT208 LT209 LT210 LT211 LT212 LT213 LT
 LT301 LT302 LT303 LT304 LT306 LT307 LT308 LT309 LT310
 LT401 LT402 LT403 LT404 LT405 LT406 LT407 LT408 LT409 LT410 LT411 LT412 LT413 LT414 LT415
 LT501 LT502 LT503 LT504 LT505 LT506 LT507 LT508
-LT601 LT602 LT603 LT604 LT605 LT606 LT607 LT608 LT609 LT610 LT611 LT612 LT613 LT614 LT615 LT616 LT617 LT618 LT619
+LT601 LT602 LT603 LT604 LT605 LT606 LT607 LT608 LT609 LT610 LT611 LT612 LT613 LT614 LT615 LT616 LT617 LT618 LT619 LT620
 LT701 LT702 LT703 LT704 LT705 LT706 LT707 LT708
 LT801 LT802 LT803 LT804 LT805 LT806 LT807 LT808 LT809 LT810 LT811
 """.split()  # noqa: SIM905 - a table
@@ -41,7 +41,8 @@ FAULTS = Path(__file__).parents[1] / "unit" / "test_zero_faults.py"
 
 def test_every_rule_has_an_injury() -> None:
     zero = {code for code in RULES if code.startswith("LT4")}
-    assert {mutation.code for mutation in MUTATIONS.values()} == set(RULES) - zero
+    # what LT620 says is computed by `verify --logits` alone, whose tests break a model for it
+    assert {mutation.code for mutation in MUTATIONS.values()} == set(RULES) - zero - {"LT620"}
     # those of rank files are made by torch.save, in a module of their own
     assert zero == set(re.findall("LT4[0-9]{2}", FAULTS.read_text())) & set(RULES)
 

@@ -67,7 +67,7 @@ def test_text_groups_by_file_worst_first_with_each_hint_once() -> None:
 
 def test_text_counts_what_repeats() -> None:
     text = report_text(report(*(finding(subject=str(n)) for n in range(30))))
-    assert text.count("LT206") == 3
+    assert text.count("error    LT206") == 3
     assert "and 27 more like it" in text
     assert "checked 1 adapter: 30 errors\n" in text
 
