@@ -88,8 +88,7 @@ def plan_merge(
     the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
     not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. `adapter_origin` has one
     entry per adapter where there are several. Raises `CorruptFile` or `BadConfig` for a broken input,
-    `UnsupportedAdapter` for what cannot be merged
-    exactly, `IncompatibleBase` where base and adapter do not fit.
+    `UnsupportedAdapter` for what cannot be merged exactly, `IncompatibleBase` where base and adapter do not fit.
     """
     adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
     require_whole(base)
