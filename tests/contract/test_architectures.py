@@ -14,7 +14,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
+from lora_tool.names.meta import DTYPES, default_dtype, facts_of
 from lora_tool.plan.architectures import ARCHITECTURES, Architecture, architecture_of
+from lora_tool.tensors import DType
 from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")
@@ -55,6 +57,15 @@ def test_the_class_is_stored_as_it_is_in_memory(row: Architecture, task: Task) -
     assert get_model_conversion_mapping(model, add_legacy=False) == []
     assert not fixed_later(model), "a sub-model chosen by the config may bring a conversion of its own"
     assert not tied_linears(model), "a delta on one of them would change the other"
+
+
+@pytest.mark.parametrize(("row", "task"), CLASSES)
+def test_it_is_loaded_in_its_own_type_but_where_the_row_says(row: Architecture, task: Task) -> None:
+    meta_model(row, task)  # skips what is not there
+    for dtype in (DType.F16, DType.BF16, DType.F32):
+        with default_dtype(DTYPES[dtype]):
+            model = tiny_model(row.model_type, task, device="meta")
+        assert bool(facts_of(model, DTYPES[dtype]).wide) == (dtype in row.wide_in)
 
 
 @pytest.mark.parametrize(("row", "task"), CLASSES)

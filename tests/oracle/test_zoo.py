@@ -17,11 +17,11 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from lora_tool.errors import LoraToolError
 from tests.oracle.peft_merge import Table, different, layout, load_model, merge_with_ours, saved_tensors
-from tests.oracle.tiny import Task, buildable, tiny_model
+from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 
 Flavour = Literal["causal-lm", "seq-cls", "reward"]
 """`reward`: the base is a causal LM, the adapter a classifier's."""
@@ -122,7 +122,8 @@ def save_both(case: Case, folder: Path) -> tuple[Path, Path]:
     model.save_pretrained(folder / "base")
     lora = {"target_modules": "all-linear", **_LORA.get(case.model_type, {})}
     if task != base_task:
-        classifier = tiny_model(case.model_type, task)
+        config = AutoConfig.from_pretrained(folder / "base", num_labels=NUM_LABELS)
+        classifier = AutoModelForSequenceClassification.from_config(config)
         lora["modules_to_save"] = new_modules(model, classifier)
         model = classifier
     parameters = experts(model)
@@ -169,7 +170,7 @@ def load(case: Case, base: Path) -> PreTrainedModel:
     try:
         return load_model(base, _TASKS[case.flavour][1])
     except ValueError:
-        model_class = getattr(transformers, transformers.AutoConfig.from_pretrained(base).architectures[0])
+        model_class = getattr(transformers, AutoConfig.from_pretrained(base).architectures[0])
         model: PreTrainedModel = model_class.from_pretrained(base, dtype="auto")
         return model
 

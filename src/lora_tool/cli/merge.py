@@ -11,7 +11,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_chec
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.display import printable
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint
-from lora_tool.plan.model import Plan, Precision
+from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.sources import Source, Wanted, resolve
 
@@ -41,6 +41,11 @@ from lora_tool.sources import Source, Wanted, resolve
 @click.option(
     "--verify/--no-verify", default=True, show_default=True, help="Read samples back and check them before publishing."
 )
+@click.option(
+    "--moe-b-layout",
+    type=click.Choice([layout.value for layout in ExpertLayout]),
+    help="How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank_major]",
+)
 @writing_options("files as in the base")
 def command(
     adapters: tuple[str, ...],
@@ -53,6 +58,7 @@ def command(
     precision: str,
     untie: bool,  # noqa: FBT001
     verify: bool,  # noqa: FBT001
+    moe_b_layout: str | None,
     max_shard_size: int | None,
     jobs: int | None,
     overwrite: bool,  # noqa: FBT001
@@ -83,6 +89,7 @@ def command(
         precision=precision,
         untie=untie,
         max_shard_bytes=max_shard_size,
+        expert_layout=ExpertLayout(moe_b_layout) if moe_b_layout else None,
     )
     carry_out(
         plan,

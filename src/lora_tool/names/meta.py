@@ -83,7 +83,7 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTraine
         built = getattr(transformers, class_name).config_class.from_dict(raw)
         if class_name.endswith("ForSequenceClassification"):
             built.num_labels = LABELS
-        with torch.device("meta"), _default_dtype(dtype):
+        with torch.device("meta"), default_dtype(dtype):
             model: PreTrainedModel = model_class(built)
     except Exception as error:  # what a config of any kind raises in any of hundreds of classes cannot be listed
         reason = " ".join(str(error).split())[:200]
@@ -104,7 +104,8 @@ def _special(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors of `dtype` where no type is given, as `from_pretrained` does while it builds the model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -7,8 +7,8 @@ no renaming, fusing or transposing. A checkpoint whose names differ all the same
 merged, by asking transformers where each module lives.
 
 The table was made by building, saving and reloading a tiny model of every causal-LM and sequence-classification class
-of transformers 5.23, with random weights compared bit by bit. A row needs an empty conversion mapping, parameters of
-the model's own type (DeBERTa, Reformer and XLNet have some in float32 always), sub-configs of fixed classes, and no linear layer tied to another; where the two classes differ in more than their heads, the row names
+of transformers 5.23, with random weights compared bit by bit. A row needs an empty conversion mapping, sub-configs of
+fixed classes, and no linear layer tied to another; where the two classes differ in more than their heads, the row names
 one. `tests/contract/test_architectures.py` checks every row against the transformers that is installed.
 
 The class is part of the promise: a checkpoint of another class (``BartForConditionalGeneration``) has no row.
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from lora_tool.tensors import DType
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -30,6 +32,8 @@ class Architecture:
     sequence classifier without its `head`. `head` is the module path whose output is the labels; some encoders have a
     further dense layer beside it (``pre_classifier``, ``pooler``), which belongs to the base model.
     `causal_only` are the tensors of the language-modelling head, as named in memory: a tied one is not on disk.
+    `wide_in` are the types of which transformers loads a model with some parameters in float32 all the same (T5's `wo`,
+    GPT-OSS's norms): a base of such a type is not stored as it is in memory.
     `conv1d` are the last components of modules that store their weight transposed, (in, out), as `Conv1D` does.
     """
 
@@ -39,6 +43,7 @@ class Architecture:
     head: str | None
     causal_only: tuple[str, ...]
     conv1d: frozenset[str]
+    wide_in: frozenset[DType] = frozenset()
 
 
 def architecture_of(model_type: str) -> Architecture | None:
@@ -54,6 +59,7 @@ def _row(
     head: str = "score",
     causal_only: tuple[str, ...] = ("lm_head.weight",),
     conv1d: Iterable[str] = (),
+    wide_in: Iterable[DType] = (),
 ) -> Architecture:
     return Architecture(
         model_type=model_type,
@@ -62,6 +68,7 @@ def _row(
         head=head if sequence_classification else None,
         causal_only=causal_only if causal_lm else (),
         conv1d=frozenset(conv1d),
+        wide_in=frozenset(wide_in),
     )
 
 
@@ -95,6 +102,8 @@ _ROBERTA_HEAD = (
     "lm_head.layer_norm.weight",
 )
 _classifier = partial(_row, head="classifier")
+_HALF = (DType.F16,)
+_SIXTEEN_BITS = (DType.F16, DType.BF16)
 _GPT_CONV1D = ("c_attn", "c_fc", "c_proj")
 _GPT2_CONV1D = (*_GPT_CONV1D, "q_attn")
 
@@ -128,6 +137,7 @@ _ROWS = (
         "data2vec-text", "Data2VecTextForCausalLM", "Data2VecTextForSequenceClassification", causal_only=_ROBERTA_HEAD
     ),
     _row("dbrx", "DbrxForCausalLM"),
+    _classifier("deberta", None, "DebertaForSequenceClassification", wide_in=_SIXTEEN_BITS),
     _classifier("deberta-v2", None, "DebertaV2ForSequenceClassification"),
     _row("diffllama", "DiffLlamaForCausalLM", "DiffLlamaForSequenceClassification"),
     _classifier("distilbert", None, "DistilBertForSequenceClassification"),
@@ -158,7 +168,7 @@ _ROWS = (
     _row("gpt_neo", "GPTNeoForCausalLM", "GPTNeoForSequenceClassification"),
     _row("gpt_neox", None, "GPTNeoXForSequenceClassification"),
     _row("gpt_neox_japanese", "GPTNeoXJapaneseForCausalLM", causal_only=("embed_out.weight",)),
-    _row("gpt_oss", "GptOssForCausalLM", "GptOssForSequenceClassification"),
+    _row("gpt_oss", "GptOssForCausalLM", "GptOssForSequenceClassification", wide_in=_HALF),
     _row("gptj", "GPTJForCausalLM", "GPTJForSequenceClassification", causal_only=_BIASED_HEAD),
     _row("granite", "GraniteForCausalLM"),
     _row("granite_swa", "GraniteSWAForCausalLM"),
@@ -167,7 +177,7 @@ _ROWS = (
     _row("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification"),
     _row("hyperclovax", "HyperCLOVAXForCausalLM"),
     _classifier("ibert", None, "IBertForSequenceClassification"),
-    _row("inkling_text", "InklingForCausalLM"),
+    _row("inkling_text", "InklingForCausalLM", wide_in=_SIXTEEN_BITS),
     _row("internlm3", "LlamaForCausalLM"),
     _row("iquestcoder", "LlamaForCausalLM"),
     _row("jais2", "Jais2ForCausalLM"),
@@ -198,7 +208,7 @@ _ROWS = (
     _classifier("mpnet", None, "MPNetForSequenceClassification"),
     _row("mpt", "MptForCausalLM", "MptForSequenceClassification"),
     _classifier("mra", None, "MraForSequenceClassification"),
-    _row("mt5", None, "MT5ForSequenceClassification", head="classification_head"),
+    _row("mt5", None, "MT5ForSequenceClassification", head="classification_head", wide_in=_HALF),
     _row("mvp", None, "MvpForSequenceClassification", head="classification_head"),
     _row("nanochat", "NanoChatForCausalLM"),
     _row("nemotron", "NemotronForCausalLM", "NemotronForSequenceClassification"),
@@ -219,6 +229,13 @@ _ROWS = (
     _row("qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
     _row("qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
     _row("recurrent_gemma", "RecurrentGemmaForCausalLM"),
+    _classifier(
+        "reformer",
+        "ReformerModelWithLMHead",
+        "ReformerForSequenceClassification",
+        causal_only=("lm_head.bias", "lm_head.decoder.weight"),
+        wide_in=_SIXTEEN_BITS,
+    ),
     _classifier("rembert", None, "RemBertForSequenceClassification"),
     _classifier("roberta", "RobertaForCausalLM", "RobertaForSequenceClassification", causal_only=_ROBERTA_HEAD),
     _classifier(
@@ -229,17 +246,17 @@ _ROWS = (
     ),
     _classifier("roc_bert", None, "RoCBertForSequenceClassification"),
     _classifier("roformer", "RoFormerForCausalLM", "RoFormerForSequenceClassification", causal_only=_BERT_HEAD),
-    _row("rwkv", "RwkvForCausalLM", causal_only=("head.weight",)),
+    _row("rwkv", "RwkvForCausalLM", causal_only=("head.weight",), wide_in=_HALF),
     _row("seed_oss", "SeedOssForCausalLM", "SeedOssForSequenceClassification"),
     _row("smollm3", "SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification"),
     _classifier("squeezebert", None, "SqueezeBertForSequenceClassification"),
     _row("stablelm", "StableLmForCausalLM", "StableLmForSequenceClassification"),
     _row("starcoder2", "Starcoder2ForCausalLM", "Starcoder2ForSequenceClassification"),
-    _row("t5", None, "T5ForSequenceClassification", head="classification_head"),
+    _row("t5", None, "T5ForSequenceClassification", head="classification_head", wide_in=_HALF),
     _row("t5gemma", None, "T5GemmaForSequenceClassification"),
     _classifier("tapas", None, "TapasForSequenceClassification"),
     _row("trocr", "TrOCRForCausalLM", causal_only=("output_projection.weight",)),
-    _row("umt5", None, "UMT5ForSequenceClassification", head="classification_head"),
+    _row("umt5", None, "UMT5ForSequenceClassification", head="classification_head", wide_in=_HALF),
     _row("vaultgemma", "VaultGemmaForCausalLM"),
     _row("whisper", "WhisperForCausalLM", causal_only=("proj_out.weight",)),
     _row("xglm", "XGLMForCausalLM"),
@@ -256,11 +273,12 @@ _ROWS = (
     _classifier(
         "xlm-roberta-xl", "XLMRobertaXLForCausalLM", "XLMRobertaXLForSequenceClassification", causal_only=_ROBERTA_HEAD
     ),
+    _row("xlnet", "XLNetLMHeadModel", causal_only=("lm_loss.bias", "lm_loss.weight"), wide_in=_SIXTEEN_BITS),
     _row("xlstm", "xLSTMForCausalLM"),
     _classifier("xmod", "XmodForCausalLM", "XmodForSequenceClassification", causal_only=_ROBERTA_HEAD),
     _classifier("yoso", None, "YosoForSequenceClassification"),
     _row("youtu", "YoutuForCausalLM"),
-    _row("zaya", "ZayaForCausalLM"),
+    _row("zaya", "ZayaForCausalLM", wide_in=_SIXTEEN_BITS),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({row.model_type: row for row in _ROWS})

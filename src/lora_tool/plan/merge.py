@@ -84,10 +84,11 @@ def plan_merge(
     writes nothing.
 
     The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
-    every tensor's own. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps the base's grouping into files. Every tensor of all inputs is in
-    the plan, as a step or as a leftover with its reason. `adapter_origin` has one entry per adapter where there are
-    several. Raises `CorruptFile` or `BadConfig` for a broken input, `UnsupportedAdapter` for what cannot be merged
-    exactly, `IncompatibleBase` where base and adapter do not fit.
+    every tensor's own. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps
+    the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
+    not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. `adapter_origin` has one
+    entry per adapter where there are several. Raises `CorruptFile` or `BadConfig` for a broken input,
+    `UnsupportedAdapter` for what cannot be merged exactly, `IncompatibleBase` where base and adapter do not fit.
     """
     adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
     require_whole(base)

@@ -14,6 +14,7 @@ from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
 from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
+from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.task import Task
 
 _FULL_PRECISION = "give the full-precision model that it was made from: --base MODEL"
@@ -76,7 +77,7 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
     arch = architecture_of(config.model_type or "")
     known = {arch.causal_lm, arch.sequence_classification} - {None} if arch else set()
     plain = arch is not None and (not config.architectures or bool(known & set(config.architectures)))
-    plain = plain and arch is not None and _has_class(arch, adapters, task)
+    plain = plain and arch is not None and _has_class(arch, adapters, task) and model_dtype(base) not in arch.wide_in
     bare = any(adapter.config and adapter.config.target_parameters for adapter in adapters)
     if plain and not bare and arch is not None and all(_all_found(base, adapter, arch) for adapter in adapters):
         return arch

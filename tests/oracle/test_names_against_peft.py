@@ -1,0 +1,308 @@
+"""Bases that are not stored as they are in memory, and adapters of other times, against PEFT's own merge, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModel, PreTrainedModel
+
+from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
+from lora_tool.plan import storage
+from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.model import ExpertLayout
+from tests.oracle.peft_merge import (
+    Table,
+    different,
+    layout,
+    load_model,
+    merge_with_ours,
+    merge_with_peft,
+    save_adapter,
+    save_base,
+    saved_tensors,
+)
+from tests.oracle.tiny import NUM_LABELS, tiny_config
+
+# transformers and PEFT warn of tiny configs and of what a class leaves out: the merge is the test
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "rank_pattern": {"experts.down_proj": 3},
+    "alpha_pattern": {"mlp.experts.gate_up_proj": 5},
+}
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"]
+
+
+def require_pefts(base: Path, adapter: Path, folder: Path, task: Any = "causal-lm", **choices: Any) -> Table:
+    theirs = saved_tensors(merge_with_peft(base, adapter, folder / "theirs", task))
+    ours = saved_tensors(merge_with_ours(base, adapter, folder / "ours", "peft", **choices))
+    assert layout(ours) == layout(theirs)
+    assert not different(ours, theirs)
+    before = saved_tensors(base)
+    assert any(name not in before or not torch.equal(before[name], tensor) for name, tensor in theirs.items())
+    return theirs
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_of_every_layout(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", dtype)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
+    require_pefts(base, adapter, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_in_our_own_arithmetic(model_type: str, precision: str, tmp_path: Path) -> None:
+    """In float32 PEFT rounds a delta no more than we do, so all three are one sum in other orders."""
+    base = save_base(tmp_path / "base", model_type, "causal-lm", FP32)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm"))
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision))
+    assert layout(ours) == layout(theirs)
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=0, atol=2e-7), name
+
+
+@pytest.mark.parametrize("parameter", ["q_proj.weight", "mlp.up_proj.weight", "c_attn.weight"])
+def test_matrices_as_bare_parameters(parameter: str, tmp_path: Path) -> None:
+    model_type = "gpt2" if parameter.startswith("c_attn") else "llama"
+    base = save_base(tmp_path / "base", model_type, "causal-lm", BF16)
+    lora = {"r": 4, "lora_alpha": 7, "target_modules": [], "target_parameters": [parameter]}
+    require_pefts(base, save_adapter(tmp_path / "adapter", base, "causal-lm", lora), tmp_path)
+
+
+def save_old_adapter(folder: Path, base: Path, targets: list[str], **fields: Any) -> Path:
+    """Write an adapter as transformers 4 trained it: LoRA on linear layers of the names that the base has on disk."""
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=7, target_modules=targets, **fields)
+    config.base_model_name_or_path = str(base)
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for name, weight in saved_tensors(base).items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if weight.dim() == 2 and module.rpartition(".")[2] in targets:
+            tensors[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1], generator=generator) * 0.1
+            tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4, generator=generator) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("mixtral", ["q_proj", "w1", "w2", "w3"]),
+        ("mixtral", ["gate", "w1", "w2", "w3"]),
+        ("mixtral", ["w2"]),
+        ("qwen3_moe", ["o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("minimax", ["w1", "w2", "w3"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_adapters_of_single_experts(model_type: str, targets: list[str], dtype: torch.dtype, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", dtype)
+    adapter = save_old_adapter(tmp_path / "adapter", base, targets)
+    theirs = require_pefts(base, adapter, tmp_path)
+    changed = different(theirs, saved_tensors(base))
+    assert len(changed) == len(saved_tensors(adapter)) // 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "fields", "words"),
+    [
+        ("mixtral", ["w1", "w2", "w3"], {"use_rslora": True}, "use_rslora, rank_pattern or alpha_pattern"),
+        ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"], {}, "has no place for"),
+    ],
+)
+def test_what_peft_merges_otherwise_than_it_was_trained_is_merged_in_our_own_arithmetic_alone(
+    model_type: str, targets: list[str], fields: Mapping[str, Any], words: str, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", FP32)
+    adapter = save_old_adapter(tmp_path / "adapter", base, targets, **fields)
+    with pytest.raises(UnsupportedAdapter, match=words):
+        merge_with_ours(base, adapter, tmp_path / "refused", "peft")
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "float32"))
+    weights, factors = saved_tensors(base), saved_tensors(adapter)
+    scaling = 7 / 2 if fields else 7 / 4
+    assert ours.keys() == weights.keys()
+    for name, weight in weights.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = factors.get(f"{module}.lora_A.weight"), factors.get(f"{module}.lora_B.weight")
+        expected = weight if a is None or b is None else weight + scaling * (b @ a)
+        assert torch.allclose(ours[name], expected, rtol=0, atol=2e-7), name
+
+
+def test_experts_without_lora_among_those_with_it_are_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
+    adapter = save_old_adapter(tmp_path / "adapter", base, ["w1", "w2", "w3"])
+    kept = {name: tensor for name, tensor in saved_tensors(adapter).items() if "experts.3.w1" not in name}
+    save_file(kept, adapter / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedAdapter, match=r"2 of them|1 of them have no LoRA, the first is .*experts\.3\.w1"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "float32")
+
+
+def grouped_by_expert(adapter: Path, experts: int, **fields: Any) -> None:
+    """Turn an adapter that PEFT wrote into Unsloth's of before 2026-09, which packed lora_B by expert."""
+    tensors = saved_tensors(adapter)
+    for name, tensor in tensors.items():
+        if ".experts." in name and "lora_B" in name:
+            rank = tensor.shape[1] // experts
+            turned = tensor.reshape(len(tensor), rank, experts).transpose(1, 2)
+            tensors[name] = turned.reshape(len(tensor), -1).contiguous()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    raw = json.loads((adapter / "adapter_config.json").read_text())
+    raw["auto_mapping"] = {"base_model_class": "MixtralForCausalLM", "unsloth_fixed": True}
+    (adapter / "adapter_config.json").write_text(json.dumps({**raw, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices"),
+    [
+        ({"lora_B_layout": "grouped_by_expert"}, {}),
+        ({}, {"expert_layout": ExpertLayout.GROUPED_BY_EXPERT}),
+    ],
+    ids=["named by the config", "named by the user"],
+)
+@pytest.mark.parametrize("precision", ["peft", "float32"])
+def test_lora_b_grouped_by_expert(fields: Any, choices: Any, precision: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
+    expected = saved_tensors(merge_with_ours(base, adapter, tmp_path / "expected", precision))
+    grouped_by_expert(adapter, 4, **fields)
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision, **choices))
+    assert not different(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "choices", "words"),
+    [
+        ({}, {}, "written by Unsloth"),
+        ({"lora_B_layout": "sideways"}, {}, "expected rank_major or grouped_by_expert, found sideways"),
+        ({"lora_B_layout": "rank_major"}, {"expert_layout": ExpertLayout.GROUPED_BY_EXPERT}, "was asked for"),
+    ],
+)
+def test_an_ambiguous_lora_b_is_refused(fields: Any, choices: Any, words: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
+    grouped_by_expert(adapter, 4, **fields)
+    with pytest.raises(UnsupportedAdapter, match=words) as caught:
+        merge_with_ours(base, adapter, tmp_path / "ours", "peft", **choices)
+    assert caught.value.hint or fields
+
+
+def save_trunk(folder: Path, model_type: str) -> Path:
+    """Write the model without a head, as `AutoModel` saves it: names lack what the head's class puts before them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModel.from_config(tiny_config(model_type, "causal-lm")).to(BF16)
+    model.config.dtype = BF16
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_neox", "bert"])
+def test_a_classifier_from_a_base_without_a_head(model_type: str, tmp_path: Path) -> None:
+    base = save_trunk(tmp_path / "base", model_type)
+    lora = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear", "fan_in_fan_out": model_type == "gpt2"}
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", lora)
+    require_pefts(base, adapter, tmp_path, "seq-cls", num_labels=NUM_LABELS)
+
+
+@pytest.mark.parametrize("model_type", ["opt", "qwen2", "mixtral"])
+def test_a_causal_lm_from_a_base_without_a_head(model_type: str, tmp_path: Path) -> None:
+    base = save_trunk(tmp_path / "base", model_type)
+    lora = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    if model_type == "opt":  # its output layer is tied
+        del lora["modules_to_save"]
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    require_pefts(base, adapter, tmp_path)
+
+
+def test_a_head_that_nobody_saved_is_refused(tmp_path: Path) -> None:
+    base = save_trunk(tmp_path / "base", "qwen2")
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
+    with pytest.raises(IncompatibleBase, match=r"needs `lm_head.weight`, and neither base nor adapter has it"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_language_model_under_its_names_on_disk(name: str, tmp_path: Path) -> None:
+    classes = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    model_class = getattr(transformers, classes[name])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(tiny_config(name, "causal-lm")).to(BF16)
+    model.config.dtype = BF16
+    model.save_pretrained(tmp_path / "base")
+    save_trained(model, tmp_path / "adapter", {"target_modules": "all-linear"})
+
+    def load() -> PreTrainedModel:
+        loaded: PreTrainedModel = model_class.from_pretrained(tmp_path / "base", dtype="auto")
+        return loaded
+
+    require_merged(load, tmp_path)
+
+
+def save_trained(model: PreTrainedModel, folder: Path, lora: Mapping[str, Any]) -> None:
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=7, task_type="CAUSAL_LM", **lora))
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for parameter in (p for p in adapted.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+
+
+def require_merged(load: Callable[[], PreTrainedModel], folder: Path) -> None:
+    PeftModel.from_pretrained(load(), folder / "adapter").merge_and_unload().save_pretrained(folder / "theirs")
+    ours = saved_tensors(merge_with_ours(folder / "base", folder / "adapter", folder / "ours", "peft"))
+    theirs = saved_tensors(folder / "theirs")
+    assert layout(ours) == layout(theirs)
+    assert not different(ours, theirs)
+    assert different(ours, saved_tensors(folder / "base"))
+
+
+def test_the_code_that_a_config_names_is_neither_run_nor_named_again(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", BF16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "modeling.Bad"}}))
+    (base / "modeling.py").write_text("raise SystemExit('the checkpoint ran its code')")
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+    assert "auto_map" not in json.loads((ours / "config.json").read_text())
+    assert load_model(ours, "causal-lm")
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
+    monkeypatch.setattr(storage, "find_spec", lambda package: None if package == "transformers" else storage)
+    with pytest.raises(MissingDependency, match="transformers is not installed") as caught:
+        merge_with_ours(base, adapter, tmp_path / "ours", "float32")
+    assert caught.value.hint == "pip install 'lora-tool[merge]'"
+
+
+def test_no_fused_layer_is_one_step(tmp_path: Path) -> None:
+    """The largest thing that a step reads is one expert's matrix, whatever the layer's size in memory."""
+    from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
+    opened = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, **EXPERTS}))
+    assert isinstance(opened, AdapterDir)
+    plan = plan_merge(open_model(base), opened)
+    disk = open_model(base).tensors
+    for step in plan.steps:
+        assert step.op.source.spec == replace(disk[step.out.name].spec, name=step.op.source.name)
+        assert step.op.source == disk[step.out.name]
