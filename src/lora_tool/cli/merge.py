@@ -56,6 +56,7 @@ def command(
     max_shard_size: int | None,
     jobs: int | None,
     overwrite: bool,  # noqa: FBT001
+    resume: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
@@ -91,6 +92,7 @@ def command(
         warnings=[warning for each in adapter_dirs for warning in _another_base(each, base_source)],
         jobs=jobs,
         overwrite=overwrite,
+        resume=resume,
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,
