@@ -19,10 +19,10 @@ from lora_tool.execution.folder import check_output, check_space, new_folder, wr
 from lora_tool.execution.journal import Journal
 from lora_tool.execution.output import MOST_OPEN, ShardFile
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import CopyUnit, Unit, batches, units_of
+from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
-from lora_tool.plan.model import Plan, Precision, SideFile
+from lora_tool.plan.model import LoraDelta, Plan, Precision, SideFile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,8 +66,9 @@ def execute(
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
         writing = _Writing(plan, sources, journal, advance)
-        with _one_thread_each(plan.precision):
-            hashes = _write_shards(plan, folder, writing, jobs=jobs or available_cores(), finished=finished)
+        jobs = 1 if plan.recomputes_inits else jobs or available_cores()
+        with _one_thread_each(plan):
+            hashes = _write_shards(plan, folder, writing, jobs=jobs, finished=finished)
         for file in plan.side_files:
             content = file.content if file.content is not None else _bytes_of(file)
             write_file(folder / file.filename, content)
@@ -138,7 +139,7 @@ class _Writing:
                 if isinstance(unit, CopyUnit):
                     _copy(unit, self._sources, out.descriptor)
                 else:
-                    self._computer().run(unit, out.descriptor)
+                    self._computer(unit).run(unit, out.descriptor)
                 self._progress(unit.nbytes)
             out.start_writing_back(batch)
             if not self._stop.is_set() and out.is_complete():
@@ -147,12 +148,22 @@ class _Writing:
             self._stop.set()
             raise
 
-    def _computer(self) -> Computer | TorchComputer:
-        """Return this thread's own."""
-        if not hasattr(self._local, "computer"):
-            self._local.computer = _computer(self._plan.precision, self._sources, self._stop)
-        computer: Computer | TorchComputer = self._local.computer
+    def _computer(self, unit: ComputeUnit) -> Computer | TorchComputer:
+        """Return this thread's own, of the kind that the unit needs."""
+        op = unit.step.op
+        torch = self._plan.precision is Precision.PEFT or (isinstance(op, LoraDelta) and op.init is not None)
+        name = "torch" if torch else "numpy"
+        if not hasattr(self._local, name):
+            setattr(self._local, name, self._new_computer(torch=torch))
+        computer: Computer | TorchComputer = getattr(self._local, name)
         return computer
+
+    def _new_computer(self, *, torch: bool) -> Computer | TorchComputer:
+        if torch:
+            from lora_tool.execution.torch_compute import TorchComputer  # noqa: PLC0415 - torch only when asked for
+
+            return TorchComputer(self._sources, self._stop.is_set)
+        return Computer(self._sources, self._plan.precision, self._stop.is_set)
 
     def _finish(self, out: ShardFile) -> None:
         try:
@@ -207,23 +218,19 @@ def _all_done(futures: Sequence[Future[None]]) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread_each(precision: Precision) -> Iterator[None]:
-    """Keep every library's own threads away from ours: the workers are the threads."""
+def _one_thread_each(plan: Plan) -> Iterator[None]:
+    """Keep every library's own threads away from ours: the workers are the threads.
+
+    Not where an init is recomputed: the bits of a decomposition depend on the number of threads, and PEFT has them all.
+    """
     with contextlib.ExitStack() as limits:
-        limits.enter_context(threadpool_limits(limits=1, user_api="blas"))
-        if precision is Precision.PEFT:
+        if not plan.recomputes_inits:
+            limits.enter_context(threadpool_limits(limits=1, user_api="blas"))
+        if plan.precision is Precision.PEFT and not plan.recomputes_inits:
             from lora_tool.execution.torch_compute import one_thread  # noqa: PLC0415 - torch only when asked for
 
             limits.enter_context(one_thread())
         yield
-
-
-def _computer(precision: Precision, sources: Sources, stop: threading.Event) -> Computer | TorchComputer:
-    if precision is Precision.PEFT:
-        from lora_tool.execution.torch_compute import TorchComputer  # noqa: PLC0415 - torch only when asked for
-
-        return TorchComputer(sources, stop.is_set)
-    return Computer(sources, precision, stop.is_set)
 
 
 def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:

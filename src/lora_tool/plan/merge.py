@@ -24,7 +24,7 @@ from lora_tool.plan.ends import (
 )
 from lora_tool.plan.features import require_mergeable
 from lora_tool.plan.manifest import describe_input, fingerprint
-from lora_tool.plan.model import ExpertLayout, Plan, Precision, SideFile
+from lora_tool.plan.model import ExpertLayout, LoraDelta, Plan, Precision, SideFile, Step
 from lora_tool.plan.modules import AdapterModules, adapter_modules
 from lora_tool.plan.side_files import (
     classifier_changes,
@@ -43,6 +43,7 @@ from lora_tool.plan.steps import (
     base_steps,
     dropped_from_base,
     require_all_consumed,
+    require_whole_inits,
 )
 from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision
 from lora_tool.plan.task import Head, Task, decide_task, find_head
@@ -114,6 +115,8 @@ def plan_merge(
     steps = named.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     leftovers = (*dropped_from_base(merge), *named.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
+    require_whole_inits(steps)
+    _require_same_everywhere(steps, Precision(precision))
     homes = layout.homes(steps, base.tensors)
     shards = layout.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge)
@@ -156,6 +159,16 @@ def plan_merge(
             },
         },
     )
+
+
+def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
+    inits = [step.op.init for step in steps if isinstance(step.op, LoraDelta) and step.op.init]
+    if inits and precision is Precision.FLOAT64:
+        raise UnsupportedAdapter(
+            f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine: "
+            "--precision float64 promises the same bytes everywhere",
+            hint="--precision peft gives PEFT's own bits on this machine",
+        )
 
 
 def _named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
