@@ -141,6 +141,8 @@ def plan_merge(
             "task": decided.value if decided is Task.CAUSAL_LM else Task.SEQ_CLS.value,
             "num_labels": head.num_labels if head else None,
             "dtype": dtype.value if dtype else "as in the base",
+            "untie": untie,
+            "expert_layout": expert_layout.value if expert_layout else None,
             "merged_adapters": [*earlier, *prints],
             "inputs": {
                 "base": describe_input(
