@@ -86,6 +86,26 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
         os.close(lock)
 
 
+@contextlib.contextmanager
+def staging_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside `out` for what another program writes; it is removed in any case.
+
+    Raises `OutputExists` where another run is writing the same output.
+    """
+    folder = out.parent / f".{out.name}.lora-tool-in-memory"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(Path(f"{folder}.lock"), out)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            Path(f"{folder}.lock").unlink()
+        os.close(lock)
+
+
 def _lock(path: Path, out: Path) -> int:
     """Return a descriptor that holds the lock file `path`. Raises `OutputExists` where another run holds it."""
     while True:
