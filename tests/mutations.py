@@ -491,9 +491,9 @@ def _unknown_field(folder: Path) -> None:
 
 
 @_breaks("LT215", CAUSAL, quiet=True)
-def _pissa(folder: Path) -> None:
+def _corda(folder: Path) -> None:
     with fields(folder) as config:
-        config["init_lora_weights"] = "pissa"
+        config["init_lora_weights"] = "corda"
 
 
 @_breaks("LT216", CAUSAL)

@@ -8,6 +8,7 @@
     │   └── IncompleteCheckpoint   files that belong together are not all there
     ├── PlanError                  what was asked for cannot be done exactly
     │   ├── UnsupportedAdapter     a feature we refuse by name
+    │   │   └── OnlyInMemory       PEFT itself can merge it, with the whole model in memory
     │   ├── UnsupportedCheckpoint  a training checkpoint's layout we refuse by name
     │   ├── IncompatibleBase       base model and adapter do not fit
     │   └── OutputExists           something stands where the result would go
@@ -116,6 +117,10 @@ class PlanError(LoraToolError):
 
 class UnsupportedAdapter(PlanError):
     """The adapter uses a feature that we refuse by name."""
+
+
+class OnlyInMemory(UnsupportedAdapter):
+    """Only PEFT can merge the adapter, with the whole model in memory: done where that is allowed."""
 
 
 class UnsupportedCheckpoint(PlanError):

@@ -242,8 +242,9 @@ def rank_in_quotes(case: Case) -> None:
 
 for _name, _value, _words in (
     ("peft_type", "LOHA", "peft_type LOHA: not LoRA"),
-    ("init_lora_weights", "pissa", "`init_lora_weights` pissa"),
-    ("init_lora_weights", "olora", "`init_lora_weights` olora"),
+    ("init_lora_weights", "pissa_niter_16", "randomised SVD changes the base differently"),
+    ("init_lora_weights", "corda", "`init_lora_weights` corda"),
+    ("init_lora_weights", "lora_ga", "gradients that are not in the adapter"),
     ("layer_replication", [[0, 2]], "`layer_replication`"),
     (
         "target_parameters",

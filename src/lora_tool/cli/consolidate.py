@@ -51,6 +51,7 @@ def command(
     ignore: tuple[tuple[str, ...], ...],
     jobs: int | None,
     overwrite: bool,  # noqa: FBT001 - click passes flags by name
+    resume: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
@@ -81,6 +82,7 @@ def command(
         inputs=(opened.root,),
         jobs=jobs,
         overwrite=overwrite,
+        resume=resume,
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,

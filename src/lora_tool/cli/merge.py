@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint, open_model
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
-from lora_tool.display import printable
-from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint
+from lora_tool.display import printable, size
+from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.sources import Source, Wanted, resolve
@@ -46,6 +49,9 @@ from lora_tool.sources import Source, Wanted, resolve
     type=click.Choice([layout.value for layout in ExpertLayout]),
     help="How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank_major]",
 )
+@click.option(
+    "--allow-in-memory", is_flag=True, help="Let PEFT merge what only it can, with the whole model in memory."
+)
 @writing_options("files as in the base")
 def command(
     adapters: tuple[str, ...],
@@ -57,11 +63,13 @@ def command(
     dtype: str | None,
     precision: str,
     untie: bool,  # noqa: FBT001
+    allow_in_memory: bool,  # noqa: FBT001
     verify: bool,  # noqa: FBT001
     moe_b_layout: str | None,
     max_shard_size: int | None,
     jobs: int | None,
     overwrite: bool,  # noqa: FBT001
+    resume: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
@@ -79,30 +87,36 @@ def command(
     adapter_sources = [resolve(name, download=True, wanted=Wanted.ADAPTER) for name in adapters or (".",)]
     adapter_dirs = [_open_adapter(source) for source in adapter_sources]
     base_source = _base_source(adapter_dirs, base)
-    plan = _plan(
-        adapter_dirs,
-        adapter_sources,
-        base_source,
-        task=task,
-        num_labels=num_labels,
-        dtype=DTYPES[dtype] if dtype else None,
-        precision=precision,
-        untie=untie,
-        max_shard_bytes=max_shard_size,
-        expert_layout=ExpertLayout(moe_b_layout) if moe_b_layout else None,
-    )
-    carry_out(
-        plan,
-        output or _default_output(adapter_sources[0]),
+    inputs = _Inputs(adapters=adapter_dirs, adapter_sources=adapter_sources, base_source=base_source)
+    out = output or _default_output(adapter_sources[0])
+    choices = {"task": task, "num_labels": num_labels, "dtype": DTYPES[dtype] if dtype else None}
+    writing = partial(
+        carry_out,
         inputs=(*(source.path for source in adapter_sources), base_source.path),
         warnings=[warning for each in adapter_dirs for warning in _another_base(each, base_source)],
         jobs=jobs,
         overwrite=overwrite,
+        resume=resume,
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,
         verify=verify,
     )
+    try:
+        plan = _plan(
+            inputs,
+            **choices,
+            precision=precision,
+            untie=untie,
+            max_shard_bytes=max_shard_size,
+            expert_layout=ExpertLayout(moe_b_layout) if moe_b_layout else None,
+        )
+    except OnlyInMemory as why:
+        if not allow_in_memory:
+            raise
+        _in_memory(inputs, out, why, choices, writing, max_shard_bytes=max_shard_size, dry_run=dry_run)
+    else:
+        writing(plan, out)
 
 
 def _require_reward(task: str, num_labels: int | None) -> None:
@@ -176,19 +190,68 @@ def _another_base(adapter: AdapterDir, base: Source) -> tuple[str, ...]:
     return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)
 
 
-def _plan(adapters: Sequence[AdapterDir], sources: Sequence[Source], base_source: Source, **choices: object) -> Plan:
-    from lora_tool.plan.merge import HubOrigin, plan_merge  # noqa: PLC0415 - after the usage is known to be right
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """What is merged, and where it came from."""
 
-    base = open_checkpoint(base_source.path)
-    if not isinstance(base, ModelDir):
-        raise NotACheckpoint(f"{base_source.path} is not a model but: {base.kind}", hint="give a model: --base MODEL")
-    return plan_merge(
-        base,
-        adapters,
-        base_origin=HubOrigin(hub_id=base_source.hub_id, revision=base_source.revision),
-        adapter_origin=[HubOrigin(hub_id=source.hub_id, revision=source.revision) for source in sources],
-        **choices,  # type: ignore[arg-type]
+    adapters: Sequence[AdapterDir]
+    adapter_sources: Sequence[Source]
+    base_source: Source
+
+    def base(self) -> ModelDir:
+        """Return the base model. Raises `NotACheckpoint` where it is something else."""
+        path = self.base_source.path
+        base = open_checkpoint(path)
+        if not isinstance(base, ModelDir):
+            raise NotACheckpoint(f"{path} is not a model but: {base.kind}", hint="give a model: --base MODEL")
+        return base
+
+    def origins(self) -> dict[str, Any]:
+        """Return Hub ids and commits, as the planner takes them."""
+        from lora_tool.plan.assembling import HubOrigin  # noqa: PLC0415 - after the usage is known to be right
+
+        base, *rest = (
+            HubOrigin(hub_id=source.hub_id, revision=source.revision)
+            for source in (self.base_source, *self.adapter_sources)
+        )
+        return {"base_origin": base, "adapter_origin": rest}
+
+
+def _plan(inputs: _Inputs, **choices: Any) -> Plan:  # noqa: ANN401 - the planner's own options
+    from lora_tool.plan.merge import plan_merge  # noqa: PLC0415 - after the usage is known to be right
+
+    return plan_merge(inputs.base(), inputs.adapters, **inputs.origins(), **choices)
+
+
+def _in_memory(
+    inputs: _Inputs,
+    out: Path,
+    why: OnlyInMemory,
+    choices: Mapping[str, Any],
+    write: Callable[[Plan, Path], None],
+    *,
+    max_shard_bytes: int | None,
+    dry_run: bool,
+) -> None:
+    """Say what it takes, let PEFT merge beside the output, and write the output from that."""
+    from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
+    from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
+    from lora_tool.plan.in_memory import ask_in_memory, plan_in_memory  # noqa: PLC0415
+
+    asked = ask_in_memory(inputs.base(), inputs.adapters, **choices)
+    click.echo(
+        f"PEFT merges it in memory, which takes about {size(asked.needed_bytes)}: {printable(str(why))}", err=True
     )
+    require_memory(asked)
+    if dry_run:
+        click.echo(f"would write {printable(str(out))}, merged by PEFT in memory")
+        return
+    with staging_folder(out) as folder:
+        merge_with_peft(asked, folder)
+        plan = plan_in_memory(
+            asked, open_model(folder), why=str(why), max_shard_bytes=max_shard_bytes, **inputs.origins()
+        )
+        write(plan, out)
 
 
 def _default_output(adapter: Source) -> Path:

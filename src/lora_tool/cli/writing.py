@@ -57,6 +57,7 @@ def writing_options(shard_default: str) -> Callable[[Decorated], Decorated]:
         ),
         click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]"),
         click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
+        click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
         click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary."),
@@ -78,6 +79,7 @@ def carry_out(
     warnings: Sequence[str] = (),
     jobs: int | None,
     overwrite: bool,
+    resume: bool,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -100,7 +102,7 @@ def carry_out(
 
     check = ReadBack(plan, out, jobs=jobs) if verify else None
     with progress_bar("writing", plan.data_bytes, quiet=quiet or as_json) as advance:
-        execute(plan, out, jobs=jobs, overwrite=overwrite, progress=advance, check=check)
+        execute(plan, out, jobs=jobs, overwrite=overwrite, resume=resume, progress=advance, check=check)
     _print_result(plan, out, check, as_json=as_json, quiet=quiet)
 
 

@@ -79,8 +79,7 @@ class Computer:
                 delta = np.add(delta, self._wide_copy(self._stored(op.source, first, last)), out=delta)
                 whole = delta.reshape(last - first, -1)
                 squares += np.einsum("ij,ij->j", whole, whole, dtype=np.float64)
-        norms: Array = np.sqrt(squares).astype(self._wide)
-        return norms
+        return np.asarray(np.sqrt(squares), dtype=self._wide)
 
     def _block(self, step: Step, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""

@@ -6,23 +6,27 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_limits
 
-from lora_tool.errors import ExecutionError, OutOfSpace
+from lora_tool.errors import ExecutionError, LoraToolError, OutOfSpace
 from lora_tool.execution.compute import Computer, write_exactly
 from lora_tool.execution.folder import check_output, check_space, new_folder, write_file
+from lora_tool.execution.journal import Journal
+from lora_tool.execution.output import MOST_OPEN, ShardFile
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import CopyUnit, Unit, batches, units_of
+from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
-from lora_tool.plan.model import Plan, Precision, Shard, SideFile
+from lora_tool.plan.model import LoraDelta, Plan, Precision, SideFile
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from lora_tool.execution.torch_compute import TorchComputer
 
 Progress = Callable[[int], None]
@@ -38,38 +42,59 @@ def execute(
     *,
     jobs: int | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
     It appears under that name complete and flushed to disk, or not at all. Anonymous memory is a few blocks per
-    worker; `jobs` workers, by default one per available core. `check` may look at it before it gets its name, and refuse
-    it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what `check` raises.
+    worker; `jobs` workers, by default one per available core. `resume` takes over the files that a killed run of the
+    same plan had finished, and leaves its own after a failure. `check` may look at it before it gets its name, and
+    refuse it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what `check` raises.
     """
     target = Path(out)
     check_output(target, overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
-    side_bytes = sum(_side_size(file) for file in plan.side_files)
-    check_space(target, plan.data_bytes + sum(len(shard.header) for shard in plan.shards) + side_bytes)
     with (
         _errors_of_the_system(target),
         Sources(plan.inputs) as sources,
-        new_folder(target, overwrite=overwrite) as folder,
+        new_folder(target, overwrite=overwrite, resume=resume) as folder,
     ):
-        with _one_thread_each(plan.precision):
-            hashes = _write_shards(plan, folder, sources, jobs or available_cores(), progress or (lambda _: None))
+        journal = Journal(folder, plan)
+        finished = journal.finished({shard.filename: shard for shard in plan.shards})
+        check_space(target, _bytes_to_write(plan, finished))
+        advance = progress or (lambda _: None)
+        advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
+        writing = _Writing(plan, sources, journal, advance)
+        jobs = 1 if plan.recomputes_inits else jobs or available_cores()
+        with _one_thread_each(plan):
+            hashes = _write_shards(plan, folder, writing, jobs=jobs, finished=finished)
         for file in plan.side_files:
             content = file.content if file.content is not None else _bytes_of(file)
             write_file(folder / file.filename, content)
-        verification = check(folder) if check is not None else None
+        verification = _checked(folder, check, journal)
         write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, verification))
         sources.check_unchanged()
+        journal.remove()
     return target
+
+
+def _checked(folder: Path, check: Check | None, journal: Journal) -> Mapping[str, Any] | None:
+    try:
+        return check(folder) if check is not None else None
+    except LoraToolError:
+        journal.remove()  # nothing of what failed its check is taken over
+        raise
 
 
 def available_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _bytes_to_write(plan: Plan, finished: Collection[str]) -> int:
+    shards = sum(len(s.header) + s.data_bytes for s in plan.shards if s.filename not in finished)
+    return shards + sum(_side_size(file) for file in plan.side_files)
 
 
 def _side_size(file: SideFile) -> int:
@@ -92,83 +117,97 @@ def _errors_of_the_system(target: Path) -> Iterator[None]:
         raise ExecutionError(f"{error.filename or target}: {error.strerror}") from error
 
 
-def _write_shards(plan: Plan, folder: Path, sources: Sources, jobs: int, progress: Progress) -> dict[Path, str]:
-    """Write all weight files, and return the hashes of `plan.hashed`, taken beside."""
-    stop = threading.Event()
-    local = threading.local()
+class _Writing:
+    """What the workers of one run share."""
 
-    def run(batch: Sequence[Unit], out: int) -> None:
+    def __init__(self, plan: Plan, sources: Sources, journal: Journal, progress: Progress) -> None:
+        self._plan = plan
+        self._sources = sources
+        self._journal = journal
+        self._progress = progress
+        self._local = threading.local()
+        self._flusher = ThreadPoolExecutor(1)
+        self._flushes: list[Future[None]] = []
+        self._stop = threading.Event()
+
+    def run(self, batch: Sequence[Unit], out: ShardFile) -> None:
+        """Write the units, one after the other, unless the run has been stopped; an error stops it."""
         try:
             for unit in batch:
-                if stop.is_set():
+                if self._stop.is_set() or not out.open(self._stop):
                     return
                 if isinstance(unit, CopyUnit):
-                    _copy(unit, sources, out)
+                    _copy(unit, self._sources, out.descriptor)
                 else:
-                    if not hasattr(local, "computer"):
-                        local.computer = _computer(plan.precision, sources, stop)
-                    local.computer.run(unit, out)
-                progress(unit.nbytes)
-            _start_writing_back(out, batch)
+                    self._computer(unit).run(unit, out.descriptor)
+                self._progress(unit.nbytes)
+            out.start_writing_back(batch)
+            if not self._stop.is_set() and out.is_complete():
+                self._flushes.append(self._flusher.submit(self._finish, out))
         except BaseException:
-            stop.set()
+            self._stop.set()
             raise
 
-    with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, ThreadPoolExecutor(1) as flusher:
+    def _computer(self, unit: ComputeUnit) -> Computer | TorchComputer:
+        """Return this thread's own, of the kind that the unit needs."""
+        op = unit.step.op
+        torch = self._plan.precision is Precision.PEFT or (isinstance(op, LoraDelta) and op.init is not None)
+        name = "torch" if torch else "numpy"
+        if not hasattr(self._local, name):
+            setattr(self._local, name, self._new_computer(torch=torch))
+        computer: Computer | TorchComputer = getattr(self._local, name)
+        return computer
+
+    def _new_computer(self, *, torch: bool) -> Computer | TorchComputer:
+        if torch:
+            from lora_tool.execution.torch_compute import TorchComputer  # noqa: PLC0415 - torch only when asked for
+
+            return TorchComputer(self._sources, self._stop.is_set)
+        return Computer(self._sources, self._plan.precision, self._stop.is_set)
+
+    def _finish(self, out: ShardFile) -> None:
         try:
-            hashing = {path: workers.submit(sha256_of, path) for path in plan.hashed}
-            flushes = []
-            for shard in plan.shards:
-                out = _new_file(folder / shard.filename, shard)
-                files.callback(os.close, out)
-                units = units_of(shard, whole_tensors=plan.precision is Precision.PEFT)
-                written = [workers.submit(run, batch, out) for batch in batches(units)]
-                flushes.append(flusher.submit(_flush, written, out))
-            _all_done(flushes)
-            return {path: digest.result() for path, digest in hashing.items()}
+            out.flush()
+            self._journal.add(out.shard, None)
         except BaseException:
-            # units see `stop` and return; cancelling them would leave a flush waiting for ever, as `wait` overlooks
-            # futures that `shutdown` cancels
-            stop.set()
-            flusher.shutdown(wait=False, cancel_futures=True)
+            self._stop.set()
             raise
 
+    def wait(self, written: Sequence[Future[None]]) -> None:
+        """Return when everything is written and on the disk; raise the first error at once."""
+        _all_done(written)
+        for flush in self._flushes:
+            flush.result()
 
-@contextlib.contextmanager
-def _one_thread_each(precision: Precision) -> Iterator[None]:
-    """Keep every library's own threads away from ours: the workers are the threads."""
-    with contextlib.ExitStack() as limits:
-        limits.enter_context(threadpool_limits(limits=1, user_api="blas"))
-        if precision is Precision.PEFT:
-            from lora_tool.execution.torch_compute import one_thread  # noqa: PLC0415 - torch only when asked for
+    def __enter__(self) -> Self:
+        return self
 
-            limits.enter_context(one_thread())
-        yield
-
-
-def _computer(precision: Precision, sources: Sources, stop: threading.Event) -> Computer | TorchComputer:
-    if precision is Precision.PEFT:
-        from lora_tool.execution.torch_compute import TorchComputer  # noqa: PLC0415 - torch only when asked for
-
-        return TorchComputer(sources, stop.is_set)
-    return Computer(sources, precision, stop.is_set)
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is not None:
+            self._stop.set()  # units see it and return
+        self._flusher.shutdown()
 
 
-def _new_file(path: Path, shard: Shard) -> int:
-    """Return a descriptor of the new file, of its final size and with its header written."""
-    out = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        os.ftruncate(out, len(shard.header) + shard.data_bytes)
-        write_exactly(out, memoryview(shard.header), 0)
-    except BaseException:
-        os.close(out)
-        raise
-    return out
-
-
-def _flush(written: Sequence[Future[None]], out: int) -> None:
-    _all_done(written)
-    os.fsync(out)
+def _write_shards(
+    plan: Plan, folder: Path, writing: _Writing, *, jobs: int, finished: Collection[str]
+) -> dict[Path, str]:
+    """Write all weight files that are not finished, and return the hashes of `plan.hashed`, taken beside."""
+    slots = threading.Semaphore(max(MOST_OPEN, jobs + 1))
+    written: list[Future[None]] = []
+    with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, writing:
+        hashing = {path: workers.submit(sha256_of, path) for path in plan.hashed}
+        for shard in plan.shards:
+            if shard.filename in finished:
+                continue
+            work = tuple(batches(units_of(shard, whole_tensors=plan.precision is Precision.PEFT)))
+            if not work:
+                write_file(folder / shard.filename, shard.header)
+                continue
+            out = ShardFile(folder, shard, batches=len(work), slots=slots)
+            files.callback(out.close)
+            written += [workers.submit(writing.run, batch, out) for batch in work]
+        writing.wait(written)
+        return {path: digest.result() for path, digest in hashing.items()}
 
 
 def _all_done(futures: Sequence[Future[None]]) -> None:
@@ -178,15 +217,25 @@ def _all_done(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def _start_writing_back(out: int, batch: Sequence[Unit]) -> None:
-    """Start writing neighbouring units to the disk without waiting, so that the flush at the end finds little left to do."""
-    if hasattr(os, "posix_fadvise"):
-        nbytes = batch[-1].begin + batch[-1].nbytes - batch[0].begin
-        os.posix_fadvise(out, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
+@contextlib.contextmanager
+def _one_thread_each(plan: Plan) -> Iterator[None]:
+    """Keep every library's own threads away from ours: the workers are the threads.
+
+    Not where an init is recomputed: the bits of a decomposition depend on the number of threads, and PEFT has them all.
+    """
+    with contextlib.ExitStack() as limits:
+        if not plan.recomputes_inits:
+            limits.enter_context(threadpool_limits(limits=1, user_api="blas"))
+        if plan.precision is Precision.PEFT and not plan.recomputes_inits:
+            from lora_tool.execution.torch_compute import one_thread  # noqa: PLC0415 - torch only when asked for
+
+            limits.enter_context(one_thread())
+        yield
 
 
 def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:
-    done = _copy_in_kernel(unit, sources.descriptor(unit.source), out)
+    with sources.descriptor(unit.source) as source:
+        done = _copy_in_kernel(unit, source, out)
     if done < unit.nbytes:
         rest = memoryview(bytearray(unit.nbytes - done))
         sources.read_exactly(unit.source, unit.offset + done, rest)

@@ -52,10 +52,11 @@ def check_space(out: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[Path]:
     """Yield an empty hidden folder beside `out`; on success rename it to `out`, on any failure remove it.
 
-    With `overwrite` an existing `out` is replaced, after success only. Raises `OutputExists` where another run is
+    With `overwrite` an existing `out` is replaced, after success only. With `resume` the folder of an earlier run is
+    yielded as it was left, and stays after a failure. Raises `OutputExists` where another run is
     writing the same output, `ExecutionError` where the place cannot be written.
     """
     partial = out.parent / f".{out.name}.lora-tool-partial"
@@ -67,19 +68,41 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
             f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
         ) from error
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not resume:
+            shutil.rmtree(partial, ignore_errors=True)
         try:
-            partial.mkdir()
+            partial.mkdir(exist_ok=resume)
             yield partial
             _sync_folder(partial)
             _publish(partial, out, overwrite=overwrite)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not resume:
+                shutil.rmtree(partial, ignore_errors=True)
             raise
         finally:
             with contextlib.suppress(OSError):
                 Path(f"{partial}.lock").unlink()
     finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def staging_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside `out` for what another program writes; it is removed in any case.
+
+    Raises `OutputExists` where another run is writing the same output.
+    """
+    folder = out.parent / f".{out.name}.lora-tool-in-memory"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = _lock(Path(f"{folder}.lock"), out)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            Path(f"{folder}.lock").unlink()
         os.close(lock)
 
 

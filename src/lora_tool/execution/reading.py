@@ -1,9 +1,14 @@
-"""Reading spans of the inputs: one open descriptor per file, checked against what the plan saw."""
+"""Reading spans of the inputs: a bounded number of open files, each checked against what the plan saw."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,46 +23,88 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_MOST_OPEN = 256
+
+
+def _limit() -> int:
+    """Return how many inputs may be open at once: a checkpoint of 1000 ranks must do with what the system allows."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(4, min(_MOST_OPEN, allowed // 4))
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open file, and how many readers are reading from it right now."""
+
+    descriptor: int
+    readers: int = 0
+
+
 class Sources:
-    """The input files of a plan, open for reading. A context manager; safe to read from several threads."""
+    """The input files of a plan, opened when they are read. A context manager; safe to read from several threads."""
 
     def __init__(self, stamps: Iterable[FileStamp]) -> None:
         self._stamps = {stamp.path: stamp for stamp in stamps}
-        self._descriptors: dict[Path, int] = {}
+        self._open_files: OrderedDict[Path, _Open] = OrderedDict()
+        self._lock = threading.Lock()
+        self._limit = _limit()
 
     def __enter__(self) -> Self:
-        try:
-            for path, stamp in self._stamps.items():
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                self._check(path, stamp)
-        except BaseException:
-            self.close()
-            raise
+        self.check_unchanged()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._open_files:
+            os.close(self._open_files.popitem()[1].descriptor)
 
     def check_unchanged(self) -> None:
         """Raise `SourceChanged` if any input is not as the plan saw it."""
-        for path, stamp in self._stamps.items():
-            self._check(path, stamp)
+        for path in self._stamps:
+            self._check(path, FileStamp.of(path))
+        for path, held in self._open_files.items():
+            self._check(path, FileStamp.from_stat(path, os.fstat(held.descriptor)))
 
-    def _check(self, path: Path, stamp: FileStamp) -> None:
-        # the path's own stat too: a file that was replaced leaves our descriptor on the old one
-        seen = (FileStamp.from_stat(path, os.fstat(self._descriptors[path])), FileStamp.of(path))
-        if any(now != stamp for now in seen):
+    def _check(self, path: Path, now: FileStamp) -> None:
+        stamp = self._stamps[path]
+        if now != stamp:
             raise SourceChanged(
-                f"{path} changed while it was read: {stamp.size} bytes were planned, now {seen[1].size}",
+                f"{path} changed while it was read: {stamp.size} bytes were planned, now {now.size}",
                 hint="run again once nothing writes to it",
             )
 
-    def descriptor(self, path: Path) -> int:
-        return self._descriptors[path]
+    @contextlib.contextmanager
+    def descriptor(self, path: Path) -> Iterator[int]:
+        """Yield a descriptor of the input `path`, which stays open at least as long."""
+        with self._lock:
+            held = self._open_files.get(path)
+            if held is None:
+                self._make_room()
+                held = self._open_files[path] = _Open(self._opened(path))
+            self._open_files.move_to_end(path)
+            held.readers += 1
+        try:
+            yield held.descriptor
+        finally:
+            with self._lock:
+                held.readers -= 1
+
+    def _opened(self, path: Path) -> int:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._check(path, FileStamp.from_stat(path, os.fstat(descriptor)))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _make_room(self) -> None:
+        """Close the files that were read longest ago, as far as nobody reads from them."""
+        idle = [path for path, held in self._open_files.items() if not held.readers]
+        for path in idle[: len(self._open_files) + 1 - self._limit]:
+            os.close(self._open_files.pop(path).descriptor)
 
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
@@ -73,11 +120,12 @@ class Sources:
     def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the input file `path` from `offset`."""
         done = 0
-        while done < len(buffer):
-            count = os.preadv(self._descriptors[path], [buffer[done:]], offset + done)
-            if count == 0:
-                raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")
-            done += count
+        with self.descriptor(path) as descriptor:
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if count == 0:
+                    raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")
+                done += count
 
     def rows(self, tensor: StoredTensor, first: int, last: int) -> NDArray[Any]:
         """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""

@@ -71,6 +71,8 @@ class TorchComputer:
             return bias
         if isinstance(op, LoraDelta):
             weight = self._load(op.source).to(dtype)
+            if op.init is not None:
+                weight = _residual(weight, op)
             for lora in op.terms:
                 delta = self._delta(op, lora, weight)
                 weight += delta.to(dtype) if op.rounded else delta
@@ -123,6 +125,25 @@ class TorchComputer:
         values = torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
         self._sources.read_into(tensor, 0, _bytes_of(values))
         return values
+
+
+def _residual(weight: torch.Tensor, op: LoraDelta) -> torch.Tensor:
+    """Return what PEFT leaves of a weight when it builds the layer: `LoraLayer.pissa_init` and `olora_init`, peft 0.21.
+
+    Its bits depend on how many threads torch has.
+    """
+    (term,) = op.terms
+    wide = (weight.T if op.transposed else weight).to(torch.float32)
+    if op.init == "pissa":
+        left, values, right = torch.linalg.svd(wide, full_matrices=False)
+        values = values[: term.rank] / term.scaling
+        a = torch.diag(torch.sqrt(values)) @ right[: term.rank]
+        b = left[:, : term.rank] @ torch.diag(torch.sqrt(values))
+    else:
+        q, r = torch.linalg.qr(wide)
+        a, b = r[: term.rank].contiguous(), q[:, : term.rank].contiguous()
+    wide = wide - term.scaling * b @ a
+    return (wide.T if op.transposed else wide).to(weight.dtype)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_tool.plan.model import Assemble, Copy, DoraDelta, Shard, Step
+from lora_tool.plan.model import Assemble, Copy, DoraDelta, LoraDelta, Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
@@ -134,6 +134,7 @@ def _computes(step: Step, at: int, *, whole: bool) -> Iterator[ComputeUnit]:
         return
     rows = step.out.shape[0] if step.out.shape else 1
     columns_are_needed = isinstance(step.op, DoraDelta) and step.op.transposed
+    whole = whole or (isinstance(step.op, LoraDelta) and step.op.init is not None)
     per_unit = rows if whole or columns_are_needed else max(1, UNIT_WEIGHTS // (step.out.numel // rows))
     for first in range(0, rows, per_unit):
         yield ComputeUnit(step=step, first=first, last=min(first + per_unit, rows), at=at)

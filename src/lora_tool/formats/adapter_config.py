@@ -58,6 +58,9 @@ FIELD_USES: Mapping[str, FieldUse] = {
 INITS_THAT_KEEP_THE_BASE = frozenset({"true", "false", "gaussian", "eva", "orthogonal"})
 """`init_lora_weights` values after which the base weights are still those on disk (peft 0.21, `LoraLayer`)."""
 
+INITS_RECOMPUTED = frozenset({"pissa", "olora"})
+"""Values after which they are not, by a computation that gives the same on every load: a merge does it again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     WeightsFile = SafetensorsFile | TorchWeightsFile
 
-_TORCH = ".bin"
+TORCH_SUFFIX = ".bin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class _Gathering:
             self.note(Defect.NOT_A_FILE, path, "is a link out of its folder", None)
             return None
         try:
-            file = _scan_torch(path) if name.endswith(_TORCH) else scan_file(path)
+            file = _scan_torch(path) if name.endswith(TORCH_SUFFIX) else scan_file(path)
         except CorruptFile as error:
             self.problems.append(error.problem)
             return None

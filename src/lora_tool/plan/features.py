@@ -3,41 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE, AdapterConfig
+from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE, AdapterConfig
 
-_IN_MEMORY = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+ALLOW_IN_MEMORY = "--allow-in-memory merges it with PEFT, with the whole model in memory"
+_AS_PLAIN_LORA = (
+    "save it again where it was trained, as plain LoRA: "
+    'save_pretrained(folder, path_initial_model_for_weight_conversion="the adapter before training")'
+)
+_UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A feature in the way, in words, and the way out. `in_memory`: PEFT's own merge of it is right."""
+
+    text: str
+    hint: str
+    in_memory: bool = False
+
+
+def _only_peft(text: str) -> Refusal:
+    return Refusal(text=text, hint=ALLOW_IN_MEMORY, in_memory=True)
+
+
 _REFUSED_FIELDS = {
-    "megatron_config": "layers split by Megatron",
-    "velora_config": "VeLoRA",
-    "alora_invocation_tokens": "activated LoRA (aLoRA), which acts on some tokens only and cannot be merged",
-    "use_qalora": "QALoRA, whose delta lives on a quantised base",
-    "monteclora_config": "MonteCLoRA",
-    "layer_replication": "layer replication: the adapted model has layers that the base does not",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "Arrow routing, which picks experts per token and cannot be merged",
-    "kasa_config": "KaSA, which truncates the base weights first",
+    "megatron_config": Refusal(text="layers split by Megatron", hint="gather them first, with Megatron's own tools"),
+    "velora_config": _only_peft("VeLoRA"),
+    "alora_invocation_tokens": Refusal(
+        text="activated LoRA (aLoRA), which acts on some tokens only and cannot be merged", hint=_UNMERGED
+    ),
+    "use_qalora": Refusal(
+        text="QALoRA, whose delta lives on a quantised base, which PEFT cannot merge either", hint=_UNMERGED
+    ),
+    "monteclora_config": _only_peft("MonteCLoRA"),
+    "layer_replication": Refusal(
+        text="layer replication: the adapted model has layers that the base does not, and PEFT merges them wrongly",
+        hint="give a base that has the replicated layers, and an adapter trained on it",
+    ),
+    "use_bdlora": _only_peft("block-diagonal LoRA"),
+    "arrow_config": Refusal(text="Arrow routing, which picks experts per token and cannot be merged", hint=_UNMERGED),
+    "kasa_config": _only_peft("KaSA, which truncates the base weights first"),
 }
 
 
-def refusals(config: AdapterConfig) -> Iterator[str]:
-    """Yield a name for every feature of the adapter that cannot be merged exactly here."""
+def refusals(config: AdapterConfig) -> Iterator[Refusal]:
+    """Yield every feature of the adapter that cannot be merged exactly here."""
     if config.peft_type != "LORA":
-        yield f"peft_type {config.peft_type}: not LoRA"
-    for name in config.refused:
-        yield f"`{name}`: {_REFUSED_FIELDS[name]}"
-    if config.init_lora_weights not in INITS_THAT_KEEP_THE_BASE:
-        yield (
-            f"`init_lora_weights` {config.init_lora_weights}: PEFT changes the base weights when it builds the layers, "
-            "so the delta does not belong to the base on disk"
+        text = f"peft_type {config.peft_type}: not LoRA"
+        yield Refusal(
+            text=text, hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
         )
+    for name in config.refused:
+        field = _REFUSED_FIELDS[name]
+        yield Refusal(text=f"`{name}`: {field.text}", hint=field.hint, in_memory=field.in_memory)
+    init = config.init_lora_weights
+    if init not in INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED:
+        yield _init(init)
+    elif init in INITS_RECOMPUTED and (config.use_dora or config.target_parameters):
+        what = "DoRA" if config.use_dora else "`target_parameters`"
+        yield _only_peft(f"`init_lora_weights` {init} with {what}: its norms are those of the changed base")
     if config.target_parameters and (config.use_dora or config.lora_bias or config.fan_in_fan_out):
-        yield "`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not have"
+        yield Refusal(
+            text="`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not have",
+            hint="take it out of adapter_config.json if it was never trained so",
+        )
+
+
+def _init(init: str) -> Refusal:
+    why = "PEFT changes the base weights when it builds the layers, so the delta does not belong to the base on disk"
+    if init in ("loftq", "mica"):
+        return _only_peft(f"`init_lora_weights` {init}: {why}")
+    if init.startswith("pissa_niter"):
+        why = "its randomised SVD changes the base differently on every load, so what was trained on cannot be known"
+    elif init == "lora_ga":
+        why = (
+            "it changed the base by gradients that are not in the adapter; PEFT would merge it into the unchanged base"
+        )
+    elif init == "corda":
+        why = "it changed the base by covariances that are not in the adapter; PEFT cannot load it either"
+    return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=_AS_PLAIN_LORA)
 
 
 def require_mergeable(config: AdapterConfig) -> None:
-    """Return if a merge can be exact. Raises `UnsupportedAdapter` naming every feature in the way."""
+    """Return if a merge can be exact. Raises `UnsupportedAdapter` naming every feature in the way.
+
+    That is `OnlyInMemory` where PEFT's own merge is right for all of them.
+    """
     found = tuple(refusals(config))
     if found:
-        raise UnsupportedAdapter(f"{config.path}: cannot be merged exactly: " + "; ".join(found), hint=_IN_MEMORY)
+        fatal = [refusal for refusal in found if not refusal.in_memory]
+        error = UnsupportedAdapter if fatal else OnlyInMemory
+        message = f"{config.path}: cannot be merged exactly: " + "; ".join(refusal.text for refusal in found)
+        raise error(message, hint=(fatal or found)[0].hint)

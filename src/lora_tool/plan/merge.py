@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.plan import layout
 from lora_tool.plan.adapters import Adapted, join
 from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.assembling import LOCAL, HubOrigin, assembled
 from lora_tool.plan.ends import (
     end_names,
     other_vocabulary,
@@ -23,19 +21,9 @@ from lora_tool.plan.ends import (
     without_tied_repeats,
 )
 from lora_tool.plan.features import require_mergeable
-from lora_tool.plan.manifest import describe_input, fingerprint
-from lora_tool.plan.model import ExpertLayout, Plan, Precision, SideFile
+from lora_tool.plan.manifest import fingerprint
+from lora_tool.plan.model import ExpertLayout, LoraDelta, Plan, Precision, Step
 from lora_tool.plan.modules import AdapterModules, adapter_modules
-from lora_tool.plan.side_files import (
-    classifier_changes,
-    config_file,
-    copied_files,
-    dtype_changes,
-    left_out,
-    other_tokenizers,
-    pad_token,
-    vocabulary_changes,
-)
 from lora_tool.plan.steps import (
     Merge,
     adapter_leftovers,
@@ -43,27 +31,17 @@ from lora_tool.plan.steps import (
     base_steps,
     dropped_from_base,
     require_all_consumed,
+    require_whole_inits,
 )
 from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision
 from lora_tool.plan.task import Head, Task, decide_task, find_head
 from lora_tool.plan.tying import require_no_lora_on_tied_ends, untying_steps
-from lora_tool.tensors import DType, FileStamp
+from lora_tool.tensors import DType
 
 if TYPE_CHECKING:
     from lora_tool.plan.mapped import Mapped
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubOrigin:
-    """Hub id and commit of an input, for the manifest; both None for a local folder."""
-
-    hub_id: str | None = None
-    revision: str | None = None
-
-
-LOCAL = HubOrigin()
 
 
 def plan_merge(
@@ -94,11 +72,11 @@ def plan_merge(
     require_whole(base)
     for each in adapters:
         require_whole(each)
-        require_mergeable(_require_config(each))
+        require_mergeable(config_of_adapter(each))
     require_full_precision(base)
-    named = _named(base, adapters, Task(task))
-    arch, decided = named.arch, named.task
-    adapted, modules = join([_adapted(each, named, expert_layout) for each in named.adapters])
+    found = named(base, adapters, Task(task))
+    arch, decided = found.arch, found.task
+    adapted, modules = join([_adapted(each, found, expert_layout) for each in found.adapters])
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -106,60 +84,43 @@ def plan_merge(
             f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=_WITH_PEFT
         )
     if decided is not Task.CAUSAL_LM:
-        head = find_head(adapters[0], modules, named.base, arch, num_labels=wanted)
-    modules, per_expert = named.parts_of_fused(modules, Precision(precision))
-    merge = _merge(named, adapted, modules, head=head, dtype=dtype, untie=untie)
-    prints = [fingerprint(each.weights) for each in adapters]
-    _require_not_merged_before(base, adapters, prints)
+        head = find_head(adapters[0], modules, found.base, arch, num_labels=wanted)
+    modules, per_expert = found.parts_of_fused(modules, Precision(precision))
+    merge = _merge(found, adapted, modules, head=head, dtype=dtype, untie=untie)
+    prints = require_not_merged_before(base, adapters)
     require_no_lora_on_tied_ends(merge)
-    steps = named.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
-    leftovers = (*dropped_from_base(merge), *named.leftovers, *adapter_leftovers(merge))
+    steps = found.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
+    leftovers = (*dropped_from_base(merge), *found.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
-    homes = layout.homes(steps, base.tensors)
-    shards = layout.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
-    side_files, notes, warnings = _side_files(merge)
-    if len(shards) > 1:
-        index = SideFile(filename=layout.INDEX, content=layout.index_json(shards), reason="written for the new weights")
-        side_files = (*side_files, index)
-    earlier = base.manifest.merged_adapters if base.manifest else ()
-    origins = (adapter_origin,) * len(adapters) if isinstance(adapter_origin, HubOrigin) else tuple(adapter_origin)
-    names = _adapter_names(adapters)
-    return Plan(
-        shards=shards,
-        side_files=side_files,
-        leftovers=leftovers,
-        inputs=_inputs(merge, side_files),
+    require_whole_inits(steps)
+    _require_same_everywhere(steps, Precision(precision))
+    return assembled(
+        merge,
+        steps,
+        leftovers,
+        base=base,
+        adapters=adapters,
+        task=decided,
         precision=Precision(precision),
-        warnings=warnings,
-        notes=(_task_note(merge), *notes),
-        input_names=_input_names(base, adapters),
-        hashed=tuple(file.path for each in adapters for file in each.weights.files),
-        manifest={
-            "operation": "merge",
-            "task": decided.value if decided is Task.CAUSAL_LM else Task.SEQ_CLS.value,
-            "num_labels": head.num_labels if head else None,
-            "dtype": dtype.value if dtype else "as in the base",
-            "merged_adapters": [*earlier, *prints],
-            "inputs": {
-                "base": describe_input(
-                    base.root,
-                    base.weights,
-                    hub_id=base_origin.hub_id,
-                    revision=base_origin.revision,
-                    print_=fingerprint(base.weights),
-                ),
-                **{
-                    name: describe_input(
-                        each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_
-                    )
-                    for name, each, origin, print_ in zip(names, adapters, origins, prints, strict=True)
-                },
-            },
-        },
+        max_shard_bytes=max_shard_bytes,
+        base_origin=base_origin,
+        adapter_origin=adapter_origin,
+        prints=prints,
+        options={"untie": untie, "expert_layout": expert_layout.value if expert_layout else None},
     )
 
 
-def _named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
+def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
+    inits = [step.op.init for step in steps if isinstance(step.op, LoraDelta) and step.op.init]
+    if inits and precision is Precision.FLOAT64:
+        raise UnsupportedAdapter(
+            f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine: "
+            "--precision float64 promises the same bytes everywhere",
+            hint="--precision peft gives PEFT's own bits on this machine",
+        )
+
+
+def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
     """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
     arch = plainly_stored(base, adapters, task)
     if arch is not None:
@@ -211,7 +172,7 @@ def _merge(
 
 
 def _adapted(adapter: AdapterDir, named: AsStored | Mapped, expert_layout: ExpertLayout | None) -> Adapted:
-    config = _require_config(adapter)
+    config = config_of_adapter(adapter)
     ends = end_names(named.base, named.arch)
     modules = adapter_modules(adapter, config, facts=named.facts, expert_layout=expert_layout, ends=ends)
     if not modules.lora and not modules.parameters and not modules.saved:
@@ -222,21 +183,9 @@ def _adapted(adapter: AdapterDir, named: AsStored | Mapped, expert_layout: Exper
     return Adapted(adapter=adapter, config=config, modules=modules)
 
 
-def _adapter_names(adapters: Sequence[AdapterDir]) -> tuple[str, ...]:
-    """Return each adapter's name in the manifest: `adapter`, then `adapter 2` and so on."""
-    return tuple("adapter" if number == 1 else f"adapter {number}" for number in range(1, len(adapters) + 1))
-
-
-def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, str]:
-    """Return folder → name in the manifest where there are several adapters; tensors of one need no telling apart."""
-    if len(adapters) == 1:
-        return {}
-    return {base.root: "base", **dict(zip((each.root for each in adapters), _adapter_names(adapters), strict=True))}
-
-
 def _decide_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Task:
     """Return what all adapters say; one that says nothing follows the others. Raises `UnsupportedAdapter`."""
-    configs = [_require_config(adapter) for adapter in adapters]
+    configs = [config_of_adapter(adapter) for adapter in adapters]
     votes = [decide_task(task, each, config, base, arch) for each, config in zip(adapters, configs, strict=True)]
     silent = [vote is Task.CAUSAL_LM and not config.task_type for vote, config in zip(votes, configs, strict=True)]
     heard = {vote for vote, says_nothing in zip(votes, silent, strict=True) if not says_nothing} or set(votes)
@@ -246,13 +195,16 @@ def _decide_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir, arc
     return heard.pop()
 
 
-def _require_config(adapter: AdapterDir) -> AdapterConfig:
+def config_of_adapter(adapter: AdapterDir) -> AdapterConfig:
+    """Return the config, which a whole adapter has."""
     if adapter.config is None:
         raise AssertionError("a whole adapter has a config")
     return adapter.config
 
 
-def _require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir], prints: Sequence[str]) -> None:
+def require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir]) -> list[str]:
+    """Return the adapters' fingerprints. Raises `IncompatibleBase` where one is in the base, or given twice."""
+    prints = [fingerprint(each.weights) for each in adapters]
     for at, (adapter, print_) in enumerate(zip(adapters, prints, strict=True)):
         if print_ in prints[:at]:
             raise IncompatibleBase(
@@ -266,47 +218,4 @@ def _require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir], p
                 "merging again would apply it twice",
                 hint="give the model that the adapter was trained on: --base MODEL",
             )
-
-
-def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the files beside the weights, notes for the report, and warnings."""
-    changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
-    if merge.facts is not None:
-        changes["architectures"] = [merge.facts.class_name]
-    if merge.untied:
-        changes["tie_word_embeddings"] = False
-    if merge.vocabulary is not None:
-        changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
-    adapters = [part.adapter for part in merge.adapted]
-    warnings: list[str] = []
-    if merge.head is not None:
-        pad = pad_token(adapters, merge.base)
-        pad_id = pad.id if pad else merge.base.config.pad_token_id if merge.base.config else None
-        if pad_id is None:
-            warnings.append(
-                "no pad_token_id: neither tokenizer nor base config names a pad token, so the merged model can only "
-                "score one text at a time; set pad_token in tokenizer_config.json and merge again"
-            )
-        class_name = merge.arch.sequence_classification or ""
-        changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
-    files = (config_file(merge.base, changes), *copied_files(adapters, merge.base, generation=merge.head is None))
-    warnings += other_tokenizers(adapters)
-    left = left_out(merge.base, {file.filename for file in files})
-    notes = (f"not copied from the base: {', '.join(left)}",) if left else ()
-    return files, notes, tuple(warnings)
-
-
-def _task_note(merge: Merge) -> str:
-    sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
-    if merge.head is None:
-        return f"merging {sources} into {merge.base.root} as {merge.arch.causal_lm}"
-    labels = "1 label" if merge.head.num_labels == 1 else f"{merge.head.num_labels} labels"
-    head = f"head from {merge.head.weight.path.parent}"
-    return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
-
-
-def _inputs(merge: Merge, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:
-    weights = (merge.base.weights, *(part.adapter.weights for part in merge.adapted))
-    stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
-    extra = {str(file.source): FileStamp.of(file.source) for file in side_files if file.source is not None}
-    return tuple({**stamps, **extra}.values())
+    return prints

@@ -80,12 +80,15 @@ class LoraDelta:
 
     `rounded` where PEFT rounds the delta to the type of W before it adds it, as it does for embeddings and bare
     parameters; only `Precision.PEFT` does so too. A source of three dimensions is a stack of experts.
+    `init` "pissa" or "olora" where PEFT first takes the untrained factors out of W, when it builds the layer; it needs
+    all of W at once, and torch.
     """
 
     source: StoredTensor
     terms: tuple[LoraTerm, ...]
     transposed: bool = False
     rounded: bool = False
+    init: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +247,11 @@ class Plan:
     def data_bytes(self) -> int:
         """Bytes of all output tensors: the index's `total_size`."""
         return sum(shard.data_bytes for shard in self.shards)
+
+    @property
+    def recomputes_inits(self) -> bool:
+        """Whether a base weight must be changed as PEFT changes it when it builds its layers."""
+        return any(isinstance(step.op, LoraDelta) and step.op.init is not None for step in self.steps)
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors have each fate, of the output first, then of the inputs."""

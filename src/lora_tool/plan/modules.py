@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import AdapterDir
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part, parse
 from lora_tool.names.model import ModelFacts
+from lora_tool.plan.features import ALLOW_IN_MEMORY
 from lora_tool.plan.model import BiasTerm, ExpertLayout, LoraTerm
 from lora_tool.plan.parameters import parameter_term, targeted_parameters
 from lora_tool.tensors import StoredTensor
@@ -223,7 +224,8 @@ def _require_magnitude(adapter: AdapterDir, config: AdapterConfig, b: StoredTens
 def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, b: StoredTensor) -> None:
     if len(a.shape) != 2 or len(b.shape) != 2:  # noqa: PLR2004 - matrices
         odd = a if len(a.shape) != 2 else b  # noqa: PLR2004
-        raise _refuse(adapter, odd.name, f"has shape {list(odd.shape)}: LoRA on convolutions is not merged here")
+        message = f"{odd.path}: `{odd.name}`: has shape {list(odd.shape)}: LoRA on convolutions is not merged here"
+        raise OnlyInMemory(message, hint=ALLOW_IN_MEMORY)
     rank = config.rank(module)
     if a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"

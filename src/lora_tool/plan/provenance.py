@@ -11,7 +11,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_mod
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import Plan, Precision
+from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.sources import Wanted, resolve
 from lora_tool.tensors import DType
 
@@ -50,7 +50,15 @@ class Provenance:
             num_labels=labels if type(labels) is int else None,
             dtype=DType(dtype) if dtype in {known.value for known in DType} else None,
             precision=self.precision or Precision.FLOAT32,
+            untie=self._untied(record),
+            expert_layout=_layout(record.get("expert_layout")),
         )
+
+    def _untied(self, record: Mapping[str, Any]) -> bool:
+        """Whether the two ends of the model were to be untied; another tool's model shows it in its config."""
+        if record:
+            return record.get("untie") is True
+        return self.merged.config is not None and self.merged.config.tie_word_embeddings is False
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""
@@ -64,6 +72,10 @@ class Provenance:
         names = (_adapter_name(number) for number in range(1, len(self.adapters) + 1))
         adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
         return {"base": fingerprint(self.base.weights), **adapters}
+
+
+def _layout(recorded: object) -> ExpertLayout | None:
+    return next((layout for layout in ExpertLayout if layout.value == recorded), None)
 
 
 def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Provenance:

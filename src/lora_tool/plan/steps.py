@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import MATRIX, TiedEnds, Vocabulary
+from lora_tool.plan.features import ALLOW_IN_MEMORY
 from lora_tool.plan.model import (
     Assemble,
     BiasDelta,
@@ -178,13 +179,42 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=embedding)
+    init = _recomputed_init(merge, module)
+    if init is not None and (len(terms) > 1 or embedding or (transposed and init == "olora")):
+        why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
+        raise OnlyInMemory(
+            f"{terms[0].b.path}: `{terms[0].b.name}`: `init_lora_weights` {init} {why} is not recomputed",
+            hint=ALLOW_IN_MEMORY,
+        )
+    op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=embedding, init=init)
     if magnitude is not None:
         (term,) = terms
         op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
     kind = "LoRA" if magnitude is None else "DoRA"
     reason = " + ".join(f"{kind} rank {term.a.shape[0]}, scaling {term.scaling:g}" for term in terms)
+    if init is not None:
+        reason += f", the base first changed as {init} does"
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
+
+
+def _recomputed_init(merge: Merge, module: str) -> str | None:
+    inits = (part.config.init_lora_weights for part in merge.adapted if module in part.modules.lora)
+    return next((init for init in inits if init in INITS_RECOMPUTED), None)
+
+
+def require_whole_inits(steps: Sequence[Step]) -> None:
+    """Return unless a weight whose init is recomputed is stored in parts. Raises `OnlyInMemory`."""
+    for step in steps:
+        for op in step.op.parts if isinstance(step.op, Assemble) else (step.op,):
+            if isinstance(op, LoraDelta) and op.init is not None:
+                (term,) = op.terms
+                full = (term.a.shape[1], term.b.shape[0]) if op.transposed else (term.b.shape[0], term.a.shape[1])
+                if op.source.shape != full:
+                    raise OnlyInMemory(
+                        f"{term.b.path}: `{term.b.name}`: `init_lora_weights` {op.init} on `{step.out.name}`, which is "
+                        "stored in parts, is not recomputed",
+                        hint=ALLOW_IN_MEMORY,
+                    )
 
 
 def _parameter_step(merge: Merge, tensor: StoredTensor) -> Step:

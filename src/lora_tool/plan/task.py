@@ -39,6 +39,11 @@ _LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
 """Where in a head its last layer is, whose rows are the labels: RoBERTa's and BART's is `out_proj`, XLM's `summary`."""
 
 
+def head_names(arch: Architecture) -> tuple[str, ...]:
+    """Return the names that the weight of the head's last layer may have."""
+    return tuple(f"{arch.head}{last}.weight" for last in _LAST_LAYERS)
+
+
 def is_classifier(class_names: tuple[str, ...]) -> bool:
     """Return whether `architectures` of a config names a sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in class_names)
@@ -98,7 +103,7 @@ def find_head(
             f"{base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
             hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
         )
-    names = [f"{arch.head}{last}.weight" for last in _LAST_LAYERS]
+    names = head_names(arch)
     places = (modules.saved, modules.frozen_base, base.tensors)
     weight = next((place[name] for place in places for name in names if name in place), None)
     if weight is None:

@@ -100,7 +100,8 @@ def _op_json(op: Op, input_names: Mapping[Path, str]) -> Mapping[str, Any]:
             return common
         case LoraDelta():
             terms = [_term_json(term, input_names) for term in op.terms]
-            return {**common, "transposed": op.transposed, "terms": terms}
+            init = {"init": op.init} if op.init else {}
+            return {**common, "transposed": op.transposed, "terms": terms, **init}
         case DoraDelta():
             terms = [_term_json(op.term, input_names)]
             return {**common, "transposed": op.transposed, "terms": terms, "magnitude": op.magnitude.name}

@@ -225,10 +225,8 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
-    for reason in refusals(subject.config):
-        yield Fault(message=f"{_REFUSES}: {reason}", path=subject.config_path)
-    if any(layer.embedding and layer.magnitude is not None for layer in subject.layers):
-        yield Fault(message=f"{_REFUSES}: DoRA on embeddings")
+    for refusal in refusals(subject.config):
+        yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
     if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in subject.layers):
         yield Fault(message=f"{_REFUSES}: LoRA on convolutions")
 

@@ -66,6 +66,8 @@ def why_not(op: Op) -> str | None:
         return f"{type(op).__name__} has no second formula yet"
     if isinstance(op, LoraDelta | DoraDelta) and len(op.source.shape) != MATRIX:
         return f"LoRA on a tensor of shape {list(op.source.shape)} has no second formula yet"
+    if isinstance(op, LoraDelta) and op.init is not None:
+        return f"the base is first changed as {op.init} does, which has no second formula yet"
     if not op.source.dtype.is_float:
         return f"{op.source.dtype} is not a float type"
     return None

@@ -1,0 +1,103 @@
+"""Which files of an unfinished folder are finished, so that a run that was killed can be taken up again.
+
+One line of JSON per file, written after the file is on the disk. A file counts as finished if its line is whole, the
+plan is the same, and the file is as it was: size, header, time of its last write, and samples of its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_tool.plan.model import Plan, Precision, Shard
+from lora_tool.plan.text import plan_json
+from lora_tool.version import __version__
+
+FILE_NAME = ".lora-tool-journal"
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
+
+
+def digest_of(plan: Plan) -> str:
+    """Return a sha256 that is the same for plans that write the same bytes from the same files."""
+    content = {
+        "plan": plan_json(plan),
+        "manifest": dict(plan.manifest),
+        "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
+        "versions": [__version__, np.__version__, version("torch") if plan.precision is Precision.PEFT else None],
+    }
+    text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(text).hexdigest()
+
+
+class Journal:
+    """The record of one unfinished folder."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder = folder
+        self._path = folder / FILE_NAME
+        self._digest = digest_of(plan)
+
+    def finished(self, shards: Mapping[str, Shard]) -> dict[str, Any]:
+        """Return the files of this plan that are finished, and what was noted of each. Whatever else is there goes."""
+        finished: dict[str, Any] = {}
+        for line in self._lines():
+            shard = shards.get(str(line.get("file")))
+            if shard is not None and line.get("plan") == self._digest and line.get("state") == self._state(shard):
+                finished[shard.filename] = line.get("notes")
+        for path in self._folder.iterdir():
+            if path.name not in finished and path != self._path:
+                path.unlink()
+        return finished
+
+    def add(self, shard: Shard, notes: Any) -> None:  # noqa: ANN401 - anything that JSON holds
+        """Record that the shard's file is on the disk."""
+        line = {"plan": self._digest, "file": shard.filename, "state": self._state(shard), "notes": notes}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        """Take the record out of the folder, which is about to be finished."""
+        self._path.unlink(missing_ok=True)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return []
+        lines = []
+        for line in text.splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue  # the last line of a run that was killed while writing it
+        return [line for line in lines if isinstance(line, dict)]
+
+    def _state(self, shard: Shard) -> list[Any] | None:
+        """Return what a file looks like; None where it is not there or has another header."""
+        path = self._folder / shard.filename
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            stat = os.fstat(descriptor)
+            header = shard.header
+            if stat.st_size != len(header) + shard.data_bytes or os.pread(descriptor, len(header), 0) != header:
+                return None
+            sampled = hashlib.sha256()
+            last = max(0, stat.st_size - _SAMPLE_BYTES)
+            for number in range(_SAMPLES):
+                sampled.update(os.pread(descriptor, _SAMPLE_BYTES, last * number // (_SAMPLES - 1)))
+            return [stat.st_size, stat.st_mtime_ns, sampled.hexdigest()]
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,89 @@
+"""One weights file that is being written: opened when its first unit is, closed when it is on the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_tool.execution.compute import write_exactly
+from lora_tool.execution.units import Unit
+from lora_tool.plan.model import Shard
+
+MOST_OPEN = 8
+"""Files that may be open for writing at once: written ones wait for the disk while the next are written."""
+
+_PATIENCE_S = 0.1
+
+
+class ShardFile:
+    """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
+
+    `slots` bounds how many are open at once. Nobody who holds one waits for another file: an open file is written by
+    those who opened it and flushed when it is complete, whatever the order.
+    """
+
+    def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:
+        self.path = folder / shard.filename
+        self.shard = shard
+        self._missing = batches
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+
+    def open(self, stop: threading.Event) -> bool:
+        """Open the file if it is not open, which makes it appear; return False if the run was stopped meanwhile."""
+        with self._lock:
+            while self._descriptor is None:
+                if stop.is_set():
+                    return False
+                if self._slots.acquire(timeout=_PATIENCE_S):
+                    try:
+                        self._descriptor = self._created()
+                    except BaseException:
+                        self._slots.release()
+                        raise
+        return True
+
+    @property
+    def descriptor(self) -> int:
+        """What units are written to, once it is open."""
+        if self._descriptor is None:
+            raise AssertionError(f"{self.path} is not open")
+        return self._descriptor
+
+    def _created(self) -> int:
+        header = self.shard.header
+        out = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(out, len(header) + self.shard.data_bytes)
+            write_exactly(out, memoryview(header), 0)
+        except BaseException:
+            os.close(out)
+            raise
+        return out
+
+    def start_writing_back(self, batch: Sequence[Unit]) -> None:
+        """Start writing neighbouring units to the disk without waiting, so that flushing finds little left to do."""
+        if hasattr(os, "posix_fadvise"):
+            nbytes = batch[-1].begin + batch[-1].nbytes - batch[0].begin
+            os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def is_complete(self) -> bool:
+        """Count one batch as written, and return whether it was the last."""
+        with self._lock:
+            self._missing -= 1
+            return self._missing == 0
+
+    def flush(self) -> None:
+        """Wait until all of it is on the disk, and close it. Raises `OSError`."""
+        os.fsync(self.descriptor)
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+                self._slots.release()

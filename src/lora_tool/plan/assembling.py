@@ -1,0 +1,156 @@
+"""The plan of a merge, once its steps are known: weight files, side files, and what the manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.plan import layout
+from lora_tool.plan.manifest import describe_input, fingerprint
+from lora_tool.plan.model import Leftover, Plan, Precision, SideFile, Step
+from lora_tool.plan.side_files import (
+    classifier_changes,
+    config_file,
+    copied_files,
+    dtype_changes,
+    left_out,
+    other_tokenizers,
+    pad_token,
+    vocabulary_changes,
+)
+from lora_tool.plan.steps import Merge
+from lora_tool.plan.task import Task
+from lora_tool.tensors import FileStamp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubOrigin:
+    """Hub id and commit of an input, for the manifest; both None for a local folder."""
+
+    hub_id: str | None = None
+    revision: str | None = None
+
+
+LOCAL = HubOrigin()
+
+
+def assembled(
+    merge: Merge,
+    steps: Sequence[Step],
+    leftovers: Sequence[Leftover],
+    *,
+    base: ModelDir,
+    adapters: Sequence[AdapterDir],
+    task: Task,
+    precision: Precision,
+    max_shard_bytes: int | None,
+    base_origin: HubOrigin,
+    adapter_origin: HubOrigin | Sequence[HubOrigin],
+    prints: Sequence[str],
+    options: Mapping[str, Any],
+) -> Plan:
+    """Return the plan of these steps. `base` and `adapters` are as they are on disk, `prints` the adapters'
+    fingerprints; `options` go into the manifest.
+    """
+    homes = layout.homes(steps, base.tensors)
+    shards = layout.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
+    side_files, notes, warnings = _side_files(merge)
+    if len(shards) > 1:
+        index = SideFile(filename=layout.INDEX, content=layout.index_json(shards), reason="written for the new weights")
+        side_files = (*side_files, index)
+    earlier = base.manifest.merged_adapters if base.manifest else ()
+    origins = (adapter_origin,) * len(adapters) if isinstance(adapter_origin, HubOrigin) else tuple(adapter_origin)
+    names = _adapter_names(adapters)
+    return Plan(
+        shards=shards,
+        side_files=side_files,
+        leftovers=tuple(leftovers),
+        inputs=_inputs(merge, side_files),
+        precision=precision,
+        warnings=warnings,
+        notes=(_task_note(merge), *notes),
+        input_names=_input_names(base, adapters),
+        hashed=tuple(file.path for each in adapters for file in each.weights.files),
+        manifest={
+            "operation": "merge",
+            "task": task.value if task is Task.CAUSAL_LM else Task.SEQ_CLS.value,
+            "num_labels": merge.head.num_labels if merge.head else None,
+            "dtype": merge.dtype.value if merge.dtype else "as in the base",
+            **options,
+            "merged_adapters": [*earlier, *prints],
+            "inputs": {
+                "base": describe_input(
+                    base.root,
+                    base.weights,
+                    hub_id=base_origin.hub_id,
+                    revision=base_origin.revision,
+                    print_=fingerprint(base.weights),
+                ),
+                **{
+                    name: describe_input(
+                        each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_
+                    )
+                    for name, each, origin, print_ in zip(names, adapters, origins, prints, strict=True)
+                },
+            },
+        },
+    )
+
+
+def _adapter_names(adapters: Sequence[AdapterDir]) -> tuple[str, ...]:
+    """Return each adapter's name in the manifest: `adapter`, then `adapter 2` and so on."""
+    return tuple("adapter" if number == 1 else f"adapter {number}" for number in range(1, len(adapters) + 1))
+
+
+def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, str]:
+    """Return folder → name in the manifest where there are several adapters; tensors of one need no telling apart."""
+    if len(adapters) == 1:
+        return {}
+    return {base.root: "base", **dict(zip((each.root for each in adapters), _adapter_names(adapters), strict=True))}
+
+
+def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the files beside the weights, notes for the report, and warnings."""
+    changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
+    if merge.facts is not None:
+        changes["architectures"] = [merge.facts.class_name]
+    if merge.untied:
+        changes["tie_word_embeddings"] = False
+    if merge.vocabulary is not None:
+        changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
+    adapters = [part.adapter for part in merge.adapted]
+    warnings: list[str] = []
+    if merge.head is not None:
+        pad = pad_token(adapters, merge.base)
+        pad_id = pad.id if pad else merge.base.config.pad_token_id if merge.base.config else None
+        if pad_id is None:
+            warnings.append(
+                "no pad_token_id: neither tokenizer nor base config names a pad token, so the merged model can only "
+                "score one text at a time; set pad_token in tokenizer_config.json and merge again"
+            )
+        class_name = merge.arch.sequence_classification or ""
+        changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
+    files = (config_file(merge.base, changes), *copied_files(adapters, merge.base, generation=merge.head is None))
+    warnings += other_tokenizers(adapters)
+    left = left_out(merge.base, {file.filename for file in files})
+    notes = (f"not copied from the base: {', '.join(left)}",) if left else ()
+    return files, notes, tuple(warnings)
+
+
+def _task_note(merge: Merge) -> str:
+    sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
+    if merge.head is None:
+        return f"merging {sources} into {merge.base.root} as {merge.arch.causal_lm}"
+    labels = "1 label" if merge.head.num_labels == 1 else f"{merge.head.num_labels} labels"
+    head = f"head from {merge.head.weight.path.parent}"
+    return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
+
+
+def _inputs(merge: Merge, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:
+    weights = (merge.base.weights, *(part.adapter.weights for part in merge.adapted))
+    stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
+    extra = {str(file.source): FileStamp.of(file.source) for file in side_files if file.source is not None}
+    return tuple({**stamps, **extra}.values())

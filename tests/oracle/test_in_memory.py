@@ -1,0 +1,109 @@
+"""`--allow-in-memory`: what only PEFT merges is refused without it, and with it gives PEFT's bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, TaskType, get_peft_model
+from peft.tuners.lora.config import KasaConfig
+from safetensors.torch import load_file, save_file
+
+from lora_tool.execution import in_memory
+from tests.cli.calling import Caller
+from tests.oracle.peft_merge import different, layout, load_model, merge_with_peft, save_base, saved_tensors
+from tests.oracle.tiny import Task
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+Q: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+ONLY_PEFT: dict[str, dict[str, Any]] = {
+    "mica": Q | {"init_lora_weights": "mica"},
+    "kasa": Q | {"kasa_config": KasaConfig()},
+    "pissa-dora": Q | {"init_lora_weights": "pissa", "use_dora": True},
+}
+
+
+def adapter_of(base: Path, folder: Path, lora: dict[str, Any], task: Task) -> Path:
+    task_type = TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS
+    model = get_peft_model(load_model(base, task), LoraConfig(task_type=task_type, **lora))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(capsys)
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "seq-cls"])
+@pytest.mark.parametrize("name", ONLY_PEFT)
+def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", ONLY_PEFT[name], task)
+    arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours")
+    refused = call(*arguments)
+    assert refused.code == 3
+    assert "--allow-in-memory" in refused.err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+    done = call(*arguments, "--allow-in-memory")
+    assert done.code == 0, done.err
+    assert "takes about" in done.err
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", task))
+    ours = saved_tensors(tmp_path / "ours")
+    assert layout(ours) == layout(theirs)
+    assert different(ours, theirs) == []
+    manifest = json.loads((tmp_path / "ours" / "lora_tool.json").read_text())
+    assert (manifest["precision"], manifest["tier"]) == ("peft", "in memory")
+    assert manifest["counts"]["merged"] == 4
+    assert len(manifest["ledger"]) == len(ours)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["architectures"] == json.loads((tmp_path / "theirs" / "config.json").read_text())["architectures"]
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "ours", "theirs"}
+
+
+def test_too_little_memory_and_dry_run(tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", ONLY_PEFT["mica"], "causal-lm")
+    arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    with mock.patch.object(in_memory, "available_bytes", lambda: 1 << 20):
+        refused = call(*arguments)
+    assert refused.code == 3
+    assert "this machine has 1 MiB free" in refused.err
+    with mock.patch.object(in_memory, "merge_with_peft", side_effect=AssertionError):
+        dry = call(*arguments, "--dry-run")
+    assert dry.code == 0, dry.err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+def test_a_tensor_that_peft_would_leave_out_is_an_error(tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", ONLY_PEFT["mica"], "causal-lm")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+    save_file(
+        {**tensors, name.replace("q_proj", "k_proj"): tensors[name].clone()}, adapter / "adapter_model.safetensors"
+    )
+    done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert done.code == 3
+    assert "PEFT would leave it out" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+def test_what_peft_merges_wrongly_stays_refused(tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", Q, "causal-lm")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for field, value in {"init_lora_weights": "lora_ga", "alora_invocation_tokens": [1], "use_qalora": True}.items():
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+        done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+        assert done.code == 3
+        assert f"`{field}`" in done.err
+        assert "--allow-in-memory" not in done.err
