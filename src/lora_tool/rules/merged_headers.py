@@ -63,7 +63,14 @@ _STRUCTURE = [
 ]
 """Fields of `config.json` that decide what the same weights compute."""
 _ROTARY = ("rope_parameters", "rope_scaling")
-_ROTARY_FIELDS = ("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+_ROTARY_FIELDS = (
+    "rope_theta",
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+)
 
 
 @rule("LT601", Severity.ERROR, on=ModelSubject, needs=_WEIGHTS)
