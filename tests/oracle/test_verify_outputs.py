@@ -20,6 +20,7 @@ from lora_tool.verification.verifying import verify
 from tests.mutations import copy_of, merged_in
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
 from tests.oracle.test_features_against_peft import FEATURES, make_base
+from tests.oracle.tiny import Task
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
@@ -78,7 +79,7 @@ def test_experts_are_loaded_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("model_type", "labels"), [("qwen2", 1), ("llama", 3), ("gpt2", 1), ("bert", 2)])
 def test_classifiers(tmp_path: Path, model_type: str, labels: int) -> None:
-    task = "seq-cls" if model_type == "bert" else "causal-lm"
+    task: Task = "seq-cls" if model_type == "bert" else "causal-lm"
     overrides: dict[str, Any] = {"num_labels": labels} if task == "seq-cls" else {}
     base = save_base(tmp_path / "base", model_type, task, torch.bfloat16, **overrides)
     lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "fan_in_fan_out": model_type == "gpt2"}
