@@ -38,9 +38,6 @@ from lora_tool.sources import Source, Wanted, resolve
     help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
 )
 @click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
-@click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Read samples back and check them before publishing."
-)
 @writing_options("files as in the base")
 def command(
     adapters: tuple[str, ...],
@@ -52,9 +49,9 @@ def command(
     dtype: str | None,
     precision: str,
     untie: bool,  # noqa: FBT001
-    verify: bool,  # noqa: FBT001
     max_shard_size: int | None,
     jobs: int | None,
+    verify: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001

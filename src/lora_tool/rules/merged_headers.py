@@ -90,8 +90,9 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     ## What to do
     Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
     """
+    expected = subject.expected or {}
     for name, tensor in subject.tensors.items():
-        if _ADAPTER_NAME.search(name):
+        if name not in expected and _ADAPTER_NAME.search(name):
             message = "is a name of PEFT's: the adapter is beside the weights, not in them"
             yield Fault(subject=name, message=message, path=str(tensor.path))
 

@@ -13,8 +13,7 @@ from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapte
 from lora_tool.plan.model import Copy, Plan
 from lora_tool.plan.provenance import Provenance
 from lora_tool.plan.storage import plainly_stored
-from lora_tool.plan.task import Task
-from lora_tool.plan.task import is_classifier
+from lora_tool.plan.task import Task, is_classifier
 from lora_tool.rules.evidence import OutputEvidence
 from lora_tool.verification.files import Files
 from lora_tool.verification.layers import (
