@@ -298,3 +298,9 @@ def _tiny(folder: Path) -> None:
             if "lora_B" in name:
                 table[name] = stored(numbers(tensor) * 1e-4, tensor)
     merged_in(folder.parent)
+
+
+@breaks("LT620", MERGED, verified=True, logits=True)
+def _sees_two_tokens(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config.update(use_sliding_window=True, sliding_window=2, layer_types=["sliding_attention"] * 2)

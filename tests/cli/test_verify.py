@@ -11,6 +11,7 @@ import pytest
 from lora_tool.execution import kernels
 from lora_tool.execution.kernels import AnyArray
 from lora_tool.tensors import DType
+from lora_tool.verification import verifying
 from tests.cli.calling import FIXTURES, Caller
 from tests.mutations import break_, copy_of
 
@@ -147,3 +148,45 @@ def test_the_manifest_says_what_was_checked(call: Caller, tmp_path: Path) -> Non
     unchecked = call("merge", "--rm", ADAPTER, "-o", tmp_path / "unchecked", "--json", "--no-verify").json
     assert unchecked["verification"] is None
     assert json.loads((tmp_path / "unchecked" / "lora_tool.json").read_text())["verification"] is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "what"), [("stage3-reward", "adapter"), ("stage3-full", "model"), ("stage3-full", "state")]
+)
+def test_consolidate_reads_back_what_it_wrote(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, what: str
+) -> None:
+    asked = ("consolidate", f"fixtures/zero/{checkpoint}", "--what", what, "-o", tmp_path / "out", "--dtype", "bf16")
+    good = call(*asked, "--json").json["verification"]
+    assert good["right"] == good["tensors"] > 0
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
+    called = call(*asked)
+    assert called.code == 5
+    assert "LT605" in called.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_check_publishes_nothing(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verifying, "check_tensors", interrupted)
+    assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out").code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["LT101", "LT102", "LT107", "LT113"])
+def test_a_merged_folder_with_broken_files(call: Caller, merged: Path, name: str) -> None:
+    shard = merged / "model-00002-of-00003.safetensors"
+    content = shard.read_bytes()
+    if name == "LT107":
+        shard.unlink()
+    elif name == "LT113":
+        (merged / "model.safetensors.index.json").write_text("{")
+    else:
+        shard.write_bytes(content[:-10] if name == "LT101" else b"\xff" * 64)
+    called = call("verify", merged)
+    assert called.code == 5
+    assert name in called.out
+    assert "Traceback" not in called.err

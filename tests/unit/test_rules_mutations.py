@@ -15,7 +15,7 @@ from tests.mutations import CAUSAL, FIXTURES, MODEL, MUTATIONS, REWARD, RUN, SHA
 
 def _judged(folder: Path, mutation: Mutation) -> Report:
     if mutation.verified:
-        return verify(folder).report
+        return verify(folder, **mutation.options).report
     base = folder.parent / "base" if mutation.with_base else None
     if mutation.with_base and folder.name == "merged":
         adapter = open_checkpoint(folder.parent / "adapter")

@@ -50,6 +50,7 @@ def command(
     max_shard_size: int | None,
     ignore: tuple[tuple[str, ...], ...],
     jobs: int | None,
+    verify: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001 - click passes flags by name
     resume: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001
@@ -86,6 +87,7 @@ def command(
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,
+        verify=verify,
     )
 
 

@@ -42,9 +42,6 @@ from lora_tool.sources import Source, Wanted, resolve
 )
 @click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
 @click.option(
-    "--verify/--no-verify", default=True, show_default=True, help="Read samples back and check them before publishing."
-)
-@click.option(
     "--moe-b-layout",
     type=click.Choice([layout.value for layout in ExpertLayout]),
     help="How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank_major]",
@@ -64,10 +61,10 @@ def command(
     precision: str,
     untie: bool,  # noqa: FBT001
     allow_in_memory: bool,  # noqa: FBT001
-    verify: bool,  # noqa: FBT001
     moe_b_layout: str | None,
     max_shard_size: int | None,
     jobs: int | None,
+    verify: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001
     resume: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001

@@ -56,6 +56,12 @@ def writing_options(shard_default: str) -> Callable[[Decorated], Decorated]:
             help=f"Largest weights file.  [default: {shard_default}]",
         ),
         click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]"),
+        click.option(
+            "--verify/--no-verify",
+            default=True,
+            show_default=True,
+            help="Read samples back and check them before publishing.",
+        ),
         click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
         click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
@@ -83,7 +89,7 @@ def carry_out(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
-    verify: bool = False,
+    verify: bool = True,
 ) -> None:
     """Print the plan (`dry_run`), or write the folder `out` and print what was done. Raises as `execute` does.
 

@@ -63,7 +63,14 @@ _STRUCTURE = [
 ]
 """Fields of `config.json` that decide what the same weights compute."""
 _ROTARY = ("rope_parameters", "rope_scaling")
-_ROTARY_FIELDS = ("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+_ROTARY_FIELDS = (
+    "rope_theta",
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+)
 
 
 @rule("LT601", Severity.ERROR, on=ModelSubject, needs=_WEIGHTS)
@@ -83,8 +90,9 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     ## What to do
     Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
     """
+    expected = subject.expected or {}
     for name, tensor in subject.tensors.items():
-        if _ADAPTER_NAME.search(name):
+        if name not in expected and _ADAPTER_NAME.search(name):
             message = "is a name of PEFT's: the adapter is beside the weights, not in them"
             yield Fault(subject=name, message=message, path=str(tensor.path))
 

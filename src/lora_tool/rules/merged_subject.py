@@ -76,7 +76,9 @@ class MergedSubject(ModelSubject):
 
     @property
     def another_base(self) -> bool:
-        """Whether most of the tensors that the adapter leaves alone are not the base's."""
+        """Whether most of the tensors that the adapter leaves alone are not the base's; what we wrote has no other."""
+        if self.base is None:
+            return False
         kept = tuple(self.kept())
         other = sum(found.verdict is not Verdict.RIGHT for found in kept)
         return other >= _SEVERAL and 2 * other > len(kept)

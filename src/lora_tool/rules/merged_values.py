@@ -52,7 +52,7 @@ def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
         return
     for found in subject.kept():
         if found.verdict is Verdict.DIFFERENT:
-            yield _fault(subject, found, f"should be the base's: {_amount(found)}")
+            yield _fault(subject, found, f"is not its source's: {_amount(found)}")
 
 
 @rule("LT606", Severity.ERROR, on=MergedSubject, needs=_COMPARED)

@@ -41,7 +41,9 @@ class NotStreamable(Exception):
 def bare_model(auto: Any, config: Any) -> Any:  # noqa: ANN401 - transformers' own
     """Return the model that the auto class makes of the config, without weights; its buffers are real."""
     with init_empty_weights(include_buffers=False):
-        return auto.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    model.tie_weights()  # parameters made without memory are not the same object any more
+    return model
 
 
 def with_adapters(model: Any, adapters: Sequence[AdapterDir]) -> Any:  # noqa: ANN401
@@ -78,11 +80,9 @@ def finder(base: TensorTable, adapters: Sequence[AdapterDir]) -> Find:
     names = [adapter_name(number) for number in range(len(adapters))]
 
     def find(name: str) -> StoredTensor | None:
-        key = keys.parse(name)
+        key = _parsed(name)
         number = names.index(key.adapter_name) if key.adapter_name in names else 0
-        whole = f"{key.module}.{key.leaf}" if key.part in (Part.BASE_LAYER, Part.ORIGINAL_MODULE) else key.tensor
-        if key.part is Part.ORIGINAL_MODULE:
-            return base.get(whole)
+        whole = f"{key.module}.{key.leaf}" if key.part is Part.BASE_LAYER else key.tensor
         if key.part in (Part.PLAIN, Part.BASE_LAYER):
             carried = (table.get(key.canonical) or table.get(PREFIX + whole) for table in saved)
             return next((tensor for tensor in carried if tensor is not None), base.get(whole))
@@ -91,9 +91,16 @@ def finder(base: TensorTable, adapters: Sequence[AdapterDir]) -> Find:
     return find
 
 
+def _parsed(name: str) -> keys.AdapterKey:
+    """Return a parameter's name parsed; the layer under trained tokens, or a copy, is the model's own layer."""
+    for inside in (".token_adapter.base_layer.", ".original_module."):
+        name = name.replace(inside, ".base_layer.")
+    return keys.parse(name)
+
+
 def output_name(name: str) -> str:
     """Return what the merged model calls the tensor that a parameter of the adapted model goes into."""
-    key = keys.parse(name)
+    key = _parsed(name)
     return f"{key.module}.{key.leaf}" if key.part in (Part.BASE_LAYER, Part.SAVED_MODULE) else key.tensor
 
 
@@ -126,7 +133,7 @@ class _Source:
 
     def is_unused(self, parameter: Any) -> bool:  # noqa: ANN401
         """Whether it is the original of a module that was trained whole: the trained copy runs in its place."""
-        return all(keys.parse(name).part is Part.ORIGINAL_MODULE for name in self._names[id(parameter)])
+        return all(".original_module." in name for name in self._names[id(parameter)])
 
     def of(self, parameter: Any) -> tuple[str, StoredTensor]:  # noqa: ANN401
         """Return the name under which the values are on disk, and where. Raises `NotStreamable`."""

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed
+from lora_tool.formats import model_config
+from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.provenance import Provenance, find_inputs
 from lora_tool.report import Report, Severity, Skipped
@@ -135,9 +138,9 @@ def verify_inputs(
 
 def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
     """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
-    merged = open_model(folder)
-    evidence = check_tensors(plan, merged.tensors, level=level, precision=plan.precision, jobs=jobs)
-    subject = MergedSubject(checkpoint=merged, plan=plan, evidence=evidence, recomputed=True)
+    written = _written(plan, folder)
+    evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
+    subject = MergedSubject(checkpoint=written, plan=plan, evidence=evidence, recomputed=True)
     report = judge(subject, [rule for rule in chosen(_OWN_RULES) if not rule.deep])
     return Verification(
         merged=folder,
@@ -146,8 +149,21 @@ def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs
         level=level,
         precision=plan.precision,
         evidence=evidence,
-        report=_with_unknown(report, evidence, merged),
+        report=_with_unknown(report, evidence, written),
     )
+
+
+def _written(plan: Plan, folder: Path) -> ModelDir:
+    """Return the folder as a model; the weight files alone where the plan writes an adapter or a state dict."""
+    if any(file.filename == model_config.FILE_NAME for file in plan.side_files):
+        return open_model(folder)
+    found = [read_single(folder / shard.filename) for shard in plan.shards]
+    weights = Weights(
+        files=tuple(file for each in found for file in each.files),
+        tensors={name: tensor for each in found for name, tensor in each.tensors.items()},
+        problems=tuple(problem for each in found for problem in each.problems),
+    )
+    return ModelDir(folder=read_folder(folder), config=None, weights=weights, problems=weights.problems)
 
 
 def _with_unknown(report: Report, evidence: Mapping[str, TensorEvidence], merged: ModelDir) -> Report:
