@@ -64,7 +64,10 @@ def _zip(path: Path, data: bytes, *, compress: int = zipfile.ZIP_STORED) -> None
 
 
 def _content(data: bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(data) and None
+    def put(path: Path) -> None:
+        path.write_bytes(data)
+
+    return put
 
 
 def _linked(target: str) -> Callable[[Path], None]:
