@@ -91,6 +91,7 @@ FOLDERS: Mapping[str, Callable[[Path], Sequence[Sequence[str | Path]]]] = {
     "zero/stage3-reward": _sharded,
     "zero/stage3-saved": _sharded,
     "merged": _merged,
+    "torch files": _pair,
 }
 
 
@@ -100,7 +101,8 @@ def folders(data: bytes) -> None:
     name = choices.pick(list(FOLDERS))
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "root"
-        shutil.copytree(_merged_model() if name == "merged" else FIXTURES / name, root)
+        made = {"merged": _merged_model, "torch files": _torch_files}
+        shutil.copytree(made[name]() if name in made else FIXTURES / name, root)
         done = [injure(root, choices) for _ in range(1 + choices.below(3))]
         arguments = choices.pick(FOLDERS[name](root))
         try:
@@ -175,6 +177,23 @@ def _place() -> Path:
     place = Path(tempfile.mkdtemp(prefix="fuzz-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return place
+
+
+@lru_cache
+def _torch_files() -> Path:
+    """Return a base and an adapter whose weights `torch.save` wrote."""
+    from safetensors.torch import load_file
+    from torch import save
+
+    out = _place() / "torch-files"
+    shutil.copytree(FIXTURES / "causal-llama", out)
+    (out / "base" / "model.safetensors.index.json").unlink()
+    for folder, name in (("adapter", "adapter_model.bin"), ("base", "pytorch_model.bin")):
+        shards = sorted((out / folder).glob("*.safetensors"))
+        save({key: tensor for shard in shards for key, tensor in load_file(shard).items()}, out / folder / name)
+        for shard in shards:
+            shard.unlink()
+    return out
 
 
 @lru_cache
