@@ -139,7 +139,10 @@ def _judged(folder: Path) -> tuple[Judged, str] | None:
         if not isinstance(error, CheckpointError) and not _STEP.match(folder.name):
             return None
         return Judged(
-            root=folder, name=folder.name, state=None, report=unopened(str(folder), error, RULES.values())
+            root=folder,
+            name=folder.name,
+            state=None,
+            report=unopened(str(folder), f"cannot be opened: {error}", RULES.values()),
         ), "unreadable"
     return Judged(root=folder, name=folder.name, state=opened.folder.trainer, report=report), str(opened.kind)
 

@@ -62,6 +62,7 @@ def resolve(
         local = _local(reference, near)
         if local is not None:
             return _cached_source(local, reference)
+        _require_no_file(reference)
     match = _HUB_ID.match(reference.removeprefix(_URI))
     if match is None:
         places = (
@@ -83,6 +84,17 @@ def _local(reference: str, near: Path | None) -> Path | None:
             hint="name the one you mean: --base PATH",
         )
     return _tidy(found[0]) if found else None
+
+
+def _require_no_file(reference: str) -> None:
+    """Raise `NotACheckpoint` for a file, which is often named where its folder is meant."""
+    path = Path(reference).expanduser()
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or has a NUL in it
+        return
+    if is_file:
+        raise NotACheckpoint(f"{reference} is a file, not a folder", hint=f"name its folder: {path.parent}")
 
 
 def _tidy(path: Path) -> Path:

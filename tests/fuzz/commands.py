@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lora_tool.cli.main import main
 
-DOCUMENTED = {0, 1, 3, 6}
-"""Exit codes that bad input may give: done, findings, cannot, conflict."""
+DOCUMENTED = {0, 1, 3, 5, 6}
+"""Exit codes that bad input may give: done, findings, cannot, check failed, conflict."""
 
 
 def run(arguments: Sequence[str | Path]) -> tuple[int, str, str]:

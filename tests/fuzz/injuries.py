@@ -48,7 +48,10 @@ def _json(path: Path, choices: Choices) -> None:
 
 def edited(text: bytes, choices: Choices) -> bytes:
     """Return JSON text with one value replaced, removed, doubled or added. Raises ValueError where it is no JSON."""
-    table = json.loads(text)
+    try:
+        table = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("is nested too deeply to edit") from error
     holder, key = _place(table, choices)
     if holder is None:
         return json.dumps(choices.pick(VALUES)).encode()

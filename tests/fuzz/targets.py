@@ -25,7 +25,7 @@ from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.formats.zero import read_tag
 from tests.fuzz.choices import Choices
-from tests.fuzz.commands import must_hold
+from tests.fuzz.commands import must_hold, run
 from tests.fuzz.injuries import injure
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -41,6 +41,21 @@ def _pair(root: Path) -> Sequence[Sequence[str | Path]]:
         ("inspect", base),
         ("merge", adapter, "--base", base, "-o", out, "--dry-run"),
         ("merge", adapter, "--base", base, "-o", out, "--dry-run", "--json"),
+        ("diff", adapter, FIXTURES / "reward-qwen2" / "adapter"),
+        ("diff", base, FIXTURES / "reward-qwen2" / "base", "--json"),
+        ("ls", root, "--json"),
+    )
+
+
+def _merged(root: Path) -> Sequence[Sequence[str | Path]]:
+    inputs = FIXTURES / "reward-qwen2"
+    given = ("--base", inputs / "base", "--adapter", inputs / "adapter")
+    return (
+        ("verify", root, *given),
+        ("verify", root, *given, "--json"),
+        ("validate", root, "--json"),
+        ("inspect", root),
+        ("diff", root, inputs / "base"),
     )
 
 
@@ -60,6 +75,9 @@ def _run_folder(root: Path) -> Sequence[Sequence[str | Path]]:
         ("validate", root, "--json"),
         ("inspect", root),
         ("inspect", root / "checkpoint-2", "--json"),
+        ("ls", root),
+        ("prune", root),
+        ("prune", root, "--json", "--keep-last", "0", "--apply"),
     )
 
 
@@ -72,6 +90,8 @@ FOLDERS: Mapping[str, Callable[[Path], Sequence[Sequence[str | Path]]]] = {
     "zero/stage2-tied": _sharded,
     "zero/stage3-reward": _sharded,
     "zero/stage3-saved": _sharded,
+    "merged": _merged,
+    "torch files": _pair,
 }
 
 
@@ -81,7 +101,8 @@ def folders(data: bytes) -> None:
     name = choices.pick(list(FOLDERS))
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "root"
-        shutil.copytree(FIXTURES / name, root)
+        made = {"merged": _merged_model, "torch files": _torch_files}
+        shutil.copytree(made[name]() if name in made else FIXTURES / name, root)
         done = [injure(root, choices) for _ in range(1 + choices.below(3))]
         arguments = choices.pick(FOLDERS[name](root))
         try:
@@ -156,6 +177,33 @@ def _place() -> Path:
     place = Path(tempfile.mkdtemp(prefix="fuzz-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return place
+
+
+@lru_cache
+def _torch_files() -> Path:
+    """Return a base and an adapter whose weights `torch.save` wrote."""
+    from safetensors.torch import load_file
+    from torch import save
+
+    out = _place() / "torch-files"
+    shutil.copytree(FIXTURES / "causal-llama", out)
+    (out / "base" / "model.safetensors.index.json").unlink()
+    for folder, name in (("adapter", "adapter_model.bin"), ("base", "pytorch_model.bin")):
+        shards = sorted((out / folder).glob("*.safetensors"))
+        save({key: tensor for shard in shards for key, tensor in load_file(shard).items()}, out / folder / name)
+        for shard in shards:
+            shard.unlink()
+    return out
+
+
+@lru_cache
+def _merged_model() -> Path:
+    """Return a model that the command itself merged."""
+    out = _place() / "merged"
+    pair = FIXTURES / "reward-qwen2"
+    code, _, err = run(("merge", pair / "adapter", "--base", pair / "base", "-o", out))
+    assert code == 0, err
+    return out
 
 
 TARGETS: Mapping[str, Callable[[bytes], None]] = {

@@ -14,7 +14,7 @@ import pytest
 from lora_tool.errors import CorruptFile
 from lora_tool.formats.pickles import load
 from lora_tool.formats.torch_zip import KNOWN
-from tests.fuzz.commands import run
+from tests.fuzz.commands import must_hold, run
 from tests.fuzz.targets import FIXTURES, TARGETS
 
 FIELDS: dict[str, tuple[str, str, object, int, str]] = {
@@ -50,6 +50,24 @@ def test_a_token_id_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
         ("merge", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "out", "--dry-run")
     )
     assert code == 0, err
+
+
+@pytest.mark.parametrize("field", ["task", "dtype", "precision", "num_labels", "inputs", "ledger", "merged_adapters"])
+@pytest.mark.parametrize("value", [["q_proj", 1], {}, 7, None, "nonsense"], ids=str)
+def test_a_manifest_is_not_believed(field: str, value: object, tmp_path: Path) -> None:
+    pair = FIXTURES / "reward-qwen2"
+    merged = tmp_path / "merged"
+    given = ("--base", pair / "base", "--adapter", pair / "adapter")
+    assert run(("merge", pair / "adapter", "--base", pair / "base", "-o", merged))[0] == 0
+    table = json.loads((merged / "lora_tool.json").read_text())
+    (merged / "lora_tool.json").write_text(json.dumps({**table, field: value}))
+    for arguments in (
+        ("verify", merged, *given),
+        ("validate", merged),
+        ("inspect", merged, "--json"),
+        ("ls", tmp_path),
+    ):
+        must_hold(arguments)
 
 
 def _no_utf8_name(path: Path) -> None:

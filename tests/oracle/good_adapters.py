@@ -349,14 +349,14 @@ def make(name: str, root: Path) -> tuple[Path, Path | None]:
             adapter_name=good.adapter_name,
             autocast_adapter_dtype=not good.sixteen_bit,
         )
-        _train(peft_model)
+        train_a_little(peft_model)
         peft_model.save_pretrained(str(root / "adapter"))
     folder = root / "adapter" if good.adapter_name == "default" else root / "adapter" / good.adapter_name
     _edit(folder, good)
     return folder, base
 
 
-def _train(model: torch.nn.Module) -> None:
+def train_a_little(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -15,6 +15,8 @@ from lora_tool.errors import CorruptFile, Defect, Problem
 MAX_JSON_BYTES = 100_000_000
 """A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""
 
+_PIECE = 1 << 20
+
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
@@ -75,6 +77,20 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
 def read_all(fd: int, limit: int) -> bytes:
     """Return the content of the open file, at most `limit` bytes of it."""
     return os.pread(fd, min(os.fstat(fd).st_size, limit), 0)
+
+
+def same_content(first: Path, second: Path) -> bool:
+    """Return whether two regular files hold the same bytes; read a megabyte at a time. Raises `CorruptFile`."""
+    with open_regular(first) as one, open_regular(second) as other:
+        size, at = os.fstat(one).st_size, 0
+        if size != os.fstat(other).st_size:
+            return False
+        while at < size:
+            piece = os.pread(one, _PIECE, at)
+            if piece != os.pread(other, _PIECE, at):
+                return False
+            at += len(piece) or size  # a file that became shorter ends here, too
+    return True
 
 
 def require_own_file(root: Path, path: Path) -> None:

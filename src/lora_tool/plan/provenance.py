@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
+from lora_tool.plan.task import Task
 from lora_tool.sources import Wanted, resolve
 from lora_tool.tensors import DType
 
-_AS_IN_THE_BASE = "as in the base"
+Word = TypeVar("Word", bound=Enum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +37,21 @@ class Provenance:
     @property
     def precision(self) -> Precision | None:
         """The arithmetic of the merge, None where nobody says."""
-        recorded = (self.by_manifest or {}).get("precision")
-        return Precision(recorded) if recorded in {precision.value for precision in Precision} else None
+        return _known(Precision, (self.by_manifest or {}).get("precision"))
 
     def plan(self) -> Plan:
         """Return the plan of the same merge, made now. Raises as `plan_merge` does."""
         record = self.by_manifest or {}
-        dtype = record.get("dtype", _AS_IN_THE_BASE)
         labels = record.get("num_labels")
         return plan_merge(
             self.base,
             self.adapters,
-            task=record.get("task", "auto"),
+            task=_known(Task, record.get("task")) or Task.AUTO,
             num_labels=labels if type(labels) is int else None,
-            dtype=DType(dtype) if dtype in {known.value for known in DType} else None,
+            dtype=_known(DType, record.get("dtype")),
             precision=self.precision or Precision.FLOAT32,
             untie=self._untied(record),
-            expert_layout=_layout(record.get("expert_layout")),
+            expert_layout=_known(ExpertLayout, record.get("expert_layout")),
         )
 
     def _untied(self, record: Mapping[str, Any]) -> bool:
@@ -74,8 +74,9 @@ class Provenance:
         return {"base": fingerprint(self.base.weights), **adapters}
 
 
-def _layout(recorded: object) -> ExpertLayout | None:
-    return next((layout for layout in ExpertLayout if layout.value == recorded), None)
+def _known(words: type[Word], recorded: object) -> Word | None:
+    """Return the word that a manifest has recorded; None for "as in the base", and for what nobody knows."""
+    return next((word for word in words if word.value == recorded), None)
 
 
 def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Provenance:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
 from lora_tool.formats import model_config
-from lora_tool.formats.files import require_own_file
+from lora_tool.formats.files import require_own_file, same_content
 from lora_tool.formats.tokenizer import PadToken, read_pad_token
 from lora_tool.plan.model import SideFile
 from lora_tool.tensors import DType
@@ -113,8 +113,7 @@ def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
     names = dict.fromkeys(name for adapter in adapters for name in adapter.folder.tokenizer_files)
     for name in names:
         holders = [adapter.root for adapter in adapters if name in adapter.folder.tokenizer_files]
-        contents = {(holder / name).read_bytes() for holder in holders}
-        if len(contents) > 1:
+        if len(holders) > 1 and not all(same_content(holders[0] / name, holder / name) for holder in holders[1:]):
             others = ", ".join(str(holder) for holder in holders[1:])
             yield f"{name} is copied from {holders[0]}; {others} has another one"
 

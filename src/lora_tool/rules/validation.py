@@ -19,6 +19,7 @@ from lora_tool.checkpoint import (
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.formats.files import inside
 from lora_tool.plan.provenance import Provenance
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
@@ -129,12 +130,17 @@ def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
 
 def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
     """Return what is said about one checkpoint of a run, and the checkpoint, where it can be opened."""
+    if not inside(path.parent, path):
+        report = unopened(str(path), "is a link out of the run's folder", asked.rules, code="LT112")
+        return Judged(root=path, name=path.name, state=None, report=report), None
     try:
         opened = open_checkpoint(path)
+        if isinstance(opened, RunDir):  # a link to the run itself would never end
+            raise NotACheckpoint(f"{path} is a run with checkpoints in it, and no checkpoint")
         report = _judged(opened, asked)
     except LoraToolError as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
-        report = unopened(str(path), error, asked.rules)
+        report = unopened(str(path), f"cannot be opened: {error}", asked.rules)
         return Judged(root=path, name=path.name, state=None, report=report), None
     return Judged(root=path, name=path.name, state=opened.folder.trainer, report=report), opened
 
@@ -169,20 +175,13 @@ def _beside(checkpoint: AdapterDir | ModelDir, rules: tuple[Rule, ...]) -> Itera
         yield Report(skipped=(unreadable,) if RULES["LT402"] in rules else ())
 
 
-def unopened(path: str, error: LoraToolError, rules: Iterable[Rule]) -> Report:
-    """Return what is said of a folder that cannot be opened: no weights, with the reason."""
-    no_weights = RULES["LT115"]
-    finding = Finding(
-        code=no_weights.code,
-        severity=no_weights.severity,
-        path=path,
-        subject=None,
-        message=f"cannot be opened: {error}",
-        hint=no_weights.hint,
-    )
+def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
+    """Return the one finding about a folder that is not looked into: by default that it has no weights."""
+    broken = RULES[code]
+    finding = Finding(code=code, severity=broken.severity, path=path, subject=None, message=message, hint=broken.hint)
     return Report(
-        subjects=(Checked(path=path, kind="unknown folder", rules=(no_weights.code,)),),
-        findings=(finding,) if no_weights in tuple(rules) else (),
+        subjects=(Checked(path=path, kind="unknown folder", rules=(code,)),),
+        findings=(finding,) if broken in tuple(rules) else (),
     )
 
 

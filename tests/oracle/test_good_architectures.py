@@ -1,0 +1,45 @@
+"""LoRA on every linear layer of many architectures, causal LMs and classifiers: silent, alone and with the base."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.judging import judge, lines
+from tests.oracle.good_adapters import train_a_little
+from tests.oracle.tiny import Task, tiny_model
+
+_CAUSAL = (
+    "bloom cohere2 deepseek_v3 gemma gemma3_text glm4 gpt_bigcode gpt_oss gptj granitemoe hunyuan_v1_moe llama4_text "
+    "longcat_flash mistral mpt olmo2 phi qwen2_moe qwen3 qwen3_moe qwen3_next smollm3 stablelm starcoder2"
+)
+_CLASSIFIERS = (
+    "albert bert deberta electra funnel gemma2 gpt_neo gpt_neox lilt longformer mistral mixtral modernbert opt phi3 "
+    "qwen3 reformer roberta t5gemma xlm-roberta"
+)
+CASES: list[tuple[str, Task]] = [
+    *((name, "causal-lm") for name in _CAUSAL.split()),
+    *((name, "seq-cls") for name in _CLASSIFIERS.split()),
+]
+
+
+@pytest.mark.parametrize(("model_type", "task"), CASES)
+def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tiny_model(model_type, task)
+    model.save_pretrained(tmp_path / "base")
+    model.name_or_path = model.config._name_or_path = str(tmp_path / "base")
+    kind = "CAUSAL_LM" if task == "causal-lm" else "SEQ_CLS"
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config)
+        train_a_little(adapted)
+        adapted.save_pretrained(tmp_path / "adapter")
+    assert lines(judge(tmp_path / "adapter")) == []
+    assert lines(judge(tmp_path / "base")) == []
+    assert lines(judge(tmp_path / "adapter", base=tmp_path / "base", task=task)) == []
