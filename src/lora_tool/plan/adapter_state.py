@@ -234,15 +234,18 @@ def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:
 def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
     """Return the config, changed only where it would not be true in another folder or with the head beside it."""
     changes: dict[str, Any] = {}
+    why = []
     if saved:
         changes["modules_to_save"] = [*config.modules_to_save, *saved]
+        why.append(f"{', '.join(saved)} in modules_to_save")
     base = config.path.parent / (config.base_model or "")
     if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
         changes["base_model_name_or_path"] = str(base.resolve())
+        why.append("the whole path of the base model")
     if not changes:
         return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
     text = json.dumps({**read_json(config.path), **changes}, indent=2, ensure_ascii=False) + "\n"
-    reason = f"that of {config.path.parent}, with another {', '.join(changes)}"
+    reason = f"that of {config.path.parent}, with {' and '.join(why)}"
     return SideFile(filename=FILE_NAME, content=text.encode(), reason=reason)
 
 
