@@ -216,7 +216,7 @@ def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
     """Whether the rule is for such a folder, and was asked for."""
     if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
         return False
-    has_values = bool(subject.tensors) or isinstance(subject, ShardedSubject)
+    has_values = bool(subject.tensors) or rule.on is ShardedSubject
     return not rule.deep or (asked.deep is not False and has_values)
 
 
