@@ -31,7 +31,7 @@ HEADS = frozenset(
     {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
     | {"score", "classifier", "classification_head", "value_head", "v_head", "reward_head", "regression_head"}
 )
-"""Last components of the modules that a base language model does not have: new and random when training begins."""
+"""Components of the paths of modules that a base language model does not have: new and random when training begins."""
 
 _LORA = frozenset(
     {Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE, Part.TOKENS_DELTA, Part.SAVED_MODULE}
@@ -80,6 +80,8 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
     names: dict[str, str] = {}
     for name, key in parsed.items():
         if key.part in _LORA and key.adapter_name in (chosen, None):
+            if key.canonical in names:
+                raise UnsupportedCheckpoint(f"`{name}` and `{names[key.canonical]}` would be one tensor of the adapter")
             names[key.canonical] = name
         elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
@@ -188,7 +190,8 @@ def _classifier(config: AdapterConfig) -> str | None:
 
 
 def _is_head(module: str) -> bool:
-    return module.rpartition(".")[2] in HEADS
+    # a head may have layers of its own: classifier.dense
+    return not HEADS.isdisjoint(module.split("."))
 
 
 def _fits(
