@@ -21,6 +21,7 @@ import os, signal, sys, time
 from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
 from lora_tool.plan import value_checks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 value_checks.BLOCK_BYTES = 64
 look = value_checks._Values.look_at
 def slowly(*arguments):

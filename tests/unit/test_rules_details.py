@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from lora_tool.checkpoint import open_checkpoint
 from lora_tool.errors import CheckpointError
@@ -34,9 +33,16 @@ def test_zero_size_points_at_the_training_state(tmp_path: Path) -> None:
 
 def test_zero_size_points_at_the_pickle_beside_it(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
-    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
     break_(folder, "LT206 one factor")
-    assert "adapter_model.bin" in (_only(judge(folder), "LT206").hint or "")
+    names = [finding.subject for finding in judge(folder).findings if finding.code == "LT206"]
+    for content, is_told in (
+        ({}, False),
+        (dict.fromkeys(names, torch.ones(0)), False),
+        (dict.fromkeys(names, torch.ones(2, 2)), True),
+    ):
+        torch.save(content, folder / "adapter_model.bin")
+        hint = _only(judge(folder), "LT206").hint or ""
+        assert ("adapter_model.bin beside it has all their values" in hint) is is_told
 
 
 def test_numbers_are_named(tmp_path: Path) -> None:

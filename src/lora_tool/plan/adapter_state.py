@@ -31,7 +31,7 @@ HEADS = frozenset(
     {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
     | {"score", "classifier", "classification_head", "value_head", "v_head", "reward_head", "regression_head"}
 )
-"""Last components of the modules that a base language model does not have: new and random when training begins."""
+"""Components of the paths of modules that a base language model does not have: new and random when training begins."""
 
 _LORA = frozenset(
     {Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE, Part.TOKENS_DELTA, Part.SAVED_MODULE}
@@ -80,6 +80,8 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
     names: dict[str, str] = {}
     for name, key in parsed.items():
         if key.part in _LORA and key.adapter_name in (chosen, None):
+            if key.canonical in names:
+                raise UnsupportedCheckpoint(f"`{name}` and `{names[key.canonical]}` would be one tensor of the adapter")
             names[key.canonical] = name
         elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
@@ -188,7 +190,8 @@ def _classifier(config: AdapterConfig) -> str | None:
 
 
 def _is_head(module: str) -> bool:
-    return module.rpartition(".")[2] in HEADS
+    # a head may have layers of its own: classifier.dense
+    return not HEADS.isdisjoint(module.split("."))
 
 
 def _fits(
@@ -234,15 +237,18 @@ def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:
 def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
     """Return the config, changed only where it would not be true in another folder or with the head beside it."""
     changes: dict[str, Any] = {}
+    why = []
     if saved:
         changes["modules_to_save"] = [*config.modules_to_save, *saved]
+        why.append(f"{', '.join(saved)} in modules_to_save")
     base = config.path.parent / (config.base_model or "")
     if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
         changes["base_model_name_or_path"] = str(base.resolve())
+        why.append("the whole path of the base model")
     if not changes:
         return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
     text = json.dumps({**read_json(config.path), **changes}, indent=2, ensure_ascii=False) + "\n"
-    reason = f"that of {config.path.parent}, with another {', '.join(changes)}"
+    reason = f"that of {config.path.parent}, with {' and '.join(why)}"
     return SideFile(filename=FILE_NAME, content=text.encode(), reason=reason)
 
 

@@ -118,13 +118,11 @@ def _refuse_errors(faults: Iterable[Finding], ignored: tuple[str, ...]) -> list[
     faults = list(faults)
     errors = [f for f in faults if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
     if errors:
-        shown = errors[:2] if len(errors) > 3 else errors[:3]  # noqa: PLR2004 - an error is three lines
-        more = [f"and {len(errors) - len(shown)} more"] if len(errors) > len(shown) else []
+        others = sorted({error.code for error in errors[1:]})
+        more = f" (and {len(errors) - 1} more: {', '.join(others)}; validate shows all)" if others else ""
         codes = ",".join(sorted({error.code for error in errors}))
         hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
-        raise FindingsFound(
-            "\n".join([*map(str, shown), *more]), hint=f"{hint}; to go on all the same: --ignore {codes}"
-        )
+        raise FindingsFound(f"{errors[0]}{more}", hint=f"{hint}; to go on all the same: --ignore {codes}")
     return faults
 
 

@@ -254,7 +254,7 @@ def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
         return False
     if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
         return False
-    has_values = bool(subject.tensors) or isinstance(subject, ShardedSubject)
+    has_values = bool(subject.tensors) or rule.on is ShardedSubject
     return not rule.deep or (asked.deep is not False and has_values)
 
 
