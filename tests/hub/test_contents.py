@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CorruptFile, PlanError
-from lora_tool.hub import planning
+from lora_tool.hub import local_paths
 from lora_tool.hub.contents import never, select
 from lora_tool.hub.model import Content
 from lora_tool.hub.secrets import SecretFound, require_no_secrets
@@ -186,8 +186,8 @@ def test_words_that_look_like_secrets_are_not(merged: Path) -> None:
 
 def test_the_manifests_paths_are_taken_out_and_nothing_else() -> None:
     table = {"path": "/w", "hub_id": "me/w", "note": "merging /w into /home/al/base/x", "x": ["/home/al/base", "a/w"]}
-    paths = tuple(sorted(planning._absolute_paths(table), key=len, reverse=True))
-    assert planning._cleaned(table, paths) == {
+    paths = tuple(sorted(local_paths._absolute_paths(table), key=len, reverse=True))
+    assert local_paths._cleaned(table, paths) == {
         "path": "w",
         "hub_id": "me/w",
         "note": "merging w into base/x",

@@ -134,6 +134,17 @@ def test_a_fault_is_told_and_the_next_push_succeeds(
         assert secret not in called.out + called.err
 
 
+def test_what_is_uploaded_is_not_sent_twice(hub: Hub, call: Caller, merged: Path) -> None:
+    hub.repo(REPO)
+    hub.fault(COMMIT, status=403)
+    assert call("push", merged, REPO).code == 4
+    assert len(hub.asked("^PUT")) == 3
+    hub.log.clear()
+    assert call("push", merged, REPO).code == 0
+    assert hub.asked("^PUT") == []
+    assert_holds(hub.repos[REPO], merged)
+
+
 def test_a_lost_answer_is_not_committed_twice_whatever_comes_next(
     hub: Hub, call: Caller, merged: Path, waits: list[float]
 ) -> None:

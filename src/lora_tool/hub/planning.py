@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import PurePath
-from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed
 from lora_tool.formats import adapter_config, manifest
-from lora_tool.formats.files import read_json
 from lora_tool.formats.manifest import Manifest, read_manifest
-from lora_tool.hub.card import Readme, merge_card
+from lora_tool.hub.card import Licence, Readme, merge_card
 from lora_tool.hub.contents import README, pushable, read_readme, select
 from lora_tool.hub.hashing import Progress, git_oid_of, in_parallel, sha256_of
+from lora_tool.hub.local_paths import without_paths
 from lora_tool.hub.model import MAIN, Change, Content, PushFile, PushPlan, Remote, RemoteFile
-from lora_tool.hub.origin import Origin, is_hub_id, origin_of
+from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
-from lora_tool.report import Severity
+from lora_tool.report import Report, Severity
 from lora_tool.rules.validation import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
@@ -74,18 +71,11 @@ def plan_push(
         title=full_name.rpartition("/")[2],
         readme=readme,
     )
-    contents = [_without_paths(content, origin) for content in contents]
+    contents = [without_paths(content, origin) for content in contents]
     contents.append(Content(name=README, data=card.data, reason=f"model card: {card.reason}"))
     words = Content(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
     require_no_secrets([*contents, words])
     files = compare(contents, remote.files, progress=progress)
-    warnings = [*map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS]), *card.warnings]
-    if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
-        warnings.append("config.json asks for code of its own (auto_map): --include '*.py' pushes it")
-    if origin.adapter and origin.local:
-        warnings.append(f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves")
-    if licence.gated and private is False:
-        warnings.append(f"the base model {origin.base} is gated: see whether its licence lets you publish {full_name}")
     return PushPlan(
         folder=checkpoint.root,
         kind=_kind(checkpoint, origin),
@@ -97,7 +87,7 @@ def plan_push(
         create_pr=create_pr,
         tag=tag,
         notes=_notes(remote, private=private),
-        warnings=tuple(warnings),
+        warnings=(*_warnings(checkpoint, report, origin), *card.warnings, *_gated(licence, origin, private=private)),
     )
 
 
@@ -135,6 +125,20 @@ def _compared(content: Content, there: RemoteFile | None, progress: Progress) ->
     return PushFile(
         name=content.name, change=change, size=content.size, reason=content.reason, content=content, sha256=digest
     )
+
+
+def _warnings(checkpoint: AdapterDir | ModelDir, report: Report, origin: Origin) -> Iterator[str]:
+    """Yield what does not stop the push, but may surprise those who load it."""
+    yield from map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS])
+    if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
+        yield "config.json asks for code of its own (auto_map): --include '*.py' pushes it"
+    if origin.adapter and origin.local:
+        yield f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves"
+
+
+def _gated(licence: Licence, origin: Origin, *, private: bool | None) -> Iterator[str]:
+    if licence.gated and private is False:
+        yield f"the base model {origin.base} is gated: see whether its licence lets you publish what is made of it"
 
 
 def _with_owner(opened: Session, repo: str) -> str:
@@ -208,51 +212,3 @@ def _notes(remote: Remote, *, private: bool | None) -> tuple[str, ...]:
     asked = "; --public does not change that" if private is False and remote.private else ""
     branch = "" if remote.branch_exists else f"; branch {remote.revision} will be created from main"
     return (f"{remote.repo} exists and is {shown}{asked}{branch}",)
-
-
-def _without_paths(content: Content, origin: Origin) -> Content:
-    """Return the file without this machine's paths: they tell others nothing but who and where you are.
-
-    In the manifest a path becomes its last name. In an adapter's config a path into the Hub cache becomes the Hub id.
-    """
-    if content.source is None or content.name not in (manifest.FILE_NAME, adapter_config.FILE_NAME):
-        return content
-    table = read_json(content.source)
-    if content.name == manifest.FILE_NAME:
-        cleaned = _cleaned(table, tuple(sorted(_absolute_paths(table), key=len, reverse=True)))
-        text, reason = json.dumps(cleaned, indent=1, ensure_ascii=False), "without paths of this machine"
-    else:
-        named = table.get("base_model_name_or_path")
-        replaced = {"base_model_name_or_path": origin.base} if origin.base and not is_hub_id(named) else {}
-        cleaned = {**table, **replaced}
-        text, reason = json.dumps(cleaned, indent=2, sort_keys=True), f"with {origin.base} as the base model"
-    if cleaned == table:
-        return content
-    data = (text + "\n").encode("utf-8", "surrogatepass")
-    return Content(name=content.name, data=data, reason=f"{content.reason}, {reason}")
-
-
-def _absolute_paths(value: Any) -> set[str]:  # noqa: ANN401 - JSON
-    if isinstance(value, dict):
-        return {path for inner in value.values() for path in _absolute_paths(inner)}
-    if isinstance(value, list):
-        return {path for inner in value for path in _absolute_paths(inner)}
-    return {value} if isinstance(value, str) and _is_absolute(value) else set()
-
-
-def _is_absolute(text: str) -> bool:
-    return bool(re.match(r"(?:/|~/|[A-Za-z]:\\)[^\0\n]*\Z", text)) and len(text) > 1
-
-
-def _cleaned(value: Any, paths: tuple[str, ...]) -> Any:  # noqa: ANN401 - JSON
-    if isinstance(value, dict):
-        return {key: _cleaned(inner, paths) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(inner, paths) for inner in value]
-    if not isinstance(value, str):
-        return value
-    for path in paths:
-        # not inside another name: "/w" is no part of the id "me/w"
-        name = PurePath(path).name.replace("\\", "\\\\")
-        value = re.sub(rf"(?<![\w./~\-]){re.escape(path)}(?![\w\-])", name, value)
-    return value
