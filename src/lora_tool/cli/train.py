@@ -55,12 +55,13 @@ def command(
     METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
     `accelerate launch` may be given, in the YAML or as --name value. Needs lora-tool[train].
     """
-    from lora_tool.train.checks import static_findings, with_settings  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.train.checks import require_inputs, static_findings, with_settings  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.train.config import read_run_config  # noqa: PLC0415
     from lora_tool.train.options import require_training  # noqa: PLC0415
 
     require_training()
     run, settings = with_settings(read_run_config(METHODS[method], config, options))
+    require_inputs(run)
     run, choice = _resume(run, resume)
     _tell(settings)
     found = static_findings(run) if run.guard.mode != "off" else ()
@@ -117,7 +118,7 @@ def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, Choice]:
     choice = last_valid(output) if asked == "auto" else named(Path(asked))
     if choice.path is None:
         click.echo(f"nothing to go on from in {printable(str(output))}: starting at step 0", err=True)
-    return run, choice
+    return replace(run, resuming=choice.path is not None), choice
 
 
 def _tell(settings: tuple[Setting, ...]) -> None:

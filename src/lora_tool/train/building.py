@@ -76,11 +76,6 @@ def load_data(arguments: Arguments) -> Mapping[str, Any]:
     if mixture.datasets:
         mixed: Mapping[str, Any] = importlib.import_module("trl").get_dataset(mixture)
         return mixed
-    if not script.dataset_name:
-        raise TrainingFailed(
-            "no data: neither dataset_name nor datasets is given",
-            hint="dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]",
-        )
     splits: Mapping[str, Any] = datasets.load_dataset(
         script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
     )

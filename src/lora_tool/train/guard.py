@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,19 @@ _SNAPSHOT = 1 << 26
 class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     """Watches one training. `findings` holds what it said; raises `TrainingStopped` in mode `stop`."""
 
-    def __init__(self, settings: GuardSettings, method: Method | None = None, *, base: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: GuardSettings,
+        method: Method | None = None,
+        *,
+        base: str | None = None,
+        told: Sequence[Finding] = (),
+    ) -> None:
         self.settings = settings
         self.method = method
         self.base = base
+        self.told = told
+        """Findings of before the training, for the trackers that begin with it."""
         self.findings: list[Finding] = []
         self.watch = Watch(method=method, window=settings.window)
         self.trainer: Any = None
@@ -61,6 +70,8 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         if state.is_world_process_zero and state.global_step == 0:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             (self.output_dir / METRICS).unlink(missing_ok=True)
+        for found in self.told:
+            self._log_finding(state, found)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self._sharded or model is None or self.settings.mode == "off":
@@ -77,6 +88,15 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self._skipped += 1
         if self._skipped > (_SCALER_PATIENCE if _has_scaler(args) else 0):
             message = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
+            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        engine = getattr(self.trainer, "deepspeed", None)
+        if engine is None or self.settings.mode == "off" or _has_scaler(args):
+            return
+        norm = engine.get_global_grad_norm()
+        if norm is not None and not math.isfinite(float(norm)):
+            message = f"the gradient of all ranks is {float(norm)} in step {state.global_step}"
             self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
 
     def on_log(

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from lora_tool.display import printable
-from lora_tool.errors import BadRunConfig, LoraToolError, TrainingFailed, TrainingStopped
+from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train import building, data_checks, live_checks, saving
 from lora_tool.train.cards import clean_card
@@ -74,7 +74,6 @@ class Run:
         """Do the whole job. Raises `TrainingStopped` where a guard stops it."""
         job = self.job
         arguments = building.parse(job.method, job.options, job.arguments)
-        self._report(self._check_arguments(arguments))
         train = self._data(arguments)
         if self._refused():
             return self.outcome(Status.REFUSED)
@@ -85,13 +84,6 @@ class Run:
         if job.dry_run:
             return self.outcome(Status.CHECKED)
         return self._train()
-
-    def _check_arguments(self, arguments: building.Arguments) -> list[Finding]:
-        if arguments.model.model_name_or_path is None:
-            raise TrainingFailed(
-                "no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID"
-            )
-        return []
 
     def _data(self, arguments: building.Arguments) -> Any:
         data = building.load_data(arguments)
@@ -111,7 +103,7 @@ class Run:
 
     def _build(self, arguments: building.Arguments, train: Any) -> Any:
         base = arguments.model.model_name_or_path
-        self.guard = Guard(self.job.guard, self.job.method, base=base)
+        self.guard = Guard(self.job.guard, self.job.method, base=base, told=self.findings)
         trainer = building.build(
             self.job.method,
             arguments,
