@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from lora_tool.train.resume import Choice
 
 REPORT = "train_report.json"
+_SECRET = ("_token", "_key", "_secret")
+"""How the names of options end whose values are not shown."""
 
 
 @click.command(
@@ -143,7 +146,8 @@ def _print_plan(run: RunConfig) -> None:
     from lora_tool.train.launch import command as launch_command  # noqa: PLC0415
 
     click.echo(f"# {shlex.join(launch_command(run))}")
-    click.echo(yaml.safe_dump(dict(run.options), sort_keys=False, allow_unicode=True).rstrip())
+    shown = {name: "***" if name.endswith(_SECRET) else value for name, value in run.options.items()}
+    click.echo(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip())
 
 
 def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> dict[str, Any]:
@@ -157,10 +161,17 @@ def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> 
         "output": outcome.facts.get("output"),
         "settings": {item.name: item.value for item in settings},
         "notes": list(outcome.notes),
-        "facts": dict(outcome.facts),
+        "facts": _plain(outcome.facts),
         "error": outcome.error,
         "hint": outcome.hint,
     }
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the value with NaN and infinity as words, which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> None:

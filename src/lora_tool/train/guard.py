@@ -23,6 +23,7 @@ from lora_tool.train.codes import finding
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.diagnosis import Cause, Watch
 from lora_tool.train.methods import Method
+from lora_tool.train.saving import free_name
 
 METRICS = "metrics.jsonl"
 _SCALER_PATIENCE = 20
@@ -34,6 +35,9 @@ _SNAPSHOT = 1 << 26
 
 class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     """Watches one training. `findings` holds what it said; raises `TrainingStopped` in mode `stop`."""
+
+    writes_metrics = True
+    """Whether `metrics.jsonl` is kept in the output folder; not in one of somebody else's script."""
 
     def __init__(
         self,
@@ -67,9 +71,11 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             if sum(p.numel() for p in trained.values()) <= _SNAPSHOT:
                 self.start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
-        if state.is_world_process_zero and state.global_step == 0:
+        if state.is_world_process_zero and self.writes_metrics:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            (self.output_dir / METRICS).unlink(missing_ok=True)
+            kept = self.output_dir / METRICS
+            if state.global_step == 0 and kept.exists():  # of an earlier run
+                kept.rename(free_name(kept))
         for found in self.told:
             self._log_finding(state, found)
 
@@ -80,7 +86,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         if not gradients:
             self.gradient = max(self.gradient or 0.0, 0.0)
             return
-        norm = float(torch.linalg.vector_norm(torch.stack([n.float().cpu() for n in torch._foreach_norm(gradients)])))  # noqa: SLF001 - torch's own clip_grad_norm_ uses it
+        norm = _norm(gradients)
         if math.isfinite(norm):
             self.gradient = max(self.gradient or 0.0, norm)
             self._skipped = 0
@@ -190,12 +196,18 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                 self._logging = False
 
     def _write_metrics(self, state: Any, logs: Mapping[str, Any]) -> None:
-        if self.output_dir is None:
+        if self.output_dir is None or not self.writes_metrics:
             return
         plain = {name: _json_number(value) for name, value in logs.items()}
         line = json.dumps({"step": state.global_step, "epoch": state.epoch, **plain}, default=str)
         with (self.output_dir / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _norm(gradients: list[torch.Tensor]) -> float:
+    """Return the norm of all gradients together, as torch's clip_grad_norm_ computes it: waiting for the device once."""
+    norms = torch._foreach_norm(gradients)  # noqa: SLF001 - what clip_grad_norm_ uses
+    return float(torch.linalg.vector_norm(torch.stack([norm.float().to(norms[0].device) for norm in norms])))
 
 
 def _json_number(value: Any) -> Any:

@@ -42,7 +42,7 @@ def set_aside(output: Path) -> list[str]:
     """Move weights of an earlier run into `superseded/`, so that a run that fails leaves none that look like its own."""
     names = [path.name for path in weight_files(output)]
     if names:
-        place = _free(output / SUPERSEDED)
+        place = free_name(output / SUPERSEDED)
         place.mkdir()
         for name in (*names, "adapter_config.json", "config.json", RECORD):
             if (output / name).is_file():
@@ -50,7 +50,7 @@ def set_aside(output: Path) -> list[str]:
     return names
 
 
-def _free(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """Return the path, or the first of ``path-2``, ``path-3``, … that is not taken."""
     names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in itertools.count(1))
     return next(name for name in names if not name.exists())
@@ -81,7 +81,7 @@ def settle(output: Path, findings: list[Finding]) -> Path:
     """Move what was saved to where it belongs: into `output`, or with an error among the findings to `rejected/`."""
     place = staging(output)
     if any(item.severity is Severity.ERROR for item in findings):
-        return place.rename(_free(output / REJECTED))
+        return place.rename(free_name(output / REJECTED))
     weights = {path.name for path in weight_files(place)}
     # the weights last: a folder without them does not look finished
     for path in sorted(place.iterdir(), key=lambda path: path.name in weights):
