@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import BadRunConfig
+from lora_tool.errors import BadRunConfig, TrainingFailed
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import finding
 from lora_tool.train.config import RunConfig
@@ -47,12 +47,17 @@ def _settings(run: RunConfig) -> Iterator[Setting]:
 
 
 def require_inputs(run: RunConfig) -> None:
-    """Return if a model and data are named. Raises `BadRunConfig`."""
-    if run.text("model_name_or_path") is None:
+    """Return if a model and data are named. Raises `BadRunConfig`, and `TrainingFailed` for a path that is not there."""
+    model = run.text("model_name_or_path")
+    if model is None:
         raise BadRunConfig("no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID")
     if run.text("dataset_name") is None and not run.options.get("datasets"):
         hint = "dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]"
         raise BadRunConfig("no data: neither dataset_name nor datasets is given", hint=hint)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise TrainingFailed(
+            f"model_name_or_path: {model}: no such folder", hint=run.line("model_name_or_path", "MODEL")
+        )
 
 
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:

@@ -111,6 +111,17 @@ def _silent_rewards(logs: Mapping[str, Any], norm: float | None, *, mask_truncat
             message=f"every reward function returned None or NaN ({', '.join(stds) or 'no function'})",
             hint="let a reward function in reward_funcs return a number for at least two completions of a prompt",
         )
+    endless = [
+        name.removeprefix("rewards/").removesuffix("/mean")
+        for name, value in logs.items()
+        if name.startswith("rewards/") and name.endswith("/mean") and math.isinf(_number(value) or 0.0)
+    ]
+    if endless and (norm is None or norm < NO_GRADIENT):
+        return Cause(
+            code="reward-infinite",
+            message=f"a reward is infinite ({', '.join(endless)}), so no completion of its prompt has an advantage",
+            hint=f"let {endless[0]} in reward_funcs return finite numbers",
+        )
     spread = [name for name, value in stds.items() if value > NO_GRADIENT]
     if _number(logs.get("frac_reward_zero_std")) == 1.0:
         if len(spread) > 1 and (deviation or 0.0) < NO_GRADIENT:

@@ -158,6 +158,11 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                     state,
                 )
 
+    def logits_not_finite(self, said: str) -> None:
+        """Report that completions could not be drawn from the model's logits. Raises `TrainingStopped` in mode `stop`."""
+        trainer = self.trainer
+        self._say(Cause(code="nan-logits", message=said, hint=""), trainer.args, trainer.model, trainer.state)
+
     def _movement(self, model: Any) -> float:
         """Return the norm of the change of all trained parameters."""
         total = 0.0
@@ -171,7 +176,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         if cause.code in self.settings.ignore or cause.code in self.watch.told:
             return
         self.watch.told.add(cause.code)
-        numeric = cause.code in ("nan-gradients", "nan-loss")
+        numeric = cause.code in ("nan-gradients", "nan-loss", "nan-logits")
         found = finding(
             cause.code,
             Severity.ERROR if self.settings.mode == "stop" else Severity.WARNING,

@@ -95,7 +95,7 @@ def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
         notes=outcome.notes,
         facts=outcome.facts,
         error=outcome.error,
-        hint=f"the whole traceback is in {kept}",
+        hint=f"{outcome.hint + '; ' if outcome.hint else ''}the whole traceback is in {kept}",
     )
 
 

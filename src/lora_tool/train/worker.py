@@ -42,7 +42,7 @@ def main() -> int:
         outcome = run.outcome(Status.FAILED, error=str(error), hint=error.hint)
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
         (folder / TRACEBACK).write_text(traceback.format_exc(), encoding="utf-8")
-        write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error)))
+        write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error), hint=_hint(error)))
         return 1
     write_outcome(folder, rank, outcome)
     return 0
@@ -51,6 +51,23 @@ def main() -> int:
 def _said(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+_HINTS = (
+    ("FlashAttention", "attn_implementation: sdpa, or install flash-attn"),
+    ("`kernels`", "attn_implementation: sdpa, or pip install kernels"),
+    ("Target modules", "lora_target_modules: all-linear"),
+    (
+        "out of memory",
+        "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
+    ),
+    ("padding_free=True", "max_length: null, with texts that are short enough; or packing: true"),
+)
+"""What errors of TRL, transformers and PEFT say → the line that helps."""
+
+
+def _hint(error: Exception) -> str | None:
+    return next((hint for words, hint in _HINTS if words in str(error)), None)
 
 
 class Run:
@@ -209,7 +226,13 @@ class Run:
         if self.main:
             for name in saving.set_aside(output):
                 self._note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
-        trained = trainer.train(resume_from_checkpoint=self.job.resume)
+        try:
+            trained = trainer.train(resume_from_checkpoint=self.job.resume)
+        except RuntimeError as error:
+            # torch.multinomial's words for a model whose logits are NaN or infinite
+            if self.guard is not None and "probability tensor contains" in str(error):
+                self.guard.logits_not_finite(str(error))
+            raise
         self.facts["steps"] = trainer.state.global_step
         self.facts["metrics"] = dict(trained.metrics)
         if self.guard is not None and self.guard.moved is not None:
