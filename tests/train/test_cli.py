@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from lora_tool.checkpoint import open_checkpoint
 from tests.cli.calling import Caller
 from tests.train.running import COMMON, QWEN2, pairs, texts, write_rows
 
@@ -205,3 +207,53 @@ def test_guard_passes_on_what_fails(call: Caller, words: tuple[str, ...]) -> Non
     done = call("guard", *words)
     assert done.code == 3
     assert done.err.splitlines()[0].startswith("error: ")
+
+
+def test_an_adapter_without_values_is_put_together_where_that_was_asked_for(tmp_path: Path) -> None:
+    from lora_tool.cli.train import _rescued
+    from lora_tool.report import Severity
+    from lora_tool.rules.validation import validate
+    from lora_tool.train.config import AfterSettings, RunConfig
+    from lora_tool.train.job import Outcome, Status
+    from lora_tool.train.methods import METHODS
+
+    out = tmp_path / "out"
+    shutil.copytree(REPOSITORY / "fixtures" / "zero" / "stage3-saved", out / "checkpoint-2")
+    shutil.copytree(QWEN2, tmp_path / "base")
+    empty = validate(open_checkpoint(out / "checkpoint-2")).at_least(Severity.ERROR)
+    outcome = Outcome(status=Status.BAD_RESULT, findings=empty, facts={"output": str(out / "rejected")})
+    for wanted in (False, True):
+        after = AfterSettings(consolidate=wanted)
+        run = RunConfig(method=METHODS["reward"], path=None, options={"output_dir": str(out)}, after=after)
+        seen = _rescued(run, outcome)
+        assert seen.status is (Status.DONE if wanted else Status.BAD_RESULT)
+    assert seen.facts["output"] == str(out / "consolidated")
+    assert not validate(open_checkpoint(out / "consolidated"), task="reward", deep=True).findings
+
+
+@pytest.mark.parametrize(("launch", "rank"), [({}, 0), ({"machine_rank": 1}, 1), ({"accelerate_config": "zero3"}, 0)])
+def test_after_runs_on_the_first_machine_only(tmp_path: Path, launch: dict[str, Any], rank: int) -> None:
+    from lora_tool.train.config import read_run_config
+    from lora_tool.train.launch import machine_rank
+    from lora_tool.train.methods import METHODS
+
+    assert machine_rank(read_run_config(METHODS["sft"], config(tmp_path, **launch), ())) == rank
+
+
+def test_what_after_runs_is_what_one_would_type(tmp_path: Path) -> None:
+    from lora_tool.cli.after_training import commands
+    from lora_tool.train.config import read_run_config
+    from lora_tool.train.methods import METHODS
+
+    after = {"validate": True, "merge": {"dtype": "bfloat16"}, "push": {"repo": "me/x", "private": True}}
+    run = read_run_config(METHODS["reward"], config(tmp_path, lora_tool={"after": after}), ())
+    assert list(commands(run, Path("out"))) == [
+        ["validate", "out", "--rm"],
+        ["merge", "out", "-o", "out-merged", "--dtype", "bfloat16"],
+        ["push", "out-merged", "me/x", "--private"],
+    ]
+
+
+def test_secrets_are_not_shown(tmp_path: Path, call: Caller) -> None:
+    done = call("train", "sft", "--config", config(tmp_path, hub_token="hf_abc"), "--dry-run", "static")
+    assert "hf_abc" not in done.out + done.err

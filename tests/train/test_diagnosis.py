@@ -29,6 +29,8 @@ CLIPPED = {**FROZEN, "completions/clipped_ratio": 1.0}
         (CANCELS, False, "reward-cancels"),
         (NONE, False, "reward-none"),
         ({**NONE, "reward": float("nan")}, False, "reward-none"),
+        ({**FROZEN, "reward": float("inf"), "rewards/a/mean": float("inf")}, False, "reward-infinite"),
+        ({**LEARNING, "reward": float("inf"), "rewards/a/mean": float("inf")}, False, None),  # other groups still teach
         (CLIPPED, True, "all-masked"),
         (CLIPPED, False, "no-gradient"),
         (FROZEN, True, "no-gradient"),

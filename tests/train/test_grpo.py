@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.running import LLAMA, Trainings, codes, prompts
+from tests.train.running import LLAMA, Trainings, codes, overflowing, prompts
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -32,9 +32,8 @@ def nothing(completions: list[str], **_: Any) -> list[None]:
 def grpo(train: Trainings, *rewards: str, method: str = "grpo", **options: Any) -> Any:
     settings = {"num_generations": 4, "max_completion_length": 8, "max_steps": 3, "gradient_checkpointing": False}
     functions = [f"{HERE}.{name}" for name in rewards]
-    return train(
-        method, model_name_or_path=str(LLAMA), rows=prompts(), reward_funcs=functions, **{**settings, **options}
-    )
+    defaults = {"model_name_or_path": str(LLAMA), "rows": prompts(), "reward_funcs": functions}
+    return train(method, **{**defaults, **settings, **options})
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -89,3 +88,28 @@ def test_warn_mode_goes_on(train: Trainings) -> None:
     )
     assert "reward-constant" in codes(outcome, "warning")
     assert outcome.facts["steps"] == 2
+
+
+def test_a_model_whose_logits_overflow_names_float16(train: Trainings) -> None:
+    base = overflowing(train.folder / "base")
+    outcome = grpo(train, "varied", model_name_or_path=str(base), dtype="float16")
+    assert outcome.status.value == "stopped"
+    assert codes(outcome) == {"fp16-weights", "nan-logits"}
+    assert "float16" in outcome.error
+    assert "dtype: auto" in outcome.hint
+
+
+def test_its_twin_in_the_dtype_of_the_checkpoint_is_healthy(train: Trainings) -> None:
+    base = overflowing(train.folder / "base")
+    outcome = grpo(train, "varied", model_name_or_path=str(base), dtype="auto")
+    assert (outcome.status.value, outcome.findings) == ("done", ())
+
+
+def endless(completions: list[str], **_: Any) -> list[float]:
+    return [float("inf")] + [0.0] * (len(completions) - 1)
+
+
+def test_a_reward_that_is_infinite_is_stopped(train: Trainings) -> None:
+    outcome = grpo(train, "endless")
+    assert (outcome.status.value, codes(outcome)) == ("stopped", {"reward-infinite"})
+    assert not list(train.output.glob("*.safetensors"))

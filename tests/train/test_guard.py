@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -157,9 +156,45 @@ def test_an_adapter_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:
     assert list(saved_in([tmp_path / "out"], since=4e9)) == []
 
 
-def test_metrics_are_lines_of_json(tmp_path: Path, guarded: Path) -> None:
+def test_nothing_is_written_into_a_scripts_folder(tmp_path: Path, guarded: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("the script's own")
     sft(tmp_path, QWEN2)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 2]
-    assert lines[0]["loss"] > 0
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == "the script's own"
     assert guarded.is_dir()
+
+
+def test_a_script_whose_pairs_are_equal_is_left(tmp_path: Path, guarded: Path) -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    fresh_state()
+    rows = [{**row, "rejected": row["chosen"]} for row in pairs()]
+    options = {
+        "max_steps": 2,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "padding_free": True,
+    }
+    trainer = DPOTrainer(
+        str(QWEN2),
+        args=DPOConfig(str(tmp_path / "out"), **options),
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(task_type="CAUSAL_LM"),
+    )
+    with pytest.raises(TrainingStopped, match="chosen-equals-rejected"):
+        trainer.train()
+    codes = {item.code: item.severity.value for item in outcome_in(guarded).findings}
+    assert codes == {"chosen-equals-rejected": "error", "padding-free-off": "warning"}
+
+
+@pytest.mark.parametrize(("config", "leaks"), [(hf.FalconConfig, True), (hf.LlamaConfig, False)])
+def test_a_model_in_shards_is_judged_by_its_kind(config: Any, leaks: bool) -> None:
+    from lora_tool.train.leak_probe import probe
+
+    model = hf.AutoModelForCausalLM.from_config(
+        config(**TINY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    )
+    seen = probe(model, None, packing=False, sharded=True)
+    assert (seen.leaks, seen.difference, seen.why_not) == (leaks, None, "its weights are sharded")

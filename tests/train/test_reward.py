@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+import transformers as hf
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import open_checkpoint
+from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.checkpoint.opening import open_model
 from lora_tool.rules.validation import validate
-from tests.train.running import QWEN2, Trainings, codes, overflowing, pairs
+from tests.train.running import LLAMA, QWEN2, Trainings, codes, overflowing, pairs, tiny_base
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -67,3 +70,36 @@ def test_its_twin_in_the_dtype_of_the_checkpoint_trains(train: Trainings) -> Non
     base = overflowing(train.folder / "base")
     outcome = train("reward", model_name_or_path=str(base), rows=pairs(), dtype="auto")
     assert (outcome.status.value, outcome.findings) == ("done", ())
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "roberta"])
+def test_heads_of_other_architectures(train: Trainings, tmp_path: Path, model_type: str) -> None:
+    base, targets, head = other_base(tmp_path / "base", model_type)
+    outcome = train(
+        "reward", model_name_or_path=str(base), rows=pairs(), lora_target_modules=targets, gradient_checkpointing=False
+    )
+    # the bias of a reward head gets no gradient, as the loss is of differences; that is no finding
+    assert (outcome.status.value, outcome.findings) == ("done", ())
+    assert (outcome.facts["head"], outcome.facts["num_labels"]) == (head, 1)
+
+
+def test_a_whole_model_can_be_trained(train: Trainings) -> None:
+    whole = {"use_peft": False, "lora_r": ..., "lora_target_modules": ...}
+    outcome = train("reward", model_name_or_path=str(QWEN2), rows=pairs(), **whole)
+    assert (outcome.status.value, outcome.findings) == ("done", ())
+    assert (outcome.facts["head"], outcome.facts["num_labels"]) == ("score", 1)
+    assert isinstance(open_checkpoint(train.output), ModelDir)
+
+
+def other_base(to: Path, model_type: str) -> tuple[Path, list[str], str]:
+    """Write a tiny base of another architecture; return it with its targets and the name of its head's last layer."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    torch.manual_seed(0)
+    if model_type == "gpt2":
+        return tiny_base(to, hf.GPT2Config(vocab_size=304, n_embd=32, n_layer=2, n_head=4)), ["c_attn"], "score"
+    if model_type == "bert":
+        hf.BertModel(hf.BertConfig(vocab_size=304, **sizes)).save_pretrained(to)
+    else:
+        hf.RobertaModel(hf.RobertaConfig(vocab_size=304, **sizes)).save_pretrained(to)
+    hf.AutoTokenizer.from_pretrained(LLAMA).save_pretrained(to)
+    return to, ["query", "value"], "classifier" if model_type == "bert" else "classifier.out_proj"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from lora_tool.train.resume import Choice
 
 REPORT = "train_report.json"
+_SECRET = ("_token", "_key", "_secret")
+"""How the names of options end whose values are not shown."""
 
 
 @click.command(
@@ -55,12 +58,13 @@ def command(
     METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
     `accelerate launch` may be given, in the YAML or as --name value. Needs lora-tool[train].
     """
-    from lora_tool.train.checks import static_findings, with_settings  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.train.checks import require_inputs, static_findings, with_settings  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.train.config import read_run_config  # noqa: PLC0415
     from lora_tool.train.options import require_training  # noqa: PLC0415
 
     require_training()
     run, settings = with_settings(read_run_config(METHODS[method], config, options))
+    require_inputs(run)
     run, choice = _resume(run, resume)
     _tell(settings)
     found = static_findings(run) if run.guard.mode != "off" else ()
@@ -117,7 +121,7 @@ def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, Choice]:
     choice = last_valid(output) if asked == "auto" else named(Path(asked))
     if choice.path is None:
         click.echo(f"nothing to go on from in {printable(str(output))}: starting at step 0", err=True)
-    return run, choice
+    return replace(run, resuming=choice.path is not None), choice
 
 
 def _tell(settings: tuple[Setting, ...]) -> None:
@@ -142,7 +146,8 @@ def _print_plan(run: RunConfig) -> None:
     from lora_tool.train.launch import command as launch_command  # noqa: PLC0415
 
     click.echo(f"# {shlex.join(launch_command(run))}")
-    click.echo(yaml.safe_dump(dict(run.options), sort_keys=False, allow_unicode=True).rstrip())
+    shown = {name: "***" if name.endswith(_SECRET) else value for name, value in run.options.items()}
+    click.echo(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip())
 
 
 def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> dict[str, Any]:
@@ -156,10 +161,17 @@ def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> 
         "output": outcome.facts.get("output"),
         "settings": {item.name: item.value for item in settings},
         "notes": list(outcome.notes),
-        "facts": dict(outcome.facts),
+        "facts": _plain(outcome.facts),
         "error": outcome.error,
         "hint": outcome.hint,
     }
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return the value with NaN and infinity as words, which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> None:

@@ -22,7 +22,9 @@ _GUARDS: list[AttachedGuard] = []
 
 
 class AttachedGuard(Guard):
-    """A guard that transformers makes itself, one for each Trainer."""
+    """A guard that transformers makes itself, one for each Trainer. It writes nothing into the script's folders."""
+
+    writes_metrics = False
 
     def __init__(self) -> None:
         job = read_job(Path(os.environ[FOLDER_VARIABLE]))
@@ -33,7 +35,6 @@ class AttachedGuard(Guard):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         self.method = self.watch.method = _method_of(args)
-        self.base = getattr(getattr(model, "config", None), "name_or_path", None)
         super().on_train_begin(args, state, control, model=model, **rest)
         if self.settings.mode == "off" or model is None:
             return

@@ -70,20 +70,23 @@ def _refuse(message: str) -> NoReturn:
 
 
 def load_data(arguments: Arguments) -> Mapping[str, Any]:
-    """Return the splits that the arguments name."""
+    """Return the splits that the arguments name. Raises `TrainingFailed` where there are none."""
     datasets = importlib.import_module("datasets")
     script, mixture = arguments.script, arguments.mixture
-    if mixture.datasets:
-        mixed: Mapping[str, Any] = importlib.import_module("trl").get_dataset(mixture)
-        return mixed
-    if not script.dataset_name:
-        raise TrainingFailed(
-            "no data: neither dataset_name nor datasets is given",
-            hint="dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]",
+    try:
+        splits: Mapping[str, Any] = (
+            importlib.import_module("trl").get_dataset(mixture)
+            if mixture.datasets
+            else datasets.load_dataset(
+                script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
+            )
         )
-    splits: Mapping[str, Any] = datasets.load_dataset(
-        script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
-    )
+    except StopIteration as error:  # what datasets raises for a file without a line
+        raise TrainingFailed(f"{script.dataset_name}: has no rows", hint="another dataset_name") from error
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())[:300]
+        hint = "dataset_name: a Hub id, or a folder of .jsonl, .csv or .parquet files"
+        raise TrainingFailed(f"the data cannot be loaded: {said}", hint=hint) from error
     return splits
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from lora_tool.checkpoint.folders import read_folder
+from lora_tool.errors import BadRunConfig, TrainingFailed
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import finding
 from lora_tool.train.config import RunConfig
@@ -43,10 +46,37 @@ def _settings(run: RunConfig) -> Iterator[Setting]:
         yield Setting(name="logging_nan_inf_filter", value=False, reason="TRL's default shows a NaN loss as 0.0")
 
 
+def require_inputs(run: RunConfig) -> None:
+    """Return if a model and data are named. Raises `BadRunConfig`, and `TrainingFailed` for a path that is not there."""
+    model = run.text("model_name_or_path")
+    if model is None:
+        raise BadRunConfig("no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID")
+    if run.text("dataset_name") is None and not run.options.get("datasets"):
+        hint = "dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]"
+        raise BadRunConfig("no data: neither dataset_name nor datasets is given", hint=hint)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+        raise TrainingFailed(
+            f"model_name_or_path: {model}: no such folder", hint=run.line("model_name_or_path", "MODEL")
+        )
+
+
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:
     """Return what is wrong with the configuration itself."""
-    checks = (_task_type, _half_precision, _nan_filter, _attention, _packing)
+    checks = (_task_type, _half_precision, _nan_filter, _attention, _packing, _old_checkpoints)
     return tuple(found for check in checks for found in check(run) if found.code not in run.guard.ignore)
+
+
+def _old_checkpoints(run: RunConfig) -> Iterator[Finding]:
+    output = Path(run.text("output_dir") or "trainer_output")
+    names = read_folder(output).checkpoints if output.is_dir() and not run.resuming else ()
+    if names:
+        yield finding(
+            "old-checkpoints",
+            Severity.WARNING,
+            f"holds {names[-1]} of an earlier run, which --resume auto would later take for one of this run",
+            hint="--resume auto goes on from it; else another output_dir, or move the old ones away",
+            where=str(output),
+        )
 
 
 def _at(run: RunConfig) -> str:

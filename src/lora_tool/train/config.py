@@ -59,6 +59,7 @@ class RunConfig:
     env: Mapping[str, str] = field(default_factory=dict)
     guard: GuardSettings = GuardSettings()
     after: AfterSettings = AfterSettings()
+    resuming: bool = False
 
     def text(self, name: str) -> str | None:
         """Return the option as text, None where it is not given or null."""

@@ -99,33 +99,11 @@ def _not_finite(logs: Mapping[str, Any]) -> Cause | None:
 
 
 def _silent_rewards(logs: Mapping[str, Any], norm: float | None, *, mask_truncated: bool) -> Cause | None:
-    stds = {
-        name.removeprefix("rewards/").removesuffix("/std"): _number(value) or 0.0
-        for name, value in logs.items()
-        if name.startswith("rewards/") and name.endswith("/std")
-    }
-    reward, deviation = _number(logs.get("reward")), _number(logs.get("reward_std"))
-    if "reward" in logs and (reward is None or math.isnan(reward)):
-        return Cause(
-            code="reward-none",
-            message=f"every reward function returned None or NaN ({', '.join(stds) or 'no function'})",
-            hint="let a reward function in reward_funcs return a number for at least two completions of a prompt",
-        )
-    spread = [name for name, value in stds.items() if value > NO_GRADIENT]
-    if _number(logs.get("frac_reward_zero_std")) == 1.0:
-        if len(spread) > 1 and (deviation or 0.0) < NO_GRADIENT:
-            return Cause(
-                code="reward-cancels",
-                message=f"the sum of the rewards is {reward:.3g} for every completion, though each varies: {', '.join(spread)}",
-                hint="reward_weights: give them weights that do not cancel",
-            )
-        return Cause(
-            code="reward-constant",
-            message=f"all completions of a prompt get the same reward (mean {reward:.3g}), so no advantage and no gradient",
-            hint="a reward in reward_funcs that tells completions apart; more num_generations or a higher temperature",
-        )
-    if norm is None or norm >= NO_GRADIENT:
-        return None
+    """Return why an online method learned nothing: what its rewards say first, then what its gradient says."""
+    silent = norm is not None and norm < NO_GRADIENT
+    cause = _no_reward(logs) or (_endless_reward(logs) if silent or norm is None else None) or _equal_rewards(logs)
+    if cause is not None or not silent:
+        return cause
     if mask_truncated and (_number(logs.get("completions/clipped_ratio")) or 0.0) >= 1.0 - _NOTHING:
         return Cause(
             code="all-masked",
@@ -134,9 +112,58 @@ def _silent_rewards(logs: Mapping[str, Any], norm: float | None, *, mask_truncat
         )
     return Cause(
         code="no-gradient",
-        message=f"rewards differ (reward_std {deviation or 0.0:.3g}), but the gradient is {norm:.3g}: the adapter is frozen, "
-        "switched off, or not part of the model that is trained",
+        message=f"rewards differ (reward_std {_number(logs.get('reward_std')) or 0.0:.3g}), but the gradient is {norm:.3g}: "
+        "the adapter is frozen, switched off, or not part of the model that is trained",
         hint="look at requires_grad of the lora_ parameters, at model.active_adapters, and at lora_target_modules",
+    )
+
+
+def _per_function(logs: Mapping[str, Any], what: str) -> dict[str, float]:
+    """Return function → its ``rewards/<function>/<what>``, 0 where it has none."""
+    return {
+        name.removeprefix("rewards/").removesuffix(f"/{what}"): _number(value) or 0.0
+        for name, value in logs.items()
+        if name.startswith("rewards/") and name.endswith(f"/{what}")
+    }
+
+
+def _no_reward(logs: Mapping[str, Any]) -> Cause | None:
+    reward = _number(logs.get("reward"))
+    if "reward" not in logs or (reward is not None and not math.isnan(reward)):
+        return None
+    return Cause(
+        code="reward-none",
+        message=f"every reward function returned None or NaN ({', '.join(_per_function(logs, 'std')) or 'no function'})",
+        hint="let a reward function in reward_funcs return a number for at least two completions of a prompt",
+    )
+
+
+def _endless_reward(logs: Mapping[str, Any]) -> Cause | None:
+    endless = [name for name, value in _per_function(logs, "mean").items() if math.isinf(value)]
+    if not endless:
+        return None
+    return Cause(
+        code="reward-infinite",
+        message=f"a reward is infinite ({', '.join(endless)}), so no completion of its prompt has an advantage",
+        hint=f"let {endless[0]} in reward_funcs return finite numbers",
+    )
+
+
+def _equal_rewards(logs: Mapping[str, Any]) -> Cause | None:
+    if _number(logs.get("frac_reward_zero_std")) != 1.0:
+        return None
+    reward = f"{_number(logs.get('reward')) or 0.0:.3g}"
+    spread = [name for name, value in _per_function(logs, "std").items() if value > NO_GRADIENT]
+    if len(spread) > 1 and (_number(logs.get("reward_std")) or 0.0) < NO_GRADIENT:
+        return Cause(
+            code="reward-cancels",
+            message=f"the sum of the rewards is {reward} for every completion, though each varies: {', '.join(spread)}",
+            hint="reward_weights: give them weights that do not cancel",
+        )
+    return Cause(
+        code="reward-constant",
+        message=f"all completions of a prompt get the same reward (mean {reward}), so no advantage and no gradient",
+        hint="a reward in reward_funcs that tells completions apart; more num_generations or a higher temperature",
     )
 
 

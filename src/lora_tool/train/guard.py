@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lora_tool.train.codes import finding
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.diagnosis import Cause, Watch
 from lora_tool.train.methods import Method
+from lora_tool.train.saving import free_name
 
 METRICS = "metrics.jsonl"
 _SCALER_PATIENCE = 20
@@ -35,10 +36,22 @@ _SNAPSHOT = 1 << 26
 class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     """Watches one training. `findings` holds what it said; raises `TrainingStopped` in mode `stop`."""
 
-    def __init__(self, settings: GuardSettings, method: Method | None = None, *, base: str | None = None) -> None:
+    writes_metrics = True
+    """Whether `metrics.jsonl` is kept in the output folder; not in one of somebody else's script."""
+
+    def __init__(
+        self,
+        settings: GuardSettings,
+        method: Method | None = None,
+        *,
+        base: str | None = None,
+        told: Sequence[Finding] = (),
+    ) -> None:
         self.settings = settings
         self.method = method
         self.base = base
+        self.told = told
+        """Findings of before the training, for the trackers that begin with it."""
         self.findings: list[Finding] = []
         self.watch = Watch(method=method, window=settings.window)
         self.trainer: Any = None
@@ -58,9 +71,13 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             if sum(p.numel() for p in trained.values()) <= _SNAPSHOT:
                 self.start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
-        if state.is_world_process_zero and state.global_step == 0:
+        if state.is_world_process_zero and self.writes_metrics:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            (self.output_dir / METRICS).unlink(missing_ok=True)
+            kept = self.output_dir / METRICS
+            if state.global_step == 0 and kept.exists():  # of an earlier run
+                kept.rename(free_name(kept))
+        for found in self.told:
+            self._log_finding(state, found)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self._sharded or model is None or self.settings.mode == "off":
@@ -69,7 +86,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         if not gradients:
             self.gradient = max(self.gradient or 0.0, 0.0)
             return
-        norm = float(torch.linalg.vector_norm(torch.stack([n.float().cpu() for n in torch._foreach_norm(gradients)])))  # noqa: SLF001 - torch's own clip_grad_norm_ uses it
+        norm = _norm(gradients)
         if math.isfinite(norm):
             self.gradient = max(self.gradient or 0.0, norm)
             self._skipped = 0
@@ -77,6 +94,15 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self._skipped += 1
         if self._skipped > (_SCALER_PATIENCE if _has_scaler(args) else 0):
             message = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
+            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        engine = getattr(self.trainer, "deepspeed", None)
+        if engine is None or self.settings.mode == "off" or _has_scaler(args):
+            return
+        norm = engine.get_global_grad_norm()
+        if norm is not None and not math.isfinite(float(norm)):
+            message = f"the gradient of all ranks is {float(norm)} in step {state.global_step}"
             self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
 
     def on_log(
@@ -132,6 +158,11 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                     state,
                 )
 
+    def logits_not_finite(self, said: str) -> None:
+        """Report that completions could not be drawn from the model's logits. Raises `TrainingStopped` in mode `stop`."""
+        trainer = self.trainer
+        self._say(Cause(code="nan-logits", message=said, hint=""), trainer.args, trainer.model, trainer.state)
+
     def _movement(self, model: Any) -> float:
         """Return the norm of the change of all trained parameters."""
         total = 0.0
@@ -145,7 +176,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         if cause.code in self.settings.ignore or cause.code in self.watch.told:
             return
         self.watch.told.add(cause.code)
-        numeric = cause.code in ("nan-gradients", "nan-loss")
+        numeric = cause.code in ("nan-gradients", "nan-loss", "nan-logits")
         found = finding(
             cause.code,
             Severity.ERROR if self.settings.mode == "stop" else Severity.WARNING,
@@ -170,12 +201,18 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                 self._logging = False
 
     def _write_metrics(self, state: Any, logs: Mapping[str, Any]) -> None:
-        if self.output_dir is None:
+        if self.output_dir is None or not self.writes_metrics:
             return
         plain = {name: _json_number(value) for name, value in logs.items()}
         line = json.dumps({"step": state.global_step, "epoch": state.epoch, **plain}, default=str)
         with (self.output_dir / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _norm(gradients: list[torch.Tensor]) -> float:
+    """Return the norm of all gradients together, as torch's clip_grad_norm_ computes it: waiting for the device once."""
+    norms = torch._foreach_norm(gradients)  # noqa: SLF001 - what clip_grad_norm_ uses
+    return float(torch.linalg.vector_norm(torch.stack([norm.float().to(norms[0].device) for norm in norms])))
 
 
 def _json_number(value: Any) -> Any:

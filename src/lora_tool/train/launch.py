@@ -78,7 +78,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _died(code: int) -> str:
     if code < 0:
         return f"the launcher was ended by {signal.Signals(-code).name}"
-    return f"the workers ended with exit code {code} and without a report (out of memory?)"
+    return f"accelerate ended with exit code {code} before a worker could report: it refused the launch, or they were killed"
 
 
 def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
@@ -95,7 +95,7 @@ def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
         notes=outcome.notes,
         facts=outcome.facts,
         error=outcome.error,
-        hint=f"the whole traceback is in {kept}",
+        hint=f"{outcome.hint + '; ' if outcome.hint else ''}the whole traceback is in {kept}",
     )
 
 

@@ -130,7 +130,17 @@ def packing_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> 
     """Yield a finding if documents that `collator` puts into one row see each other in `model`."""
     collator = getattr(collator, "data_collator", collator)  # transformers wraps it to drop columns
     packing = bool(getattr(args, "packing", False))
-    if not (getattr(collator, "padding_free", False) and (packing or args.per_device_train_batch_size > 1)):
+    flat = bool(getattr(collator, "padding_free", False))
+    if getattr(args, "padding_free", False) and collator is not None and not flat:
+        yield finding(
+            "padding-free-off",
+            Severity.WARNING,
+            f"padding_free was asked for, but {type(collator).__name__} pads: the memory and the speed are those of padding",
+            hint="padding_free: false",
+            where="model",
+            subject="padding_free",
+        )
+    if not (flat and (packing or args.per_device_train_batch_size > 1)):
         return
     seen = probe(model, collator, packing=packing, sharded=sharded)
     if not seen.leaks:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.manifest import fingerprint
+from lora_tool.plan.task import is_classifier
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, resolve
@@ -27,6 +28,7 @@ RECORD = "lora_tool_train.json"
 
 REJECTED = "rejected"
 SUPERSEDED = "superseded"
+_HEADS = ("score", "classifier", "classification_head", "head", "sequence_summary", "logits_proj")
 _STAGING = ".lora-tool-saving"
 _WEIGHTS = ("adapter_model*", "model*.safetensors*", "pytorch_model*.bin*")
 
@@ -40,7 +42,7 @@ def set_aside(output: Path) -> list[str]:
     """Move weights of an earlier run into `superseded/`, so that a run that fails leaves none that look like its own."""
     names = [path.name for path in weight_files(output)]
     if names:
-        place = _free(output / SUPERSEDED)
+        place = free_name(output / SUPERSEDED)
         place.mkdir()
         for name in (*names, "adapter_config.json", "config.json", RECORD):
             if (output / name).is_file():
@@ -48,7 +50,7 @@ def set_aside(output: Path) -> list[str]:
     return names
 
 
-def _free(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """Return the path, or the first of ``path-2``, ``path-3``, … that is not taken."""
     names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in itertools.count(1))
     return next(name for name in names if not name.exists())
@@ -79,7 +81,7 @@ def settle(output: Path, findings: list[Finding]) -> Path:
     """Move what was saved to where it belongs: into `output`, or with an error among the findings to `rejected/`."""
     place = staging(output)
     if any(item.severity is Severity.ERROR for item in findings):
-        return place.rename(_free(output / REJECTED))
+        return place.rename(free_name(output / REJECTED))
     weights = {path.name for path in weight_files(place)}
     # the weights last: a folder without them does not look finished
     for path in sorted(place.iterdir(), key=lambda path: path.name in weights):
@@ -125,6 +127,8 @@ def _versions() -> dict[str, str]:
 
 def _head(opened: Any) -> tuple[str, int] | None:
     """Return name and rows of the saved classification head: a saved tensor of an adapter that is not LoRA's."""
+    if isinstance(opened, ModelDir) and opened.config is not None and is_classifier(opened.config.architectures):
+        return next(((name, rows) for name, rows in _model_heads(opened)), None)
     if not isinstance(opened, AdapterDir) or (opened.config and opened.config.task_type != "SEQ_CLS"):
         return None
     heads = {
@@ -134,6 +138,15 @@ def _head(opened: Any) -> tuple[str, int] | None:
     }
     # the last layer of a head of several has the labels
     return next(iter(sorted(heads.items(), key=lambda item: item[1])), None)
+
+
+def _model_heads(model: ModelDir) -> Iterator[tuple[str, int]]:
+    """Yield module and rows of what can be a classifier's last layer: rows as labels, and a head's name."""
+    labels = model.config.num_labels if model.config else None
+    for name, tensor in model.tensors.items():
+        module = name.removesuffix(".weight")
+        if module != name and tensor.shape[:1] == (labels,) and module.split(".")[0] in _HEADS:
+            yield module, tensor.shape[0]
 
 
 def _base(base: str | None, revision: str | None) -> dict[str, Any]:

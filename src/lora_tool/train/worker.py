@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from lora_tool.display import printable
-from lora_tool.errors import BadRunConfig, LoraToolError, TrainingFailed, TrainingStopped
+from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train import building, data_checks, live_checks, saving
 from lora_tool.train.cards import clean_card
@@ -42,7 +42,7 @@ def main() -> int:
         outcome = run.outcome(Status.FAILED, error=str(error), hint=error.hint)
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
         (folder / TRACEBACK).write_text(traceback.format_exc(), encoding="utf-8")
-        write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error)))
+        write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error), hint=_hint(error)))
         return 1
     write_outcome(folder, rank, outcome)
     return 0
@@ -51,6 +51,23 @@ def main() -> int:
 def _said(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
+_HINTS = (
+    ("FlashAttention", "attn_implementation: sdpa, or install flash-attn"),
+    ("`kernels`", "attn_implementation: sdpa, or pip install kernels"),
+    ("Target modules", "lora_target_modules: all-linear"),
+    (
+        "out of memory",
+        "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
+    ),
+    ("padding_free=True", "max_length: null, with texts that are short enough; or packing: true"),
+)
+"""What errors of TRL, transformers and PEFT say → the line that helps."""
+
+
+def _hint(error: Exception) -> str | None:
+    return next((hint for words, hint in _HINTS if words in str(error)), None)
 
 
 class Run:
@@ -74,7 +91,6 @@ class Run:
         """Do the whole job. Raises `TrainingStopped` where a guard stops it."""
         job = self.job
         arguments = building.parse(job.method, job.options, job.arguments)
-        self._report(self._check_arguments(arguments))
         train = self._data(arguments)
         if self._refused():
             return self.outcome(Status.REFUSED)
@@ -85,13 +101,6 @@ class Run:
         if job.dry_run:
             return self.outcome(Status.CHECKED)
         return self._train()
-
-    def _check_arguments(self, arguments: building.Arguments) -> list[Finding]:
-        if arguments.model.model_name_or_path is None:
-            raise TrainingFailed(
-                "no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID"
-            )
-        return []
 
     def _data(self, arguments: building.Arguments) -> Any:
         data = building.load_data(arguments)
@@ -111,7 +120,7 @@ class Run:
 
     def _build(self, arguments: building.Arguments, train: Any) -> Any:
         base = arguments.model.model_name_or_path
-        self.guard = Guard(self.job.guard, self.job.method, base=base)
+        self.guard = Guard(self.job.guard, self.job.method, base=base, told=self.findings)
         trainer = building.build(
             self.job.method,
             arguments,
@@ -217,7 +226,13 @@ class Run:
         if self.main:
             for name in saving.set_aside(output):
                 self._note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
-        trained = trainer.train(resume_from_checkpoint=self.job.resume)
+        try:
+            trained = trainer.train(resume_from_checkpoint=self.job.resume)
+        except RuntimeError as error:
+            # torch.multinomial's words for a model whose logits are NaN or infinite
+            if self.guard is not None and "probability tensor contains" in str(error):
+                self.guard.logits_not_finite(str(error))
+            raise
         self.facts["steps"] = trainer.state.global_step
         self.facts["metrics"] = dict(trained.metrics)
         if self.guard is not None and self.guard.moved is not None:
