@@ -1,7 +1,13 @@
-"""The tables of the README that the program knows itself; `python -m tests.readme` writes them anew."""
+"""What of the README the program knows itself, tables and transcripts; `python -m tests.readme` writes it anew."""
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -46,5 +52,21 @@ def rewritten(text: str) -> str:
     return text
 
 
+def with_transcripts(text: str) -> str:
+    """Return the README with what its commands print now, run one after the other beside a copy of the fixtures."""
+    parts = re.split(r"(^```console\n.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(README.parent / "fixtures", Path(folder, "fixtures"))
+        for at in range(1, len(parts), 2):
+            lines = re.findall(r"^\$ (lora-tool .+)$", parts[at], re.MULTILINE)
+            parts[at] = "```console\n" + "".join(f"$ {line}\n{_printed(line, folder)}" for line in lines) + "```"
+    return "".join(parts)
+
+
+def _printed(line: str, folder: str) -> str:
+    command = [sys.executable, "-m", "lora_tool", *shlex.split(line)[1:]]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
 if __name__ == "__main__":
-    README.write_text(rewritten(README.read_text()))
+    README.write_text(with_transcripts(rewritten(README.read_text())))

@@ -21,6 +21,7 @@ FLOORS: dict[str, float] = {
     "inventory": 3.3,
     **dict.fromkeys(("execution", "verification"), 4),
     **dict.fromkeys(("hub", "train", "pictures"), 5),
+    "pipeline": 5.5,
     "cli": 6,
     "__main__": 7,
 }

@@ -400,3 +400,15 @@ def test_a_pushed_reward_model_loads_from_the_hub_and_scores_the_same(hub: Hub, 
         assert done.returncode == 0, done.stderr
     there, here = done.stdout.split()
     assert there == here
+
+
+def test_ci_publishes_what_it_has_proven(call: Caller, hub: Hub, tmp_path: Path) -> None:
+    arguments = ("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", "--push", REPO, "--json")
+    first = call(*arguments)
+    assert first.code == 0, first.err
+    assert {stage["name"]: stage["status"] for stage in first.json["stages"]}["push"] == "passed"
+    assert_holds(hub.repos[REPO], tmp_path / "out")
+    commits = len(hub.repos[REPO].commits)
+    again = call(*arguments)
+    assert {stage["name"]: stage["status"] for stage in again.json["stages"]}["push"] == "reused"
+    assert len(hub.repos[REPO].commits) == commits

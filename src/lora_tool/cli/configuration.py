@@ -20,7 +20,7 @@ from lora_tool.rules.subject import Server
 
 FILE_NAME = "lora-tool.toml"
 PYPROJECT = "pyproject.toml"
-KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format")
+KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format", "ci")
 _MAX_BYTES = 1 << 20
 
 
@@ -37,6 +37,8 @@ class Configuration:
     reports: tuple[str, ...] = ()
     strict: bool | None = None
     form: str | None = None
+    ci: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `lora-tool ci` by their names, as they stand in the file."""
 
 
 class _Wrong(click.UsageError):
@@ -114,6 +116,7 @@ def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
         reports=reader.strings("report"),
         strict=reader.boolean("strict"),
         form=reader.choice("format", tuple(form.value for form in Form)),
+        ci=reader.table_of("ci"),
     )
 
 
@@ -158,6 +161,12 @@ class _Reader:
         value = self.table.get(key)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(key, "true or false")
+        return value
+
+    def table_of(self, key: str) -> Mapping[str, Any]:
+        value = self.table.get(key, {})
+        if not isinstance(value, dict):
+            raise self.wrong(key, "a table")
         return value
 
     def choices(self, key: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ COMMANDS = {
     "merge": "Merge an adapter into its base model.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
     "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
+    "ci": "Take what training left to a proven model, as one CI step.",
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
     "prune": "Remove the checkpoints of a run that are neither the last nor the best.",

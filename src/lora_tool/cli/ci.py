@@ -1,0 +1,255 @@
+"""`lora-tool ci`: the post-training step, from whatever training left to a proven model, and to the Hub if asked."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from lora_tool.cli.configuration import configuration
+from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
+from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.progress import progress_bar
+from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
+from lora_tool.cli.writing import DTYPES
+from lora_tool.display import printable
+from lora_tool.pipeline.model import Job, Outcome, Stage, Status
+from lora_tool.plan.model import Precision
+from lora_tool.plan.task import Task
+from lora_tool.report.forms import Form, rendered
+from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
+from lora_tool.rules.registry import RULES, UnknownRule, expand
+
+_COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
+
+
+@click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
+@click.argument("checkpoint", default=".", type=click.Path(path_type=Path), metavar="[CKPT]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: CKPT-merged]")
+@base_option("Base model: path or Hub id.  [default: what adapter_config.json names]")
+@click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
+@click.option("--task", type=click.Choice([task.value for task in Task]), default="auto", help="What the model is.")
+@click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Type of all weights.  [default: each as in the base]")
+@click.option(
+    "--precision",
+    type=click.Choice([precision.value for precision in Precision]),
+    default=Precision.FLOAT32.value,
+    show_default=True,
+    help="Arithmetic of the merge.",
+)
+@click.option("--ignore", type=comma_list, multiple=True, metavar="CODES", help="Not these rules.")
+@click.option(
+    "--fail-on", type=click.Choice(["error", "warning"]), default="error", show_default=True, help="What fails."
+)
+@click.option("--push", metavar="REPO", help="Publish the result there.")
+@click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
+@click.option("--revision", help="Branch to push to.  [default: main]")
+@click.option("--create-pr", is_flag=True, help="Push as a pull request.")
+@click.option(
+    "--report",
+    "reports",
+    metavar="FORMAT=FILE",
+    multiple=True,
+    help="Write the report, too: junit=report.xml. Repeatable.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
+@click.option(
+    "--config", "config_file", type=click.Path(dir_okay=False), help="Configuration.  [default: lora-tool.toml]"
+)
+@json_option
+@quiet_option("Nothing but the summary.")
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - click's options by name
+    """Take what training left in CKPT to a proven model: validate, consolidate, merge, verify, report, push.
+
+    CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, of which the best whole checkpoint is
+    taken. The first stage that fails ends it. A stage that an earlier run proved is not done again. In GitHub Actions
+    annotations and the job summary are written without being asked. Options may stand in [ci] of lora-tool.toml.
+    """
+    from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right
+
+    configured = configuration(options["config_file"], [str(options["checkpoint"])])
+    options = _with_table(ctx, options, configured.ci)
+    codes, ignored = _ignored(options["ignore"], configured.ignore)
+    job = _job(options, codes)
+    files = [report_file(value) for value in options["reports"]]
+    folder = configured.path.parent if configured.path else None
+    files = files or [report_file(value, folder) for value in configured.reports]
+    require_different(files)
+    quiet = options["quiet"] or options["as_json"]
+    outcome = run(
+        job,
+        told=lambda stage: None if quiet else click.echo(_line(stage, colour=wants_colour())),
+        watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
+    )
+    report = _report(outcome, job, ignored)
+    _write_reports(report, files, job)
+    _tell_github(outcome)
+    if options["as_json"]:
+        click.echo(json.dumps(_json(outcome, report), indent=2, allow_nan=False))
+    else:
+        for stage in outcome.stages if quiet else ():
+            if stage.status is Status.FAILED:
+                click.echo(_line(stage, colour=wants_colour()))
+        click.echo("\n".join(_summary(outcome, report)))
+    return _exit_code(outcome)
+
+
+def _with_table(ctx: click.Context, options: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with those of the `[ci]` table where the command line is silent. Raises a usage error."""
+    names = {
+        option.removeprefix("--"): param
+        for param in ctx.command.params
+        for option in (*param.opts, *param.secondary_opts)
+    }
+    found = dict(options)
+    for key, value in table.items():
+        param = names.get(key.replace("_", "-")) or names.get(key)
+        if param is None or key in ("config", "json"):
+            close = difflib.get_close_matches(key, names, n=1)
+            raise click.UsageError(f"[ci]: unknown key {key!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        if ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT:
+            continue
+        given = value if not param.multiple or isinstance(value, list) else [value]
+        try:
+            found[param.name or ""] = param.type_cast_value(ctx, given if param.multiple else _typed(param, given))
+        except click.BadParameter as error:
+            raise click.UsageError(f"[ci]: {key}: {error.message}") from error
+        if f"--{key}" in param.secondary_opts and isinstance(value, bool):
+            found[param.name or ""] = not value
+    return found
+
+
+def _typed(param: click.Parameter, value: object) -> object:
+    if isinstance(value, bool) is not (param.type is click.BOOL or bool(getattr(param, "is_flag", False))):
+        raise click.BadParameter(f"{value!r} is of the wrong type")
+    return value if isinstance(value, bool) else str(value)
+
+
+def _ignored(
+    typed: tuple[tuple[str, ...], ...], configured: Mapping[str, str | None]
+) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
+    import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules
+
+    try:
+        codes = dict.fromkeys(sorted(expand([code for codes in typed for code in codes])))
+        codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
+    except UnknownRule as error:
+        raise click.UsageError(str(error)) from error
+    return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
+
+
+def _job(options: Mapping[str, Any], ignore: tuple[str, ...]) -> Job:
+    task = Task(options["task"])
+    if options["reward"]:
+        if task not in (Task.AUTO, Task.REWARD, Task.SEQ_CLS):
+            raise click.UsageError(f"--rm contradicts --task {task}")
+        if options["num_labels"] not in (None, 1):
+            raise click.UsageError(f"--rm means one label, --num-labels {options['num_labels']} was given")
+        task = Task.REWARD
+    checkpoint: Path = options["checkpoint"]
+    real = checkpoint.resolve()
+    return Job(
+        checkpoint=checkpoint,
+        output=options["output"] or real.with_name(f"{real.name}-merged"),
+        base=options["base"],
+        task=task,
+        num_labels=options["num_labels"],
+        dtype=DTYPES[options["dtype"]] if options["dtype"] else None,
+        precision=Precision(options["precision"]),
+        ignore=ignore,
+        fail_on=Severity(options["fail_on"]),
+        overwrite=options["overwrite"],
+        jobs=options["jobs"],
+        push=options["push"],
+        private=options["private"],
+        revision=options["revision"],
+        create_pr=options["create_pr"],
+    )
+
+
+def _report(outcome: Outcome, job: Job, ignored: tuple[Ignored, ...]) -> Report:
+    """Return all findings of all stages; an error that was no finding is told as a folder that could not be done."""
+    found = joined(stage.report for stage in outcome.stages if stage.report is not None)
+    unread: tuple[Unread, ...] = ()
+    if outcome.error is not None and not found.at_least(job.fail_on):
+        unread = (Unread(path=str(job.checkpoint), message=str(outcome.error), hint=outcome.error.hint),)
+    return joined([found, Report(unread=unread, ignored=ignored)])
+
+
+def _write_reports(report: Report, files: list[ReportFile], job: Job) -> None:
+    wanted = list(files)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        annotations = _rendered(report, Form.GITHUB, job)
+        if annotations:
+            click.echo(annotations, err=True)  # the runner reads both streams, and stdout may be JSON
+        summary = os.environ.get(SUMMARY)
+        if summary and all(file.path != Path(summary) for file in files):
+            wanted.append(ReportFile(form=Form.MARKDOWN, path=Path(summary)))
+    for file in wanted:
+        file.write(_rendered(report, file.form, job))
+
+
+def _tell_github(outcome: Outcome) -> None:
+    """Set the step's output `output`, where a GitHub Actions runner waits for it."""
+    path = os.environ.get("GITHUB_OUTPUT")
+    output = str(outcome.output or "")
+    if path and output == printable(output):  # a line break would set another output
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"output={output}\n")
+
+
+def _rendered(report: Report, form: Form, job: Job) -> str:
+    return rendered(report, form, pages={code: rule.page for code, rule in RULES.items()}, fail_on=job.fail_on)
+
+
+def _line(stage: Stage, *, colour: bool) -> str:
+    status = f"{stage.status:<8}"
+    shown = click.style(status, fg=_COLOURS[stage.status]) if colour else status
+    took = f"  ({stage.seconds:.1f} s)" if stage.status is not Status.SKIPPED else ""
+    return f"{shown}{stage.name:<12}{printable(stage.summary)}{took}"
+
+
+def _summary(outcome: Outcome, report: Report) -> list[str]:
+    from lora_tool.report.text import findings_lines  # noqa: PLC0415
+
+    lines = list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
+    if outcome.error is not None and outcome.error.hint and not lines:
+        lines.append(f"hint: {printable(outcome.error.hint)}")
+    return [*lines, f"passed: {printable(str(outcome.output))}" if outcome.output else "failed"]
+
+
+def _json(outcome: Outcome, report: Report) -> dict[str, Any]:
+    from lora_tool.report.json import report_json  # noqa: PLC0415
+
+    return {
+        "schema_version": 1,
+        "passed": outcome.passed,
+        "output": str(outcome.output) if outcome.output else None,
+        "stages": [
+            {
+                "name": stage.name,
+                "status": str(stage.status),
+                "summary": printable(stage.summary),
+                "seconds": round(stage.seconds, 3),
+                "hint": stage.error.hint if stage.error else None,
+            }
+            for stage in outcome.stages
+        ],
+        "report": report_json(report),
+    }
+
+
+def _exit_code(outcome: Outcome) -> int:
+    if outcome.error is not None:
+        return exit_code(outcome.error)
+    failed = next((stage.name for stage in outcome.stages if stage.status is Status.FAILED), None)
+    return DONE if failed is None else FAILED_CHECK if failed == "verify" else FINDINGS

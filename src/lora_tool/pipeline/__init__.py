@@ -1,0 +1,1 @@
+"""The whole way after training as one step: validate, consolidate if needed, merge, verify, push."""

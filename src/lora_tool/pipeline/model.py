@@ -1,0 +1,82 @@
+"""The words of a pipeline run: what was asked for, and what became of each stage."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.errors import LoraToolError
+from lora_tool.plan.model import Precision
+from lora_tool.plan.task import Task
+from lora_tool.report.model import Report, Severity
+from lora_tool.tensors import DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be done with one checkpoint. `push` is a repository on the Hub; None publishes nothing."""
+
+    checkpoint: Path
+    output: Path
+    base: str | None = None
+    task: Task = Task.AUTO
+    num_labels: int | None = None
+    dtype: DType | None = None
+    precision: Precision = Precision.FLOAT32
+    ignore: tuple[str, ...] = ()
+    fail_on: Severity = Severity.ERROR
+    overwrite: bool = False
+    jobs: int | None = None
+    push: str | None = None
+    private: bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+
+    @property
+    def consolidated(self) -> Path:
+        """Where an adapter goes that had to be put together from rank files first."""
+        return self.output.with_name(f"{self.output.name}-adapter")
+
+
+@enum.unique
+class Status(str, enum.Enum):
+    """What became of a stage."""
+
+    PASSED = "passed"
+    REUSED = "reused"
+    """It was done by an earlier run, from the same inputs, and its result is as it was left."""
+    SKIPPED = "skipped"
+    FAILED = "failed"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage that was run, or why it was not. `error` is what stopped the pipeline there."""
+
+    name: str
+    status: Status
+    summary: str
+    seconds: float = 0.0
+    report: Report | None = None
+    error: LoraToolError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All stages in order. `output` is the folder that passed; None where the pipeline stopped before it."""
+
+    stages: tuple[Stage, ...]
+    output: Path | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(stage.status is not Status.FAILED for stage in self.stages)
+
+    @property
+    def error(self) -> LoraToolError | None:
+        """What stopped the pipeline; None where it passed, or where findings did."""
+        return next((stage.error for stage in self.stages if stage.error is not None), None)

@@ -1,0 +1,277 @@
+"""Running a pipeline: each stage in its turn, the first that fails ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    DcpDir,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    open_checkpoint,
+    open_model,
+    open_sharded,
+)
+from lora_tool.display import size
+from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, VerificationFailed
+from lora_tool.pipeline.model import Job, Outcome, Stage, Status
+from lora_tool.pipeline.proofs import Proofs, key_of
+from lora_tool.plan.assembling import HubOrigin
+from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.model import Plan
+from lora_tool.report.model import Report, Severity
+from lora_tool.rules.validation import validate
+from lora_tool.sources import Source, resolve
+
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Given what is done and how many bytes of it there are, a progress bar."""
+
+
+def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: Watch | None = None) -> Outcome:
+    """Run the pipeline and return what became of every stage; `told` is called with each as it ends.
+
+    A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
+    stops the pipeline is in the outcome, not raised; an interrupt is.
+    """
+    running = _Running(job, watch or (lambda _what, _nbytes: nullcontext(lambda _: None)))
+    stages: list[Stage] = []
+    steps = {
+        "open": running.open,
+        "validate": running.validate,
+        "consolidate": running.consolidate,
+        "merge": running.merge,
+        "verify": running.verify,
+        "push": running.push,
+    }
+    for name, step in steps.items():
+        if any(stage.status is Status.FAILED for stage in stages):
+            stages.append(Stage(name=name, status=Status.SKIPPED, summary="not reached"))
+            continue
+        began = time.monotonic()
+        stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
+        told(stages[-1])
+    passed = all(stage.status is not Status.FAILED for stage in stages)
+    return Outcome(stages=tuple(stages), output=running.result if passed else None)
+
+
+def _tried(name: str, step: Callable[[], Stage]) -> Stage:
+    try:
+        return step()
+    except LoraToolError as error:
+        return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
+    except OSError as error:
+        told = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
+        return Stage(name=name, status=Status.FAILED, summary=str(told), error=told)
+
+
+class _Running:
+    """The state of one run: what the stages hand on."""
+
+    def __init__(self, job: Job, watch: Watch) -> None:
+        self._job = job
+        self._watch = watch
+        self._proofs = Proofs(job.output)
+        self._root = job.checkpoint
+        self._opened: Checkpoint | None = None
+        self._needs_consolidation = False
+        self._plan: Plan | None = None
+        self._adapter: AdapterDir | None = None
+        self.result: Path | None = None
+        """The folder that the run has made, or found good as it is."""
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        if self._opened is None:
+            raise AssertionError("the first stage opens the checkpoint")
+        return self._opened
+
+    def open(self) -> Stage:
+        """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
+        opened = open_checkpoint(self._job.checkpoint)
+        summary = f"{opened.kind} {self._job.checkpoint}"
+        if isinstance(opened, RunDir):
+            (table,) = validate(opened, ignore=self._job.ignore).runs
+            if table.best is None:
+                broken = ", ".join(row.name for row in table.checkpoints)
+                raise NotACheckpoint(
+                    f"{opened.root}: none of its checkpoints is whole: {broken}",
+                    hint=f"lora-tool validate {opened.root}",
+                )
+            self._root = Path(table.best)
+            opened = open_checkpoint(self._root)
+            summary = f"run folder {self._job.checkpoint}: taking {self._root.name} ({table.why_best})"
+        self._opened = opened
+        return Stage(name="open", status=Status.PASSED, summary=summary)
+
+    def validate(self) -> Stage:
+        """Judge the checkpoint. Faults of an adapter beside its rank files are for `consolidate` to mend."""
+        job, opened = self._job, self._checkpoint
+        report = self._judged(opened)
+        failing = report.at_least(job.fail_on)
+        sharded = isinstance(opened, ZeroDir | DcpDir)
+        beside = isinstance(opened, AdapterDir | ModelDir) and bool(opened.folder.tags)
+        self._needs_consolidation = sharded or (beside and bool(failing))
+        curable = beside and all(not finding.code.startswith("LT4") for finding in failing)
+        if failing and not curable:
+            return Stage(name="validate", status=Status.FAILED, summary=_counted(report), report=report)
+        what = "; put together from the rank files beside it" if failing else ""
+        # what is mended is no finding of the run: the adapter that is put together is judged again
+        kept = replace(report, findings=()) if failing else report
+        return Stage(name="validate", status=Status.PASSED, summary=_counted(report) + what, report=kept)
+
+    def _judged(self, opened: Checkpoint) -> Report:
+        task = {"reward": "reward", "seq-cls": "seq-cls", "causal-lm": "causal-lm"}.get(self._job.task.value)
+        config = opened.config if isinstance(opened, AdapterDir) else None
+        base: ModelDir | None = None
+        try:
+            reference = self._job.base or (config.base_model if config else None)
+            base = open_model(resolve(reference, near=self._root).path) if reference else None
+        except CheckpointError:
+            if self._job.base:
+                raise
+        return validate(opened, base=base, task=task, num_labels=self._job.num_labels, ignore=self._job.ignore)
+
+    def consolidate(self) -> Stage:
+        """Put rank files together, where there is nothing better, and judge the result."""
+        if not self._needs_consolidation:
+            return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
+        job = self._job
+        key = key_of(("consolidate", job.ignore), [self._root])
+        for folder in (job.consolidated, job.output):
+            done = self._proofs.summary("consolidate", key, folder)
+            if done is not None:
+                return self._put_together(folder, Status.REUSED, done)
+        plan = plan_consolidate(open_sharded(self._root), ignore=job.ignore)
+        folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
+        self._write("consolidate", key, plan, folder)
+        stage = self._put_together(folder, Status.PASSED, f"{plan.manifest['what']} {folder}: {size(plan.data_bytes)}")
+        if stage.status is Status.PASSED:
+            self._proofs.keep("consolidate", key, folder, stage.summary)
+        return stage
+
+    def _put_together(self, folder: Path, status: Status, summary: str) -> Stage:
+        self._opened = open_checkpoint(folder)
+        report = self._judged(self._opened)
+        if report.at_least(self._job.fail_on):
+            return Stage(name="consolidate", status=Status.FAILED, summary=_counted(report), report=report)
+        return Stage(name="consolidate", status=status, summary=summary, report=report)
+
+    def merge(self) -> Stage:
+        """Merge the adapter into its base; samples are read back before the folder gets its name."""
+        job, opened = self._job, self._checkpoint
+        if not isinstance(opened, AdapterDir):
+            self.result = opened.folder.root
+            return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is a {opened.kind}")
+        base = self._base(opened)
+        options = ("merge", job.task, job.num_labels, job.dtype, job.precision)
+        key = key_of(options, [opened.root, base.path])
+        self._adapter, self.result = opened, job.output
+        done = self._proofs.summary("merge", key, job.output)
+        if done is not None:
+            return Stage(name="merge", status=Status.REUSED, summary=done)
+        plan = plan_merge(
+            open_model(base.path),
+            opened,
+            task=job.task,
+            num_labels=job.num_labels,
+            dtype=job.dtype,
+            precision=job.precision,
+            base_origin=HubOrigin(hub_id=base.hub_id, revision=base.revision),
+        )
+        self._write("merge", key, plan, job.output)
+        fates = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items() if fate != "consumed")
+        summary = f"{fates}: {job.output}, {size(plan.data_bytes)}"
+        self._proofs.keep("merge", key, job.output, summary)
+        return Stage(name="merge", status=Status.PASSED, summary=summary)
+
+    def _base(self, adapter: AdapterDir) -> Source:
+        config = adapter.config
+        reference = self._job.base or (config.base_model if config else None)
+        if reference is None:
+            raise NotACheckpoint(
+                f"{adapter.root}: adapter_config.json names no base model", hint="give it: --base MODEL"
+            )
+        revision = config.revision if config and not self._job.base else None
+        # what was put together lies elsewhere than the config that names the base by a relative path
+        return resolve(reference, near=self._root, revision=revision, download=True)
+
+    def _write(self, name: str, key: str, plan: Plan, folder: Path) -> None:
+        """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
+        from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
+        from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415
+
+        def check(written: Path) -> dict[str, object]:
+            found = check_written(plan, written, jobs=self._job.jobs)
+            found.raise_for_errors()
+            return summary_json(found)
+
+        overwrite = self._job.overwrite or self._proofs.begun(name, key)
+        if not folder.exists():
+            self._proofs.begin(name, key)
+        with self._watch(name, plan.data_bytes) as advance:
+            execute(plan, folder, jobs=self._job.jobs, overwrite=overwrite, progress=advance, check=check)
+
+    def verify(self) -> Stage:
+        """Compare every value of the merged model with base and adapter."""
+        job, adapter = self._job, self._adapter
+        if adapter is None or self.result is None:
+            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
+        from lora_tool.plan.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
+        from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
+
+        base = self._base(adapter)
+        key = key_of(("verify", job.ignore, job.fail_on), [adapter.root, base.path, self.result])
+        done = self._proofs.summary("verify", key, self.result)
+        if done is not None:
+            return Stage(name="verify", status=Status.REUSED, summary=done)
+        inputs = find_inputs(self.result, base=str(base.path), adapters=[str(adapter.root)])
+        with self._watch("verify", inputs.merged.weights.nbytes) as advance:
+            found = verify_inputs(inputs, ignore=job.ignore, jobs=job.jobs, progress=advance)
+        told = summary_json(found)
+        ulps = told["largest_ulps"]
+        farthest = "" if ulps is None else f", at most {ulps:.2f} units in the last place off"
+        summary = f"{told['right']} of {told['tensors']} tensors right, every value compared{farthest}"
+        failing = found.report.at_least(job.fail_on)
+        if failing:
+            error = VerificationFailed(str(failing[0]), hint=failing[0].hint)
+            return Stage(name="verify", status=Status.FAILED, summary=summary, report=found.report, error=error)
+        self._proofs.keep("verify", key, self.result, summary)
+        return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report)
+
+    def push(self) -> Stage:
+        """Publish the result in one commit; the same content again makes none."""
+        job = self._job
+        if job.push is None or self.result is None:
+            return Stage(name="push", status=Status.SKIPPED, summary="not asked for")
+        from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415 - the Hub's client, only now
+        from lora_tool.hub.model import MAIN  # noqa: PLC0415
+        from lora_tool.hub.planning import plan_push  # noqa: PLC0415
+        from lora_tool.hub.pushing import push  # noqa: PLC0415
+
+        plan = plan_push(
+            self.result,
+            job.push,
+            private=job.private,
+            revision=job.revision or MAIN,
+            create_pr=job.create_pr,
+            ignore=job.ignore,
+        )
+        with self._watch("push", plan.sent_bytes) as advance:
+            done = push(with_hashes(plan, advance))
+        status = Status.PASSED if done.changed else Status.REUSED
+        return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
+
+
+def _counted(report: Report) -> str:
+    counts = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
+    told = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
+    codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
+    return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"

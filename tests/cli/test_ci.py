@@ -1,0 +1,244 @@
+"""`lora-tool ci`: from whatever training left to a proven model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from lora_tool.execution import engine
+from lora_tool.plan.model import Plan
+from tests.cli.calling import FIXTURES, Caller
+
+Stages = dict[str, str]
+
+
+@pytest.fixture(autouse=True)
+def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    shutil.copytree(FIXTURES, tmp_path / "fixtures")
+    return tmp_path / "fixtures"
+
+
+def stages(call: Caller, *args: str | Path, code: int = 0) -> tuple[Stages, Any]:
+    done = call("ci", *args, "--json")
+    assert done.code == code, done.err
+    return {stage["name"]: stage["status"] for stage in done.json["stages"]}, done.json
+
+
+PASSED = {"open": "passed", "validate": "passed", "merge": "passed", "verify": "passed"}
+UNASKED = {"consolidate": "skipped", "push": "skipped"}
+
+
+def test_an_adapter_becomes_a_proven_model(call: Caller, tmp_path: Path) -> None:
+    found, told = stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", "--rm")
+    assert found == PASSED | UNASKED
+    assert told["output"] == str(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "Qwen2ForSequenceClassification"
+    ]
+
+
+def test_the_summary_is_a_line_a_stage(call: Caller, tmp_path: Path) -> None:
+    done = call("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    lines = done.out.splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        ["passed", "open"],
+        ["passed", "validate"],
+        ["skipped", "consolidate"],
+        ["passed", "merge"],
+        ["passed", "verify"],
+        ["skipped", "push"],
+    ]
+    assert lines[-1] == f"passed: {tmp_path / 'out'}"
+
+
+def test_what_is_proven_is_not_done_again(call: Caller, tmp_path: Path) -> None:
+    arguments = ("fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    stages(call, *arguments)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    found, _ = stages(call, *arguments)
+    assert found == PASSED | UNASKED | {"merge": "reused", "verify": "reused"}
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_result_that_was_changed_is_made_again(call: Caller, tmp_path: Path) -> None:
+    arguments = ("fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    stages(call, *arguments)
+    weights = min((tmp_path / "out").glob("*.safetensors"))
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    found, _ = stages(call, *arguments)
+    assert (found["merge"], found["verify"]) == ("passed", "passed")
+    assert weights.read_bytes() == good
+
+
+def test_a_run_that_was_cut_off_goes_on(call: Caller, tmp_path: Path) -> None:
+    arguments = ("fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    stages(call, *arguments)
+    proofs = tmp_path / ".out.lora-tool-ci.json"
+    held = json.loads(proofs.read_text())
+    held["stages"] = {"merge": {"key": held["stages"]["merge"]["key"]}}  # killed after the folder got its name
+    proofs.write_text(json.dumps(held))
+    found, _ = stages(call, *arguments)
+    assert found == PASSED | UNASKED
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"stages": 3}', b'{"stages": {"merge": 1}}', b"\xff"])
+def test_broken_proofs_prove_nothing(call: Caller, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".out.lora-tool-ci.json").write_bytes(content)
+    found, _ = stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    assert found == PASSED | UNASKED
+
+
+def test_other_inputs_do_not_replace_a_result(call: Caller, clone: Path, tmp_path: Path) -> None:
+    adapter = clone / "reward-qwen2" / "adapter"
+    stages(call, adapter, "-o", tmp_path / "out")
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 4'))
+    found, _ = stages(call, adapter, "-o", tmp_path / "out", code=6)
+    assert found["merge"] == "failed"
+    found, _ = stages(call, adapter, "-o", tmp_path / "out", "--overwrite")
+    assert found["merge"] == "passed"
+
+
+def test_a_broken_checkpoint_stops_before_anything_is_merged(call: Caller, clone: Path, tmp_path: Path) -> None:
+    weights = clone / "reward-qwen2" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values()))[0] = float("nan")
+    save_file(tensors, weights)
+    found, told = stages(call, weights.parent, "-o", tmp_path / "out", code=1)
+    assert found == {
+        "open": "passed",
+        "validate": "failed",
+        "consolidate": "skipped",
+        "merge": "skipped",
+        "verify": "skipped",
+        "push": "skipped",
+    }
+    assert {finding["code"] for finding in told["report"]["findings"]} == {"LT209"}
+    assert told["output"] is None
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_run_the_best_whole_checkpoint_is_taken(call: Caller, clone: Path, tmp_path: Path) -> None:
+    weights = clone / "reward-run" / "checkpoint-4" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    _, told = stages(call, clone / "reward-run", "-o", tmp_path / "out")
+    assert "taking checkpoint-2" in told["stages"][0]["summary"]
+    whole = clone / "reward-run" / "checkpoint-2" / "adapter_model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-7])
+    found, _ = stages(call, clone / "reward-run", "-o", tmp_path / "out2", code=3)
+    assert found["open"] == "failed"
+
+
+def test_rank_files_are_put_together_first(call: Caller, tmp_path: Path) -> None:
+    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
+    assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
+    assert (tmp_path / "out-adapter" / "adapter_model.safetensors").is_file()
+    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
+    assert (found["consolidate"], found["merge"], found["verify"]) == ("reused", "reused", "reused")
+
+
+def test_a_lost_head_stops_it(call: Caller, tmp_path: Path) -> None:
+    _, told = stages(call, "fixtures/zero/stage3-headless", "-o", tmp_path / "out", code=1)
+    assert "LT415" in {finding["code"] for finding in told["report"]["findings"]}
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_full_finetune_needs_no_merge(call: Caller, tmp_path: Path) -> None:
+    found, told = stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out")
+    assert (found["consolidate"], found["merge"], found["verify"]) == ("passed", "skipped", "skipped")
+    assert told["output"] == str(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_what_was_written_wrong_is_not_published(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., dict[Path, str]] = engine._write_shards
+
+    def damaged(plan: Plan, folder: Path, *args: Any, **kwargs: Any) -> dict[Path, str]:
+        hashes = real(plan, folder, *args, **kwargs)
+        for shard in plan.shards:
+            path = folder / shard.filename
+            data = bytearray(path.read_bytes())
+            data[-64:] = bytes(byte ^ 0x41 for byte in data[-64:])
+            path.write_bytes(data)
+        return hashes
+
+    monkeypatch.setattr(engine, "_write_shards", damaged)
+    found, _ = stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", code=5)
+    assert found["merge"] == "failed"
+    assert not (tmp_path / "out").exists()
+
+
+def test_reports_are_written(call: Caller, clone: Path, tmp_path: Path) -> None:
+    weights = clone / "reward-qwen2" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    files = [f"--report={form}={tmp_path / form}" for form in ("junit", "markdown", "sarif", "json")]
+    assert call("ci", weights.parent, "-o", tmp_path / "out", *files).code == 1
+    assert ET.parse(tmp_path / "junit").getroot().findall(".//failure")
+    assert "LT101" in (tmp_path / "markdown").read_text()
+    assert json.loads((tmp_path / "sarif").read_text())["version"] == "2.1.0"
+
+
+def test_an_error_is_in_the_reports_too(call: Caller, tmp_path: Path) -> None:
+    done = call("ci", tmp_path / "missing", f"--report=junit={tmp_path / 'junit'}")
+    assert done.code == 3
+    assert "no such folder" in (tmp_path / "junit").read_text()
+
+
+def test_github_gets_annotations_and_a_summary_unasked(
+    call: Caller, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    weights = clone / "reward-qwen2" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    done = call("ci", weights.parent, "-o", tmp_path / "out", "--json")
+    assert done.code == 1
+    assert "::error" in done.err
+    assert done.json["passed"] is False
+    assert "LT101" in (tmp_path / "summary.md").read_text()
+
+
+def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
+    config = tmp_path / "lora-tool.toml"
+    config.write_text(f'[ci]\noutput = "{tmp_path / "from-file"}"\nrm = true\nprecision = "float64"\njobs = 1\n')
+    stages(call, "fixtures/reward-qwen2/adapter", "--config", config)
+    manifest = json.loads((tmp_path / "from-file" / "lora_tool.json").read_text())
+    assert manifest["precision"] == "float64"
+    stages(call, "fixtures/reward-qwen2/adapter", "--config", config, "-o", tmp_path / "typed")
+    assert (tmp_path / "typed").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("outptu = 'x'", "Did you mean 'output'"),
+        ("precision = 'peftt'", "precision"),
+        ("rm = 'yes'", "rm"),
+        ("jobs = 0", "jobs"),
+    ],
+)
+def test_a_wrong_table_is_usage(call: Caller, tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "lora-tool.toml").write_text(f"[ci]\n{line}\n")
+    done = call("ci", "fixtures/reward-qwen2/adapter", "--config", tmp_path / "lora-tool.toml")
+    assert done.code == 2
+    assert told in done.err
+
+
+def test_contradictions_are_usage(call: Caller) -> None:
+    assert call("ci", "fixtures/reward-qwen2/adapter", "--rm", "--task", "causal-lm").code == 2
+    assert call("ci", "fixtures/reward-qwen2/adapter", "--rm", "--num-labels", "2").code == 2
+    assert call("ci", "fixtures/reward-qwen2/adapter", "--ignore", "LT999").code == 2
