@@ -150,11 +150,27 @@ def test_scalings_are_measured(tmp_path: Path, factor: float, words: str) -> Non
 def test_what_cannot_be_planned_is_said_and_not_passed(tmp_path: Path) -> None:
     base, adapter = made(tmp_path, "bias-lora-only", torch.bfloat16)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "pissa"}))
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "corda"}))
     report = verify(base, base=base, adapters=[adapter]).report
     skipped = {item.code: item.reason for item in report.skipped}
-    assert "pissa" in skipped["LT608"]
-    assert "pissa" in skipped["LT607"]
+    assert "corda" in skipped["LT608"]
+    assert "corda" in skipped["LT607"]
+
+
+def test_what_cannot_be_recomputed_is_said_and_asked_all_the_same(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    merged = merge_with_peft(base, adapter, tmp_path / "merged", "causal-lm")
+    verification = verify(merged, base=base, adapters=[adapter], logits=True)
+    verdicts = {found.verdict for found in verification.evidence.values() if "q_proj" in found.name}
+    assert verdicts == {Verdict.UNKNOWN}
+    (skipped,) = verification.report.skipped
+    assert "pissa" in skipped.reason
+    assert "q_proj" in skipped.reason
+    assert verification.outputs is not None
+    assert verification.outputs.explained, verification.outputs
+    assert not verification.report.findings
 
 
 def axolotls(base: Path, adapter: Path, out: Path) -> Path:
