@@ -55,10 +55,14 @@ def proven(verification: Verification) -> None:
     assert not verification.report.skipped
 
 
-@pytest.mark.parametrize("number", range(len(FEATURES)), ids=list(FEATURES))
+RECOMPUTED = [name for name, (_, lora) in FEATURES.items() if "init_lora_weights" not in lora]
+"""Features with a second formula; what changes the base first is said to have none."""
+
+
+@pytest.mark.parametrize("number", range(len(RECOMPUTED)), ids=RECOMPUTED)
 def test_every_feature_merged_by_peft_and_by_us(tmp_path: Path, number: int) -> None:
     dtype = list(DTYPES.values())[number % 3]
-    base, adapter = made(tmp_path, list(FEATURES)[number], dtype)
+    base, adapter = made(tmp_path, RECOMPUTED[number], dtype)
     theirs = merge_with_peft(base, adapter, tmp_path / "peft", "causal-lm")
     proven(verify(theirs, base=base, adapters=[adapter]))
     for precision in PRECISIONS:
