@@ -175,6 +175,8 @@ def test_what_cannot_be_recomputed_is_said_and_asked_all_the_same(tmp_path: Path
     assert verification.outputs is not None
     assert verification.outputs.explained, verification.outputs
     assert not verification.report.findings
+    (finding,) = verify(base, base=base, adapters=[adapter]).report.findings
+    assert finding.code == "LT607"
 
 
 def axolotls(base: Path, adapter: Path, out: Path) -> Path:
