@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
+from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.plan.model import Copy, Plan
 from lora_tool.plan.provenance import Provenance
 from lora_tool.plan.storage import plainly_stored
@@ -39,7 +40,7 @@ except ImportError as error:
 _BATCH = 8
 _POSITIONS = 4
 """Last positions of each prompt whose logits are compared: a vocabulary of 150,000 takes 0.6 MB each."""
-_NOISE = 2e-6
+_NOISE = 1e-5
 """What float32 runs of one model may differ by, relative to the largest value; layers add roundoffs of 6e-8."""
 
 Told = Callable[[str], None]
@@ -96,9 +97,13 @@ class _Asking:
         return _compared(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
 
     def _can_stream(self) -> bool:
+        """Whether the base is stored as it is in memory, and PEFT does not change it when it builds its layers."""
         provenance = self._provenance
+        configs = [adapter.config for adapter in provenance.adapters]
+        if self._plan is None or not all(c and c.init_lora_weights in INITS_THAT_KEEP_THE_BASE for c in configs):
+            return False
         task = Task.SEQ_CLS if self._classifier else Task.CAUSAL_LM
-        return self._plan is not None and plainly_stored(provenance.base, provenance.adapters, task) is not None
+        return plainly_stored(provenance.base, provenance.adapters, task) is not None
 
     def _runs(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""

@@ -96,7 +96,7 @@ def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
 
 def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
     for number, part in enumerate(parts):
-        if part.copied:
+        if part.copied or (why_not(part.op) is not None and _comparable(part)):
             found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
             for some in _grouped(list(found)):
                 yield _Task(number=number, part=part, stretches=tuple(some))
@@ -106,6 +106,11 @@ def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
             alone = isinstance(part.op, DoraDelta) and part.op.transposed
             for group in [rows] if alone else _grouped(rows):
                 yield _Task(number=number, part=part, rows=tuple(group))
+
+
+def _comparable(part: Part) -> bool:
+    """Whether its bytes tell if it is still its source: all that can be said of what is not recomputed."""
+    return part.stored.dtype is part.op.source.dtype and part.stored.nbytes == part.op.source.nbytes
 
 
 def _grouped(items: Sequence[Rows] | Sequence[tuple[int, int]]) -> Iterator[Sequence]:  # type: ignore[type-arg]
@@ -147,7 +152,7 @@ def _available_cores() -> int:
 
 def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
     part = task.part
-    if part.copied:
+    if task.stretches:
         for start, nbytes in task.stretches:
             yield _compare_bytes(part, files, start, nbytes)
         return

@@ -32,8 +32,9 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
     total = Tally()
     for _, tally in seen:
         total.add(tally)
-    unknown = next((reason for part, _ in seen if not part.copied and (reason := why_not(part.op))), None)
-    wrong = [(part, tally) for part, tally in seen if (tally.wrong if stated else tally.loosely_wrong)]
+    unknown = next((reason for part, _ in seen if (reason := _why_unknown(part))), None)
+    known = [(part, tally) for part, tally in seen if _why_unknown(part) is None]
+    wrong = [(part, tally) for part, tally in known if (tally.wrong if stated else tally.loosely_wrong)]
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
         found = [_diagnose(part, tally, files) for part, tally in wrong]
@@ -42,7 +43,8 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
         if verdict is Verdict.UNCHANGED and len(wrong) < len(changed):
             verdict = Verdict.DIFFERENT  # some of its experts carry the adapter
     elif unknown is not None:
-        verdict, reason = Verdict.UNKNOWN, unknown
+        same = step.fate is Fate.MERGED and total.compared == step.out.numel and not total.moved
+        verdict, reason = (Verdict.UNCHANGED, "") if same else (Verdict.UNKNOWN, unknown)
     elif total.wrong:
         reason = "within what 16-bit arithmetic explains"
     terms = [term for part, _ in seen for term in terms_of(part.op)]
@@ -53,7 +55,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
         verdict=verdict,
         compared=total.compared,
         numel=step.out.numel,
-        wrong=total.wrong if stated else total.loosely_wrong,
+        wrong=sum(tally.wrong if stated else tally.loosely_wrong for _, tally in wrong),
         first=total.first if wrong else None,
         ulps=None if copied else total.ulps,
         distance=total.distance,
@@ -64,6 +66,10 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
         rank=terms[0].rank if len({term.rank for term in terms}) == 1 else None,
         reason=reason,
     )
+
+
+def _why_unknown(part: Part) -> str | None:
+    return None if part.copied else why_not(part.op)
 
 
 def _diagnose(part: Part, tally: Tally, files: Files) -> tuple[Verdict, float | None]:

@@ -26,7 +26,7 @@ except ImportError as error:
     raise MissingDependency("peft", extra="merge") from error
 
 _TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32, DType.F64: torch.float64}
-_DIGITS = {DType.BF16: 8, DType.F16: 11, DType.F32: 24, DType.F64: 53}
+_DIGITS = {DType.BF16: 8, DType.F16: 11, DType.F32: 24, DType.F64: 24}
 
 Noise = Mapping[str, DType]
 """Tensor of the merged model → the type it is stored in: what is moved at random by up to half its last place."""
@@ -156,8 +156,12 @@ class _Source:
 
 
 def shaken(values: Any, dtype: DType, generator: Any) -> Any:  # noqa: ANN401
-    """Return float32 values, each moved at random by up to half a unit in the last place that it has as `dtype`."""
+    """Return float32 values, each moved at random by up to half a unit in the last place that it has as `dtype`.
+
+    A float32 weight moves by up to two: its sum was accumulated in float32, too.
+    """
     apart = torch.ldexp(torch.ones(()), torch.frexp(values).exponent - _DIGITS[dtype])
+    apart = apart if dtype in (DType.BF16, DType.F16) else 4 * apart
     return values + (torch.rand(values.shape, generator=generator) - 0.5) * apart
 
 

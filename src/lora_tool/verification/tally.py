@@ -94,7 +94,7 @@ def _look_closer(
     position: Callable[[int], int],
 ) -> None:
     """Count the values outside the bounds, each with its own size of change and product."""
-    rows, columns = np.nonzero(~(ratio <= bounds[0].of_result))
+    rows, columns = np.divmod(np.flatnonzero(~(ratio <= bounds[0].of_result)), ratio.shape[1])
     found, off = values[rows, columns], error[rows, columns]
     half = off / ratio[rows, columns]
     base, change = np.abs(expected.base[rows, columns]), np.abs(expected.change[rows, columns])
