@@ -209,6 +209,22 @@ def _no_weights(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
 
+@_breaks("LT113 tokenizer", REWARD)
+def _cut_tokenizer(folder: Path) -> None:
+    text = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(text[: len(text) // 2])
+
+
+@_breaks("LT113 large tokenizer", CAUSAL)
+def _cut_large_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": "' + "x" * 2_000_000)
+
+
+@_breaks("LT113 tokenizer's config", SHARDED)
+def _empty_tokenizer_config(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("")
+
+
 # LT2xx, the adapter
 
 
@@ -442,6 +458,12 @@ def _integers(folder: Path) -> None:
         table[f"{Q_PROJ}.lora_A.weight"] = raw(4, 16, dtype="I8")
 
 
+@_breaks("LT212 head", REWARD)
+def _integer_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[SCORE] = raw(1, 16, dtype="I8")
+
+
 @_breaks("LT213", REWARD)
 def _original_module(folder: Path) -> None:
     with tensors(folder) as table:
@@ -465,6 +487,18 @@ def _base_layers(folder: Path) -> None:
 def _string_r(folder: Path) -> None:
     with fields(folder) as config:
         config["r"] = "4"
+
+
+@_breaks("LT214 task", REWARD)
+def _lower_case_task(folder: Path) -> None:
+    with fields(folder) as config:
+        config["task_type"] = "seq_cls"
+
+
+@_breaks("LT214 no model type", SHARDED)
+def _no_model_type(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        del config["model_type"]
 
 
 @_breaks("LT214 no peft_type", CAUSAL)
@@ -713,6 +747,12 @@ def _other_width(folder: Path) -> None:
 def _other_height(folder: Path) -> None:
     with tensors(folder) as table:
         table[f"{Q_PROJ}.lora_B.weight"] = raw(24, 4)
+
+
+@_breaks("LT502 head", REWARD, with_base=True)
+def _head_of_another_width(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[SCORE] = raw(1, 24, dtype="BF16")
 
 
 @_breaks("LT503", CAUSAL, with_base=True)

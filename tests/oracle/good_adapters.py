@@ -268,6 +268,16 @@ GOOD: Mapping[str, Good] = {
         config={"target_modules": "all-linear", "modules_to_save": ["score", "embed_tokens"]},
         task="SEQ_CLS",
     ),
+    "two-layer-head": Good(
+        model=partial(tiny_model, "camembert", "seq-cls"),
+        config={"target_modules": ["key", "dense"], "bias": "all"},
+        task="SEQ_CLS",
+    ),
+    "biased-reward": Good(
+        model=partial(tiny_model, "gpt2", "seq-cls"),
+        config={"target_modules": ["c_attn"], "bias": "all"},
+        task="SEQ_CLS",
+    ),
     "reward-of-one": Good(model=_one_label, config={"target_modules": QV, "use_rslora": True}, task="SEQ_CLS"),
     "experts-all-linear": Good(model=_mixtral, config={"target_modules": "all-linear"}),
     "router-elsewhere": Good(

@@ -24,7 +24,7 @@ def adapter(tmp_path: Path, **fields: Any) -> AdapterConfig:
 
 def model(tmp_path: Path, **fields: Any) -> ModelConfig:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(fields))
+    path.write_text(json.dumps({"model_type": "llama", **fields}))
     return read_model_config(path)
 
 

@@ -62,6 +62,10 @@ INITS_RECOMPUTED = frozenset({"pissa", "olora"})
 """Values after which they are not, by a computation that gives the same on every load: a merge does it again."""
 
 
+_TASK_TYPES = frozenset({"SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"})
+"""PEFT's `TaskType`: of another one it builds a plain model, or none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
     """The fields of `adapter_config.json` that decide what an adapter is, with PEFT's defaults for absent ones."""
@@ -258,7 +262,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),
-        task_type=fields.text("task_type"),
+        task_type=_task_type(fields),
         base_model=fields.text("base_model_name_or_path"),
         revision=fields.text("revision"),
         r=fields.integer("r", 8, least=1),
@@ -293,6 +297,14 @@ def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
             compiled(pattern)
         except ValueError as error:
             fields.note(name, str(error))
+
+
+def _task_type(fields: Fields) -> str | None:
+    value = fields.text("task_type")
+    if value is not None and value not in _TASK_TYPES:
+        fields.expected("task_type", f"one of {', '.join(sorted(_TASK_TYPES))}", value)
+        return None
+    return value
 
 
 def _bias(fields: Fields) -> str:

@@ -79,6 +79,20 @@ def read_all(fd: int, limit: int) -> bytes:
     return os.pread(fd, min(os.fstat(fd).st_size, limit), 0)
 
 
+def broken_json(path: Path) -> str | None:
+    """Return what is wrong with a JSON file, None for a good one; of a large one the two ends are looked at."""
+    try:
+        with open_regular(path) as fd:
+            size = os.fstat(fd).st_size
+            if size > _PIECE:
+                ends = os.pread(fd, 64, 0).lstrip()[:1] + os.pread(fd, 64, size - 64).rstrip()[-1:]
+                return None if ends == b"{}" else "does not begin and end as a JSON object does: cut off?"
+        parsed = read_json(path)
+    except CorruptFile as error:
+        return error.problem.message
+    return None if isinstance(parsed, dict) else "is no JSON object"
+
+
 def same_content(first: Path, second: Path) -> bool:
     """Return whether two regular files hold the same bytes; read a megabyte at a time. Raises `CorruptFile`."""
     with open_regular(first) as one, open_regular(second) as other:

@@ -41,6 +41,8 @@ def read_model_config(path: Path) -> ModelConfig:
     if not isinstance(raw, dict):
         raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
     fields = Fields(raw, path)
+    if "model_type" not in raw:
+        fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")
     nested = raw.get("text_config")
     text = Fields(nested, path, "text_config.") if isinstance(nested, dict) else fields
     # read before `problems` is collected: every getter may add one

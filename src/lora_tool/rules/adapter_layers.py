@@ -214,7 +214,7 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA tensors of a type that is no float.
 
     ## What it does
-    Checks that LoRA tensors are F32, BF16, F16 or F64.
+    Checks that LoRA tensors, and the weights of modules that are saved whole, are F32, BF16, F16 or F64.
 
     ## Why it matters
     Integers are quantised weights or a broken save. PEFT casts them to floats without a word: the scale that they
@@ -228,7 +228,8 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """
     for name, key in subject.keys.items():
         tensor = subject.tensors[name]
-        if key.part in _LORA_PARTS and not tensor.dtype.is_float:
+        saved = key.part is Part.PLAIN and key.leaf == "weight" and len(tensor.shape) >= _MATRIX
+        if (key.part in _LORA_PARTS or saved) and not tensor.dtype.is_float:
             message = f"is {tensor.dtype}: expected F32, BF16, F16 or F64"
             yield Fault(subject=name, message=message)
 

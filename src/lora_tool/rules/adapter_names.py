@@ -40,7 +40,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{subject.paths[name]}…`")
     plain = _plain(subject)
     for name, key in subject.keys.items():
-        if key.part is Part.SAVED_MODULE and (subject.paths[name], key.leaf) not in plain:
+        if key.part is Part.SAVED_MODULE and f"{subject.paths[name]}.{key.leaf}" not in plain:
             yield Fault(
                 subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail"
             )
@@ -61,8 +61,8 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
 
     ## Why it matters
     The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary with
-    `modules_to_save` three times over, and the base's matrix of embeddings and output layers under LoRA: that is
-    noted only.
+    `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings and
+    output layers under LoRA: that is noted only.
 
     ## Example
     `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
@@ -74,9 +74,10 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
     for name, key in subject.keys.items():
         path, tensor = subject.paths[name], subject.tensors[name]
-        if key.part in copied and (path, key.leaf) in plain:
+        if key.part in copied and f"{path}.{key.leaf}" in plain:
             message = f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads"
-            yield Fault(subject=name, message=message, severity=Severity.INFO if is_end(path) else None)
+            expected = is_end(path) or f".{key.leaf}".endswith(".bias")
+            yield Fault(subject=name, message=message, severity=Severity.INFO if expected else None)
         elif key.part is Part.BASE_LAYER and key.leaf != "bias" and not head_of(path):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             expected = is_end(path) or any(layer.embedding and layer.target == path for layer in subject.layers)
@@ -86,5 +87,6 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=message, severity=severity, hint=hint)
 
 
-def _plain(subject: AdapterSubject) -> frozenset[tuple[str, str | None]]:
-    return frozenset((path, key.leaf) for _, path, key in subject.plain())
+def _plain(subject: AdapterSubject) -> frozenset[str]:
+    """Return the names of the whole tensors; a saved head may be several layers deep."""
+    return frozenset(f"{path}.{key.leaf}" for _, path, key in subject.plain())

@@ -17,6 +17,7 @@ _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _MATRIX = 2
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
 """Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -116,7 +117,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
     ## What it does
-    Compares lora_B·lora_A with the base's weight.
+    Compares lora_B·lora_A with the base's weight, and the width of a new `score` head with the base's hidden states.
 
     ## Why it matters
     The adapter was trained on another model: loading fails with a size mismatch.
@@ -128,6 +129,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
+    yield from _score_of_other_width(subject, match)
     if _RESHAPED & set(subject.config.refused):
         return
     for layer in subject.layers:
@@ -139,6 +141,20 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         if len(needed) == len(weight.shape) == _MATRIX and needed != weight.shape and not rows_only:
             message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
+
+
+def _score_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Look at the new head of a decoder, which reads the hidden states."""
+    raw = match.base.config.raw if match.base.config else {}
+    nested = raw.get("text_config")
+    table = nested if isinstance(nested, dict) else raw
+    widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
+    for tensor, module, leaf in _whole_tensors(subject):
+        if (module, leaf) == ("score", "weight") and widths and len(tensor.shape) == _MATRIX:
+            columns = tensor.shape[1]
+            if columns not in widths:
+                listed = " or ".join(map(str, sorted(widths)))
+                yield Fault(subject=tensor.name, message=f"is {columns} wide, the base's hidden states are {listed}")
 
 
 def _delta_shape(match: BaseMatch, layer: Layer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
+from lora_tool.formats.files import broken_json, inside
 from lora_tool.report import Severity
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import Subject
+
+_BESIDE = frozenset(
+    {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "generation_config.json",
+    }
+)
+"""JSON objects that are copied with the weights, and are not read to open the folder."""
 
 
 def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
@@ -262,7 +274,7 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     """A JSON file that cannot be read.
 
     ## What it does
-    Parses the JSON files beside the weights.
+    Parses the JSON files beside the weights, the tokenizer's among them.
 
     ## Why it matters
     Without its config nobody knows what the weights are for.
@@ -274,6 +286,12 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
     Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
+    folder = subject.checkpoint.folder
+    for name in folder.files:
+        if name in _BESIDE and inside(folder.root, folder.root / name):
+            wrong = broken_json(folder.root / name)
+            if wrong:
+                yield Fault(message=wrong, path=str(folder.root / name))
 
 
 @rule("LT114", Severity.WARNING, on=Subject)
