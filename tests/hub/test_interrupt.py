@@ -38,6 +38,8 @@ def test_an_interrupt(stage: str, how: signal.Signals, hub: Hub, call: Caller, m
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a job in the background of a shell ignores Ctrl-C, and its children would, too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread, and no lock
     )
     until = time.monotonic() + PATIENCE
     while not hub.asked(stage) and time.monotonic() < until:

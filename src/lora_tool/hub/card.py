@@ -19,7 +19,7 @@ from lora_tool.hub.metadata import Card, changed, read_card
 from lora_tool.hub.origin import Origin, is_hub_id
 
 _SECTION = re.compile(
-    r"(?:\r?\n)*<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->(?:\r?\n)*",
+    r"<!-- lora-tool: begin from=(?P<made_from>\w+) as=(?P<pushed_as>\w+) -->.*?<!-- lora-tool: end -->",
     re.DOTALL,
 )
 _NONE = "none"
@@ -105,7 +105,7 @@ class _Source:
         card, metadata = read_card(data, where)
         found = _SECTION.search(card.body)
         if found is not None:
-            before, after = card.body[: found.start()], card.body[found.end() :]
+            before, after = card.body[: found.start()].rstrip("\r\n"), card.body[found.end() :].lstrip("\r\n")
             gap = card.newline * 2 if before and after else card.newline if before else ""
             card = Card(yaml=card.yaml, body=before + gap + after, newline=card.newline)
         return cls(

@@ -87,7 +87,7 @@ def _prepared(opened: Session, plan: PushPlan) -> Remote:
     if plan.tag is not None and plan.changes and plan.tag in remote.tags:
         raise HubConflict(
             f"{remote.repo}: tag {plan.tag} exists, on {remote.tags[plan.tag][:12]}; nothing was pushed",
-            hint="choose another --tag, or delete it: hf repos tag delete",
+            hint=f"choose another --tag, or first: hf repos tag delete {remote.repo} {plan.tag}",
         )
     if not remote.branch_exists and not plan.create_pr:
         head = remote.head

@@ -10,19 +10,27 @@ from lora_tool.errors import CorruptFile, PlanError
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.hub.model import Content
 
-_KINDS: tuple[tuple[str, str], ...] = (
-    ("Hugging Face token", r"\bhf_(?:[A-Za-z0-9]{30,}|(?:jwt|oauth)_[\w.\-]{20,})"),
-    ("AWS key", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
-    ("GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,})"),
-    ("GitLab token", r"\bglpat-[\w\-]{20,}"),
-    ("OpenAI or Anthropic key", r"\bsk-(?:ant-|proj-|svcacct-)?[A-Za-z0-9_\-]{32,}"),
-    ("Slack token", r"\bxox[abeprs]-[\w\-]{10,}"),
-    ("Google key", r"\bAIza[\w\-]{35}"),
-    ("Weights & Biases key", r"(?i:wandb_api_key|api\.wandb\.ai)[^\n]{0,40}?\b[0-9a-f]{40}\b"),
-    ("JSON web token", r"\beyJ[\w\-]{10,}\.eyJ[\w\-]{10,}\.[\w\-]{10,}"),
-    ("private key", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----"),
+_FORMS: tuple[tuple[str, tuple[bytes, ...], re.Pattern[bytes]], ...] = tuple(
+    (kind, tuple(begin.encode() for begin in begins.split()), re.compile(form.encode()))
+    for kind, begins, form in (
+        ("Hugging Face token", "hf_", r"\bhf_(?:[A-Za-z0-9]{30,}|(?:jwt|oauth)_[\w.\-]{20,})"),
+        ("AWS key", "AKIA ASIA", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+        ("GitHub token", "ghp_ gho_ ghu_ ghs_ ghr_ github_pat_", r"\b(?:gh\w_[A-Za-z0-9]{36,}|github_pat_\w{50,})"),
+        ("GitLab token", "glpat-", r"\bglpat-[\w\-]{20,}"),
+        ("OpenAI or Anthropic key", "sk-", r"\bsk-(?:ant-|proj-|svcacct-)?[A-Za-z0-9_\-]{32,}"),
+        ("Slack token", "xox", r"\bxox[abeprs]-[\w\-]{10,}"),
+        ("Google key", "AIza", r"\bAIza[\w\-]{35}"),
+        (
+            "Weights & Biases key",
+            "WANDB_API_KEY wandb_api_key api.wandb.ai",
+            r"[\w.]{12,13}[^\n]{0,40}?(?<![0-9A-Za-z])[0-9a-f]{40}\b",
+        ),
+        ("JSON web token", "eyJ", r"\beyJ[\w\-]{10,}\.eyJ[\w\-]{10,}\.[\w\-]{10,}"),
+        ("private key", "-----BEGIN", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----"),
+    )
 )
-_PATTERN = re.compile("|".join(f"(?P<k{at}>{form})" for at, (_, form) in enumerate(_KINDS)).encode())
+"""What it is, how it begins, and its whole form: looking for beginnings takes a hundredth of the time of the forms."""
+
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 16
 """A variable's value that is shorter may be a word that is in the file for another reason."""
@@ -54,9 +62,13 @@ def require_no_secrets(contents: Iterable[Content], environment: Mapping[str, st
 
 
 def _secret_in(text: bytes, own: Mapping[bytes, str]) -> tuple[str, int] | None:
-    match = _PATTERN.search(text)
-    if match is not None and match.lastgroup is not None:
-        return _KINDS[int(match.lastgroup[1:])][0], match.start()
+    for kind, begins, form in _FORMS:
+        for begin in begins:
+            at = text.find(begin)
+            while at >= 0:
+                if form.match(text, at):
+                    return kind, at
+                at = text.find(begin, at + 1)
     for value, name in own.items():
         at = text.find(value)
         if at >= 0:

@@ -61,7 +61,7 @@ class Session:
     def work(self, call: Callable[[], Result]) -> Result:
         """Return what `call` returns, run in a thread of its own so that Ctrl-C is seen at once. Raises `HubError`.
 
-        After an interrupt the thread may live on while a socket blocks, but it sends no further request.
+        After an interrupt the thread may live on while a socket blocks; nothing that comes after it is done.
         """
         done: list[Result] = []
         failed: list[BaseException] = []
