@@ -137,8 +137,9 @@ def test_more_rank_files_than_may_be_open(tmp_path: Path) -> None:
     from tests.bench.zero_checkpoints import write
 
     write(tmp_path / "run", {"model.norm.weight": (77, 3)}, {"model.embed.weight": (1000,)}, ranks=40)
-    limited = 'ulimit -n 32; exec "$@"'
-    for command in (["validate", "--deep"], ["consolidate", "--what", "state", "--dry-run"]):
+    limited = 'ulimit -n 64; exec "$@"'
+    out = ["-o", str(tmp_path / "out")]
+    for command in (["validate", "--deep"], ["consolidate", "--what", "state", *out]):
         done = subprocess.run(
             ["sh", "-c", limited, "sh", sys.executable, "-m", "lora_tool", *command, str(tmp_path / "run")],
             capture_output=True,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from lora_tool.verification.elements import Array, Bytes, decode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_MOST_KEPT = 32
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 Rows = Sequence[tuple[int, int]]
 """Ranges of rows, first and last (not included)."""
@@ -77,14 +81,25 @@ class Files:
 
     def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
         done = 0
-        while done < len(buffer):
-            count = os.preadv(self._descriptor(path), [buffer[done:]], offset + done)
-            if count == 0:
-                raise SourceChanged(f"{path} became shorter while it was read")
-            done += count
+        with self._opened(path) as descriptor:
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if count == 0:
+                    raise SourceChanged(f"{path} became shorter while it was read")
+                done += count
 
-    def _descriptor(self, path: Path) -> int:
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
+        """Yield a descriptor that is kept, or closed again where many are kept already: a run may have 1000 ranks."""
         with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            return self._descriptors[path]
+            held = self._descriptors.get(path)
+            if held is None and len(self._descriptors) < _MOST_KEPT:
+                held = self._descriptors[path] = os.open(path, _FLAGS)
+        if held is not None:
+            yield held
+            return
+        descriptor = os.open(path, _FLAGS)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
