@@ -363,6 +363,7 @@ def test_configuration_is_found_above_and_reports_lie_beside_it(
         ("strict = 'yes'", "expected true or false"),
         ("report = ['pdf=x']", "is no format"),
         ("select = [", "is not valid TOML"),
+        ("# lora-tool " + "x" * 2_000_000, "more than the 1,048,576 we read"),
     ],
 )
 @pytest.mark.parametrize("name", FORMS)
