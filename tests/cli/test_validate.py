@@ -172,6 +172,7 @@ def test_all_paths_are_judged_though_one_cannot_be_read(call: Caller, truncated:
 
 def test_quiet_says_nothing_where_nothing_is_wrong(call: Caller, truncated: Path) -> None:
     assert call("validate", "-q", REWARD).out == ""
+    assert call("validate", "-q", REWARD, "--json").json["summary"]["errors"] == 0
     assert "LT101" in call("validate", "-q", truncated).out
 
 
