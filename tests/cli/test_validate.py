@@ -172,6 +172,7 @@ def test_all_paths_are_judged_though_one_cannot_be_read(call: Caller, truncated:
 
 def test_quiet_says_nothing_where_nothing_is_wrong(call: Caller, truncated: Path) -> None:
     assert call("validate", "-q", REWARD).out == ""
+    assert call("validate", "-q", REWARD, "--json").json["summary"]["errors"] == 0
     assert "LT101" in call("validate", "-q", truncated).out
 
 
@@ -363,6 +364,7 @@ def test_configuration_is_found_above_and_reports_lie_beside_it(
         ("strict = 'yes'", "expected true or false"),
         ("report = ['pdf=x']", "is no format"),
         ("select = [", "is not valid TOML"),
+        ("# lora-tool " + "x" * 2_000_000, "more than the 1,048,576 we read"),
     ],
 )
 @pytest.mark.parametrize("name", FORMS)

@@ -81,6 +81,15 @@ def test_text_sums_up_skipped_rules() -> None:
     ]
 
 
+def test_text_says_once_what_was_skipped_on_many_checkpoints() -> None:
+    skipped = tuple(Skipped(code="LT501", path=f"run/checkpoint-{at}", reason="no base") for at in range(3))
+    told = report_text(report(skipped=(*skipped, Skipped(code="LT502", path="other", reason="no base"))))
+    assert told.splitlines()[:2] == [
+        "skipped LT501 on 3 folders, run/checkpoint-0 the first: no base",
+        "skipped LT502 on other: no base",
+    ]
+
+
 def test_spans_joins_neighbours() -> None:
     assert spans(["LT203", "LT201", "LT202", "LT4"]) == "LT201-LT203, LT4"
     assert spans([]) == ""

@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 
+from lora_tool.report import sarif
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.github import CAP
 from lora_tool.report.json import report_json, schema
@@ -147,6 +148,15 @@ def test_sarif_says_where_and_which_rule() -> None:
     assert location["logicalLocations"][0]["fullyQualifiedName"] == "x.lora_A.weight"
     assert run["invocations"][0]["executionSuccessful"] is False
     assert len(run["invocations"][0]["toolExecutionNotifications"]) == 2
+
+
+def test_sarif_keeps_the_worst_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sarif, "LIMIT", 2)
+    notes = [finding(subject=str(at), severity=Severity.INFO) for at in range(3)]
+    (run,) = json.loads(shown(report(*notes, finding()), Form.SARIF))["runs"]
+    assert [result["level"] for result in run["results"]] == ["error", "note"]
+    (cut,) = run["invocations"][0]["toolExecutionNotifications"]
+    assert "2 findings more" in cut["message"]["text"]
 
 
 def test_sarif_of_a_path_outside_is_absolute() -> None:

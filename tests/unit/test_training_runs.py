@@ -38,6 +38,11 @@ def grpo(**changes: float) -> dict[str, float]:
 HEALTHY: Mapping[str, Sequence[Mapping[str, float]]] = {
     "GRPO, whose loss is 0": [grpo(), grpo(loss=1e-8), grpo(loss=0.0)],
     "GRPO with steps of equal rewards": [grpo(grad_norm=0.0, reward_std=0.0, frac_reward_zero_std=1.0), grpo()],
+    "a gradient that was not logged, with a loss that falls": [
+        {"loss": 2.0 - at / 10, "grad_norm": 0.0} for at in range(9)
+    ],
+    "a gradient that is not logged any more": [{"loss": 2.0, "grad_norm": 0.5}]
+    + [{"loss": 1.9 - at / 10, "grad_norm": 0.0} for at in range(9)],
     "GRPO that has solved its task": [grpo(), *(grpo(grad_norm=0.0, reward_std=0.0, frac_reward_zero_std=1.0),) * 5],
     "GRPO whose loss grows": [grpo(loss=1e-8 * 10**at) for at in range(8)],
     "GRPO with completions cut off": [grpo(**{"completions/clipped_ratio": 1.0}) for _ in range(3)],

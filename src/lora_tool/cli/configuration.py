@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from lora_tool.errors import CorruptFile
-from lora_tool.formats.files import open_regular, read_all
+from lora_tool.formats.files import read_text
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Severity
 from lora_tool.rules.registry import UnknownRule, expand
@@ -77,18 +77,17 @@ def _nearest(start: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
 def _table(path: Path) -> Mapping[str, Any] | None:
     """Return the settings in the file; None where a pyproject.toml has none."""
     try:
-        with open_regular(path) as fd:
-            data = read_all(fd, _MAX_BYTES)
+        text = read_text(path, limit=_MAX_BYTES)
     except CorruptFile as error:
         raise _Wrong(str(error)) from error
-    if path.name == PYPROJECT and b"lora-tool" not in data:
+    if path.name == PYPROJECT and "lora-tool" not in text:
         return None
     if sys.version_info >= (3, 11):
         import tomllib  # noqa: PLC0415 - most folders have no configuration
     else:
         import tomli as tomllib  # noqa: PLC0415
     try:
-        parsed = tomllib.loads(data.decode())
+        parsed = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"{path} is not valid TOML: {error}") from error
     if path.name != PYPROJECT:

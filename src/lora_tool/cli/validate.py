@@ -92,7 +92,7 @@ _LONG = 1 << 30
     help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
 )
 @json_option
-@quiet_option("Print nothing unless there are findings.")
+@quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
 @click.pass_context
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter's Hub id.
@@ -264,7 +264,8 @@ def _show(report: Report, asked: _Asked) -> None:
         return rendered(report, form, pages=pages, fail_on=asked.fail_on, color=color)
 
     nothing = not report.subjects and asked.form is Form.TEXT  # the errors on stderr say all there is
-    if not nothing and not (asked.quiet and not report.findings):
+    quiet = asked.quiet and not report.findings and asked.form in (Form.TEXT, Form.GITHUB)
+    if not nothing and not quiet:
         click.echo(text(asked.form, color=asked.form is Form.TEXT and wants_colour()))
     for file in asked.files:
         try:

@@ -74,9 +74,18 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
     return parsed
 
 
-def read_all(fd: int, limit: int) -> bytes:
-    """Return the content of the open file, at most `limit` bytes of it."""
-    return os.pread(fd, min(os.fstat(fd).st_size, limit), 0)
+def read_text(path: Path, *, limit: int) -> str:
+    """Return the text of a file. Raises `CorruptFile`: unreadable, more than `limit` bytes, not UTF-8."""
+    with open_regular(path) as fd:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, min(size, limit), 0)
+    if size > limit:
+        message = f"is {size:,} bytes, more than the {limit:,} we read"
+        raise CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message="is not UTF-8")) from error
 
 
 def broken_json(path: Path) -> str | None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lora_tool.report.model import Finding
+from lora_tool.report.model import Finding, Skipped
 
 
 def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:
@@ -26,3 +26,15 @@ def relative_to(path: str, root: Path) -> str | None:
     inside = os.path.relpath(absolute, root)
     outside = inside == os.pardir or inside.startswith(os.pardir + os.sep)
     return None if outside else inside.replace(os.sep, "/")
+
+
+def by_reason(skipped: Iterable[Skipped]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
+    """Yield codes, folders and reason: what was skipped for one reason on many checkpoints of a run is one line."""
+    codes: dict[tuple[str, str], list[str]] = {}
+    for item in skipped:
+        codes.setdefault((item.path, item.reason), []).append(item.code)
+    paths: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (path, reason), found in codes.items():
+        paths.setdefault((tuple(found), reason), []).append(path)
+    for (found_codes, reason), found_paths in paths.items():
+        yield found_codes, tuple(found_paths), reason

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lora_tool.display import printable, size
-from lora_tool.report.groups import by_rule
+from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Finding, Page, Report, Run, RunCheckpoint, Severity, by_subject
 from lora_tool.report.text import number, spans, summary
 
@@ -96,13 +96,11 @@ def _run_row(row: RunCheckpoint, *, best: bool) -> str:
 
 
 def _left_out(report: Report) -> Iterator[str]:
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for item in report.skipped:
-        by_reason.setdefault((item.path, item.reason), []).append(item.code)
-    if by_reason:
+    if report.skipped:
         yield from ("", "Not checked:", "")
-        for (path, reason), codes in by_reason.items():
-            yield f"- {spans(codes)} on {code(path)}: {text(reason)}"
+        for codes, paths, reason in by_reason(report.skipped):
+            more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+            yield f"- {spans(codes)} on {code(paths[0])}{more}: {text(reason)}"
     if report.ignored:
         yield from ("", "Ignored:", "")
         for ignored in report.ignored:

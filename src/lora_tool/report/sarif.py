@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +19,9 @@ from lora_tool.report.json import tool_version
 from lora_tool.report.model import Finding, Page, Report, Severity
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+LIMIT = 20_000
+"""Results; GitHub refuses a file with more than 25,000."""
+
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
@@ -38,10 +41,17 @@ def report_sarif(report: Report, *, pages: Mapping[str, Page], root: Path) -> di
                 "tool": {"driver": driver},
                 "invocations": [_invocation(report, root)],
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(finding, codes, root) for finding in report.findings],
+                "results": [_result(finding, codes, root) for finding in _worst(report.findings)],
             }
         ],
     }
+
+
+def _worst(findings: Sequence[Finding]) -> Sequence[Finding]:
+    """Return the findings in their order, the worst `LIMIT` of them where there are more."""
+    if len(findings) <= LIMIT:
+        return findings
+    return sorted(findings, key=lambda finding: -finding.severity.weight)[:LIMIT]
 
 
 def _rule(code: str, pages: Mapping[str, Page]) -> dict[str, Any]:
@@ -108,4 +118,6 @@ def _invocation(report: Report, root: Path) -> dict[str, Any]:
         }
         for item in report.unread
     ]
-    return {"executionSuccessful": not report.unread, "toolExecutionNotifications": [*unread, *skipped]}
+    left = len(report.findings) - LIMIT
+    cut = [{"level": "warning", "message": {"text": f"{left:,} findings more do not fit here"}}] if left > 0 else []
+    return {"executionSuccessful": not report.unread, "toolExecutionNotifications": [*unread, *cut, *skipped]}

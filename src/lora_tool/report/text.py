@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import click
 
 from lora_tool.display import printable, size
-from lora_tool.report.groups import by_rule
+from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Finding, Ignored, Report, Run, RunCheckpoint, Severity, Skipped
 
 _SHOWN = 3
@@ -118,11 +118,9 @@ def _ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
 
 
 def _skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for item in skipped:
-        by_reason.setdefault((item.path, item.reason), []).append(item.code)
-    for (path, reason), codes in by_reason.items():
-        yield f"skipped {spans(codes)} on {printable(path)}: {printable(reason)}"
+    for codes, paths, reason in by_reason(skipped):
+        where = printable(paths[0]) if len(paths) == 1 else f"{len(paths)} folders, {printable(paths[0])} the first"
+        yield f"skipped {spans(codes)} on {where}: {printable(reason)}"
 
 
 def spans(codes: Iterable[str]) -> str:

@@ -170,18 +170,25 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     if state is None or not losses:
         return
     norms = [entry["grad_norm"] for entry in losses if "grad_norm" in entry]
+    zeros = next((at for at, norm in enumerate(reversed(norms)) if norm != 0), len(norms))
     if norms and all(norm < _NO_GRADIENT for norm in norms) and (len(norms) > 1 or norms[0] == 0):
-        message = f"is at most {max(norms):.1g} in all {len(norms)} log entries: {_why_no_gradient(losses)}"
-        yield Fault(subject="grad_norm", message=message, path=str(state.path))
-    elif not _is_online(state):
-        zeros = next((at for at, norm in enumerate(reversed(norms)) if norm != 0), len(norms))
-        if zeros >= _STUCK:
-            message = f"is exactly 0 in the last {zeros} of {len(norms)} log entries: nothing is learned any more"
-            yield Fault(subject="grad_norm", message=message, path=str(state.path), severity=Severity.WARNING)
+        if not _improves(losses):
+            message = f"is at most {max(norms):.1g} in all {len(norms)} log entries: {_why_no_gradient(losses)}"
+            yield Fault(subject="grad_norm", message=message, path=str(state.path))
+    elif zeros >= _STUCK and not _is_online(state) and not _improves(losses[-zeros:]):
+        message = f"is exactly 0 in the last {zeros} of {len(norms)} log entries: nothing is learned any more"
+        yield Fault(subject="grad_norm", message=message, path=str(state.path), severity=Severity.WARNING)
     rates = [entry["learning_rate"] for entry in losses if "learning_rate" in entry]
     if len(rates) > 1 and not any(rates):
         message = f"is 0 in all {len(rates)} log entries"
         yield Fault(subject="learning_rate", message=message, path=str(state.path))
+
+
+def _improves(entries: Sequence[Entry]) -> bool:
+    """Whether the loss falls so clearly that a logged gradient of 0 cannot be true, as DeepSpeed has logged it."""
+    losses = [entry["loss"] for entry in entries]
+    third = len(losses) // 3
+    return third > 0 and 0 <= _median(losses[-third:]) < 0.9 * _median(losses[:third])
 
 
 def _why_no_gradient(losses: Sequence[Entry]) -> str:
