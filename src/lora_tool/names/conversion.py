@@ -6,7 +6,8 @@ relied on. What is replayed are the loops of `convert_and_load_state_dict_in_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -27,6 +29,11 @@ from lora_tool.names.model import Made, Shape
 from lora_tool.names.rows import numbered, pieces_of
 
 Shapes = Mapping[str, Shape]
+Rename = Callable[[str], tuple[str, str | None]]
+"""A name → its new name, and the pattern of the converter that made it."""
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
+_A_NUMBER = re.compile(r"(?<![\\\w])[0-9]+(?!\w)")
+_FIRST_PLACE = 7_000_001
 
 
 class Conversion:
@@ -39,13 +46,16 @@ class Conversion:
         self._memory: dict[str, torch.Tensor] = dict(model.state_dict())
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
+        self._by_rules = by_template(
+            lambda name: rename_source_key(name, self._renamings, self._converters), self._rules
+        )
 
     def place(self, disk_name: str) -> tuple[str, str | None]:
         """Return the parameter that a tensor on disk belongs to, and the pattern of the converter that makes it."""
         prefix = self._model.base_model_prefix
-        found: tuple[str, str | None] = rename_source_key(
-            disk_name, self._renamings, self._converters, prefix, self._memory
-        )
+        ruled, pattern = self._by_rules(disk_name)
+        # the last thing that transformers does with a name: the base model's prefix, where that makes it a parameter
+        found: tuple[str, str | None] = (rename_source_key(ruled, [], [], prefix, self._memory)[0], pattern)
         if found[0] not in self._memory and disk_name in self._memory:
             found = rename_source_key(disk_name, [], [], base_model_prefix=prefix, meta_state_dict=self._memory)
         return found
@@ -74,6 +84,7 @@ class Conversion:
         renamings = [rule for rule in used if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in used if isinstance(rule, WeightConverter)]
         by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        rename = by_template(lambda name: (apply_renamings(name, renamings), None), used)
         groups: dict[str, _Group] = {}
         for name in sorted(memory, key=dot_natural_key):
             target, pattern = apply_converters(name, converters)
@@ -84,7 +95,7 @@ class Conversion:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
         made: dict[str, Made] = {}
         for group in groups.values():
-            made |= self._made(group, memory, lambda name: apply_renamings(name, renamings))
+            made |= self._made(group, memory, lambda name: rename(name)[0])
         return made
 
     def _made(self, group: _Group, shapes: Shapes, rename: Callable[[str], str]) -> dict[str, Made]:
@@ -112,6 +123,29 @@ class Conversion:
             sound = vector or (len(widths) == 1 and tensor.shape[-1] == 1)
             made[rename(name)] = Made(shape=shape, pieces=pieces if sound else None, sources=group.names)
         return made
+
+
+def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
+    """Return `rename`, called once for all names that differ in their numbers alone, where no rule looks at a number.
+
+    A model of a thousand experts has a hundred thousand names and some dozens of forms.
+    """
+    plain = all(type(rule) in (WeightRenaming, PrefixChange, WeightConverter) for rule in rules)
+    patterns = (pattern for rule in rules for pattern in (*rule.source_patterns, *rule.target_patterns))
+    if not plain or any(_A_NUMBER.search(pattern) for pattern in patterns):
+        return rename
+    known: dict[str, tuple[str, str | None]] = {}
+
+    def renamed(name: str) -> tuple[str, str | None]:
+        numbers = _NUMBER.findall(name)
+        places = iter(range(_FIRST_PLACE, _FIRST_PLACE + len(numbers)))
+        template = _NUMBER.sub(lambda _: str(next(places)), name)
+        if template not in known:
+            known[template] = rename(template)
+        made, pattern = known[template]
+        return _NUMBER.sub(lambda place: numbers[int(place[0]) - _FIRST_PLACE], made), pattern
+
+    return renamed
 
 
 class _Group:

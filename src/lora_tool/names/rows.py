@@ -22,7 +22,7 @@ def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
         count = row_count(shape)
         kept = shape if len(shape) <= 1 else (*shape[:-1], 1)
         tables[name] = torch.arange(first, first + count).reshape(kept)
-        first += count
+        first += count + 1  # a gap, so that no two tensors' rows look like neighbours
     return tables
 
 
@@ -35,11 +35,11 @@ def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[Piece, 
     for name, shape in shapes.items():
         firsts.append(first)
         names.append(name)
-        first += row_count(shape)
-    owners = torch.bucketize(numbers, torch.tensor(firsts), right=True) - 1
-    breaks = (numbers[1:] != numbers[:-1] + 1) | (owners[1:] != owners[:-1])
+        first += row_count(shape) + 1
+    breaks = numbers[1:] != numbers[:-1] + 1
     starts = [0, *(torch.nonzero(breaks).reshape(-1) + 1).tolist(), len(numbers)]
-    heads, sources = numbers[starts[:-1]].tolist(), owners[starts[:-1]].tolist()
+    heads = numbers[starts[:-1]].tolist()
+    sources = (torch.bucketize(torch.tensor(heads), torch.tensor(firsts), right=True) - 1).tolist()
     return tuple(
         Piece(name=names[source], start=head - firsts[source], rows=end - begin)
         for head, source, begin, end in zip(heads, sources, starts[:-1], starts[1:], strict=True)

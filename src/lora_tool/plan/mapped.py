@@ -22,7 +22,7 @@ from lora_tool.plan.cutting import disk_steps, joined, rows_of
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
-from lora_tool.plan.task import Task
+from lora_tool.plan.task import Task, is_classifier
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
@@ -56,7 +56,7 @@ class Readings:
         )
 
 
-def read_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> Readings:
+def read_names(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Readings:
     """Return what transformers would load the base as. Imports torch and transformers.
 
     Of several classes the one is taken that has a module for every tensor of the adapters. Raises `MissingDependency`,
@@ -67,6 +67,9 @@ def read_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> Readings:
     errors: list[LoraToolError] = []
     found: dict[bool, Naming | None] = {}
     for classifier in (False, True):
+        if classifier and found[False] is not None and not _may_classify(base, adapters, asked):
+            found[classifier] = None
+            continue
         fitting: list[tuple[int, Naming]] = []
         for class_name in candidates(base.config, classifier=classifier):
             try:
@@ -81,6 +84,13 @@ def read_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> Readings:
     if not any(found.values()):
         raise errors[0] if errors else _unknown_type(base.config)
     return Readings(base=base, generator=found[False], classifier=found[True])
+
+
+def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:
+    """Return whether the merged model may be a classifier; asking transformers twice costs, so where it is said, not."""
+    told = {adapter.config.task_type for adapter in adapters if adapter.config}
+    classes = base.config.architectures if base.config else ()
+    return asked is not Task.CAUSAL_LM and (told != {"CAUSAL_LM"} or is_classifier(classes) or asked is not Task.AUTO)
 
 
 def _unknown_type(config: ModelConfig) -> UnsupportedAdapter:

@@ -127,7 +127,7 @@ def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStore
         return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
     from lora_tool.plan.mapped import mapped, read_names  # noqa: PLC0415 - imports torch and transformers
 
-    readings = read_names(base, adapters)
+    readings = read_names(base, adapters, task)
     return mapped(readings, adapters, _decide_task(task, adapters, base, readings.architecture))
 
 

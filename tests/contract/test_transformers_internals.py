@@ -1,0 +1,100 @@
+"""What `lora_tool.names` takes from inside transformers and PEFT: a release that moves it fails here, and not in a merge."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+
+import pytest
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from lora_tool.names.conversion import Conversion, by_template
+from tests.oracle.tiny import tiny_model
+
+TESTED = "5.23"
+"""The release that the oracle tests ran with; another is a reason to run them again and to change this line."""
+
+
+def test_the_installed_transformers_is_the_tested_one() -> None:
+    assert version("transformers").startswith(f"{TESTED}.")
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (get_model_conversion_mapping, ["model", "key_mapping", "hf_quantizer", "add_legacy"]),
+        (
+            rename_source_key,
+            [
+                "source_key",
+                "weight_renamings",
+                "weight_converters",
+                "base_model_prefix",
+                "meta_state_dict",
+                "reverse",
+            ],
+        ),
+        (apply_renamings, ["source_key", "weight_renamings"]),
+        (apply_converters, ["source_key", "weight_converters"]),
+        (dot_natural_key, ["s"]),
+        (build_glob_alternation, ["globs"]),
+        (PreTrainedModel._get_dtype_plan, ["self", "dtype"]),
+        (WeightConverter.add_tensor, ["self", "target_key", "source_key", "source_pattern", "future"]),
+        (
+            convert_peft_adapter_state_dict_for_transformers,
+            ["model", "peft_config", "adapter_state_dict", "adapter_name"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_functions_take_what_they_are_given(function: object, parameters: list[str]) -> None:
+    assert list(inspect.signature(function).parameters) == parameters  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gemma3", "olmo_hybrid", "hrm_text"])
+def test_names_by_their_form_are_names_one_by_one(model_type: str) -> None:
+    model = tiny_model(model_type, "causal-lm", device="meta")
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+
+    def one(name: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = rename_source_key(name, renamings, converters)
+        return found
+
+    conversion = Conversion(model)
+    conversion.load({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    disk = conversion.save({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    by_form = by_template(one, rules)
+    for name in (*model.state_dict(), *disk):
+        assert by_form(name) == one(name), name
+
+
+def test_rules_that_look_at_numbers_are_asked_name_by_name() -> None:
+    rule = WeightRenaming("layers.0.", "first.")
+
+    def one(name: str) -> tuple[str, str | None]:
+        return apply_renamings(name, [rule]), None
+
+    by_form = by_template(one, [rule])
+    assert by_form("layers.0.weight") == ("first.weight", None)
+    assert by_form("layers.1.weight") == ("layers.1.weight", None)
+
+
+def test_using_a_rule_is_remembered() -> None:
+    rule = PrefixChange(prefix_to_remove="model")
+    assert not rule.was_used()
+    assert rule.rename_source_key("model.norm.weight")[0] == "norm.weight"
+    assert rule.was_used()
