@@ -80,5 +80,5 @@ def line(found: Mapping[str, Any]) -> str:
     name, worst = next(iter(found["weakest"].items()))
     return (
         f"ΔW after rounding: {found['kept']:.1%} kept, cosine {found['cosine']:.4f}; "
-        f"the least in {name}: {worst['kept']:.1%}"
+        f"the least in {name}, cosine {worst['cosine']:.4f}"
     )
