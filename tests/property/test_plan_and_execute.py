@@ -140,20 +140,25 @@ def test_executing_again_gives_the_same_bytes_with_any_number_of_workers(
         assert digest(execute(plan, folder / "again", jobs=jobs)) == first
 
 
+def weights(folder: Path) -> dict[str, bytes]:
+    """Return what `digest` does, without the manifest: its samples are taken from blocks."""
+    return {name: found for name, found in digest(folder).items() if name != "lora_tool.json"}
+
+
 @settings(deadline=None, max_examples=25)
 @given(inputs(), st.integers(0, 12), st.integers(0, 12), st.integers(0, 10))
 def test_float64_gives_the_same_bytes_for_any_size_of_block(
     given_inputs: Inputs, block: int, unit: int, cache: int
 ) -> None:
     with planned(given_inputs, "float64", None, None) as (plan, folder):
-        first = digest(execute(plan, folder / "first"))
+        first = weights(execute(plan, folder / "first"))
         with (
             mock.patch.multiple(compute, BLOCK_WEIGHTS=1 << block, _LEAST_ROWS=1),
             mock.patch.object(units, "UNIT_WEIGHTS", 1 << unit),
             mock.patch.object(units, "COPY_BYTES", 1 << unit),
             mock.patch.object(kernels, "CACHE_BLOCK", 1 << cache),
         ):
-            assert digest(execute(plan, folder / "cut", jobs=2)) == first
+            assert weights(execute(plan, folder / "cut", jobs=2)) == first
 
 
 @settings(deadline=None, max_examples=15)

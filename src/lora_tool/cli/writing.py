@@ -98,9 +98,8 @@ def carry_out(
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
 
     check_output(out, overwrite=overwrite, inputs=tuple(inputs))
-    colour = False if os.environ.get("NO_COLOR") else None
     for warning in (*plan.warnings, *warnings):
-        click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
+        _warn(warning)
     if dry_run:
         _print_plan(plan, out, as_json=as_json)
         return
@@ -110,6 +109,11 @@ def carry_out(
     with progress_bar("writing", plan.data_bytes, quiet=quiet or as_json) as advance:
         execute(plan, out, jobs=jobs, overwrite=overwrite, resume=resume, progress=advance, check=check)
     _print_result(plan, out, check, as_json=as_json, quiet=quiet)
+
+
+def _warn(warning: str) -> None:
+    colour = False if os.environ.get("NO_COLOR") else None
+    click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
 
 
 def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
@@ -122,6 +126,13 @@ def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
 
 
 def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: bool, quiet: bool) -> None:
+    from lora_tool.formats.manifest import FILE_NAME  # noqa: PLC0415
+    from lora_tool.plan import fidelity  # noqa: PLC0415
+
+    kept = json.loads((out / FILE_NAME).read_bytes()).get("fidelity")
+    advice = fidelity.warning(kept, plan)
+    if advice is not None:
+        _warn(advice)
     if as_json:
         result = {
             "schema_version": 1,
@@ -131,7 +142,8 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
             "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
             "verification": checked.summary if checked else None,
             "notes": list(plan.notes),
-            "warnings": list(plan.warnings),
+            "fidelity": kept,
+            "warnings": [*plan.warnings, *filter(None, [advice])],
         }
         click.echo(json.dumps(result, indent=2))
     elif not quiet:
@@ -141,6 +153,8 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
             click.echo(f"  {printable(file.filename)}: {printable(file.reason)}")
         counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
         click.echo(f"{counts} (precision {plan.precision})")
+        if kept is not None:
+            click.echo(printable(fidelity.line(kept)))
         if checked is not None:
             click.echo(checked.line)
         click.echo(f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {len(plan.shards)} weight files")

@@ -15,6 +15,7 @@ from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.model import (
     BiasDelta,
     Cast,
@@ -51,6 +52,8 @@ class Computer:
         self._buffers: dict[str, Array] = {}
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
+        self.survived: dict[str, list[tuple[int, Survival]]] = {}
+        """Output tensor → samples of what rounding left of its change, with where each is."""
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
@@ -61,7 +64,7 @@ class Computer:
             for first, last in _blocks(unit):
                 if self._stopped():
                     return
-                result = self._block(unit.step, first, last)
+                result = self._block(unit, first, last)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
 
     def _needs_float64(self, step: Step) -> bool:
@@ -81,9 +84,9 @@ class Computer:
                 squares += np.einsum("ij,ij->j", whole, whole, dtype=np.float64)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
-    def _block(self, step: Step, first: int, last: int) -> Array:
+    def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
-        op = step.op
+        step, op = unit.step, unit.step.op
         delta = self._delta(op, first, last)
         source = self._stored(op.source, first, last)
         if isinstance(op, ReplaceRows):
@@ -103,6 +106,9 @@ class Computer:
             if delta is not None and not kernels.is_finite(total):
                 refuse_nonfinite(step)
             kernels.round_to(total, step.out.dtype, result[part])
+            if delta is not None and first == unit.first and at == 0:
+                found = survival(source[part], total, result[part])
+                self.survived.setdefault(step.out.name, []).append((unit.begin, found))
             if may_overflow and kernels.overflows(total, result[part]):
                 refuse_overflow(step)
         return result
@@ -212,6 +218,21 @@ class Computer:
         if held is None or held.nbytes < needed:
             held = self._buffers[name] = np.empty(needed, np.uint8)
         return held[:needed].view(dtype).reshape(shape)
+
+
+_SAMPLES = 1024
+
+
+def survival(source: Array, meant: Array, written: Array) -> Survival:
+    """Return what rounding left of the change from `source` to `meant`, flat arrays, on about a thousand elements.
+
+    The sums are rounded once, so they do not depend on how a machine sums.
+    """
+    every = max(1, meant.size // _SAMPLES) | 1
+    before, after, now = (array[::every].astype(np.float64) for array in (source, meant, written))
+    delta, effect = after - before, now - before
+    products = (delta * delta, effect * effect, delta * effect)
+    return Survival(**dict(zip(("meant", "written", "shared"), (math.fsum(p.tolist()) for p in products), strict=True)))
 
 
 def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from lora_tool.execution.output import MOST_OPEN, ShardFile
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
+from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
-from lora_tool.plan.model import LoraDelta, Plan, Precision, SideFile
+from lora_tool.plan.model import LoraDelta, Plan, Precision, Shard, SideFile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,6 +68,7 @@ def execute(
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
         writing = _Writing(plan, sources, journal, advance)
+        writing.take_over(finished)
         jobs = 1 if plan.recomputes_inits else jobs or available_cores()
         with _one_thread_each(plan):
             hashes = _write_shards(plan, folder, writing, jobs=jobs, finished=finished)
@@ -73,7 +76,7 @@ def execute(
             content = file.content if file.content is not None else _bytes_of(file)
             write_file(folder / file.filename, content)
         verification = _checked(folder, check, journal)
-        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, verification))
+        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, writing.survived, verification))
         sources.check_unchanged()
         journal.remove()
     return target
@@ -128,6 +131,9 @@ class _Writing:
         self._local = threading.local()
         self._flusher = ThreadPoolExecutor(1)
         self._flushes: list[Future[None]] = []
+        self._computers: list[Computer | TorchComputer] = []
+        self.survived: dict[str, Survival] = {}
+        """Output tensor → how much of its change survived rounding, for the files that are finished."""
         self._stop = threading.Event()
 
     def run(self, batch: Sequence[Unit], out: ShardFile) -> None:
@@ -154,7 +160,9 @@ class _Writing:
         torch = self._plan.precision is Precision.PEFT or (isinstance(op, LoraDelta) and op.init is not None)
         name = "torch" if torch else "numpy"
         if not hasattr(self._local, name):
-            setattr(self._local, name, self._new_computer(torch=torch))
+            new = self._new_computer(torch=torch)
+            self._computers.append(new)
+            setattr(self._local, name, new)
         computer: Computer | TorchComputer = getattr(self._local, name)
         return computer
 
@@ -168,7 +176,9 @@ class _Writing:
     def _finish(self, out: ShardFile) -> None:
         try:
             out.flush()
-            self._journal.add(out.shard, None)
+            survived = self._survived_in(out.shard)
+            self.survived |= survived
+            self._journal.add(out.shard, {name: [s.meant, s.written, s.shared] for name, s in survived.items()})
         except BaseException:
             self._stop.set()
             raise
@@ -178,6 +188,22 @@ class _Writing:
         _all_done(written)
         for flush in self._flushes:
             flush.result()
+
+    def _survived_in(self, shard: Shard) -> dict[str, Survival]:
+        """Return the samples of a written file's tensors, added in one order whoever took them."""
+        survived = {}
+        for step in shard.steps:
+            name = step.out.name
+            samples = [sample for computer in tuple(self._computers) for sample in computer.survived.pop(name, ())]
+            if samples:
+                survived[name] = sum((found for _, found in sorted(samples, key=itemgetter(0))), Survival())
+        return survived
+
+    def take_over(self, finished: Mapping[str, Any]) -> None:
+        """Take what was noted of files that an earlier run had finished."""
+        for notes in finished.values():
+            for name, (meant, written, shared) in (notes or {}).items():
+                self.survived[name] = Survival(meant=meant, written=written, shared=shared)
 
     def __enter__(self) -> Self:
         return self

@@ -11,9 +11,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from lora_tool.errors import MissingDependency
-from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, write_exactly
+from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, survival, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, ExpertLayout, LoraDelta, LoraTerm, ReplaceRows
 from lora_tool.tensors import DType, StoredTensor
 
@@ -48,13 +49,21 @@ class TorchComputer:
         self._sources = sources
         self._stopped = stopped
         self._factors: dict[StoredTensor, torch.Tensor] = {}
+        self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.survived: dict[str, list[tuple[int, Survival]]] = {}
+        """Output tensor → samples of what rounding left of its change, with where each is."""
 
     def run(self, unit: ComputeUnit, out: int) -> None:
         """Compute the tensor and write it to the descriptor `out`. Raises `ExecutionError` on NaN or infinity."""
         if self._stopped():
             return
         step = unit.step
+        self._sample = None
         merged = self._values(step.op, _TORCH[step.out.dtype])
+        if self._sample is not None:
+            before, meant = self._sample
+            found = survival(before.numpy(), meant.numpy(), _sampled(merged).numpy())
+            self.survived.setdefault(step.out.name, []).append((unit.begin, found))
         if not isinstance(step.op, Cast) and not bool(torch.isfinite(merged).all()):
             if bool(torch.isnan(merged).any()):
                 refuse_nonfinite(step)
@@ -73,9 +82,12 @@ class TorchComputer:
             weight = self._load(op.source).to(dtype)
             if op.init is not None:
                 weight = _residual(weight, op)
+            before = meant = _sampled(weight)
             for lora in op.terms:
                 delta = self._delta(op, lora, weight)
+                meant = meant + _sampled(delta)
                 weight += delta.to(dtype) if op.rounded else delta
+            self._sample = (before, meant)
             return weight
         if isinstance(op, ReplaceRows):
             weight = self._load(op.source).to(dtype)
@@ -91,6 +103,7 @@ class TorchComputer:
         norms = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
         factor = (self._factor(op.magnitude, weight) / norms).view(-1, 1)
         merged = (factor.T if op.transposed else factor) * (weight + delta)
+        self._sample = (_sampled(weight), _sampled(merged))
         return merged.to(weight.dtype)
 
     def _delta(self, op: LoraDelta | DoraDelta, term: LoraTerm, weight: torch.Tensor) -> torch.Tensor:
@@ -125,6 +138,15 @@ class TorchComputer:
         values = torch.empty(tensor.shape, dtype=_TORCH[tensor.dtype])
         self._sources.read_into(tensor, 0, _bytes_of(values))
         return values
+
+
+_SAMPLED_WEIGHTS = 1 << 19
+
+
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    """Return the first rows, flat, in float64: as many as hold about half a million elements."""
+    rows = max(1, _SAMPLED_WEIGHTS // max(1, values.numel() // max(1, values.shape[0])))
+    return values[:rows].reshape(-1).to(torch.float64)
 
 
 def _residual(weight: torch.Tensor, op: LoraDelta) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from lora_tool.formats.manifest import SCHEMA_VERSION
 from lora_tool.formats.weights import Weights
+from lora_tool.plan.fidelity import Survival, summary, warning
 from lora_tool.plan.model import Plan
 from lora_tool.plan.text import step_json
 from lora_tool.version import __version__
@@ -90,11 +91,18 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
 
 
-def manifest_bytes(plan: Plan, hashes: Mapping[Path, str], verification: Mapping[str, Any] | None = None) -> bytes:
+def manifest_bytes(
+    plan: Plan,
+    hashes: Mapping[Path, str],
+    survived: Mapping[str, Survival],
+    verification: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes.
 
-    `hashes` are those of `plan.hashed`, `verification` what a check of the written folder found, None without one.
+    `hashes` are those of `plan.hashed`, `survived` says of each changed tensor what rounding left of the change,
+    `verification` what a check of the written folder found, None without one.
     """
+    fidelity = summary(survived)
     packages = ["numpy"] + (["torch"] if plan.precision.value == "peft" else [])
     table = {
         "schema_version": SCHEMA_VERSION,
@@ -102,11 +110,16 @@ def manifest_bytes(plan: Plan, hashes: Mapping[Path, str], verification: Mapping
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "versions": _versions(packages),
-        "warnings": list(plan.warnings),
+        "warnings": [*plan.warnings, *filter(None, [warning(fidelity, plan)])],
+        "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),
         "counts": plan.counts(),
         "ledger": [
-            {**step_json(step, plan.input_names), "shard": shard.filename}
+            {
+                **step_json(step, plan.input_names),
+                "shard": shard.filename,
+                **({"fidelity": survived[step.out.name].as_json()} if step.out.name in survived else {}),
+            }
             for shard in plan.shards
             for step in shard.steps
         ],
