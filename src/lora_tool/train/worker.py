@@ -263,10 +263,15 @@ class Run:
                 status = Status.BAD_RESULT
         (status,) = broadcast_object_list([status])  # all ranks save again when they push
         if pushes and status is Status.DONE:
-            trainer.push_to_hub(dataset_name=self.arguments.script.dataset_name)
+            trainer.push_to_hub(dataset_name=self._public_dataset())
         if hasattr(trainer, "end"):
             trainer.end()
         return self.outcome(status)
+
+    def _public_dataset(self) -> str | None:
+        """Return the data's name for the README; not that of a folder of this machine."""
+        name: str | None = self.arguments.script.dataset_name
+        return None if name is None or Path(name).exists() else name
 
 
 def _numel(parameter: Any) -> int:
