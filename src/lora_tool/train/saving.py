@@ -59,6 +59,11 @@ def staging(output: Path) -> Path:
     return output / _STAGING
 
 
+def clear_staging(output: Path) -> None:
+    """Remove what a run that died while saving left unfinished."""
+    shutil.rmtree(staging(output), ignore_errors=True)
+
+
 def judge(folder: Path, method: Method) -> list[Finding]:
     """Return what `lora-tool validate` finds in a saved result, errors first; every value of an adapter is read."""
     try:

@@ -192,7 +192,8 @@ class Run:
         raw = len(train) if hasattr(train, "__len__") else 0
         prepared = trainer.train_dataset
         packed = bool(getattr(args, "packing", False))
-        found += data_checks.length_findings(method, raw, prepared, getattr(args, "max_length", None), packed=packed)
+        limit = getattr(args, "max_length", None) or getattr(trainer, "max_length", None)  # CPO has one of its own
+        found += data_checks.length_findings(method, raw, prepared, limit, packed=packed)
         if hasattr(prepared, "__len__"):
             self.facts["rows"] = {"given": raw, "trained": len(prepared)}
         return found
@@ -224,6 +225,7 @@ class Run:
         trainer = self.trainer
         output = Path(trainer.args.output_dir)
         if self.main:
+            saving.clear_staging(output)
             for name in saving.set_aside(output):
                 self._note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
         try:
