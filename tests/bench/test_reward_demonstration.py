@@ -79,6 +79,7 @@ def test_trained_validated_merged_verified(tmp_path: Path) -> None:
 
     lora_tool("merge", tmp_path / "out", "--base", base, "--rm", "-o", tmp_path / "merged")
     lora_tool("validate", tmp_path / "merged", "--rm")
+    lora_tool("verify", tmp_path / "merged", "--adapter", tmp_path / "out", "--base", base)
     loaded, info = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

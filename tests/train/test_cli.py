@@ -61,6 +61,7 @@ def test_train_then_validate_then_merge_then_resume(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "set lora_task_type: SEQ_CLS" in done.stderr
     assert "trained reward: 4 steps" in done.stdout
+    assert "parameters moved by" in done.stdout
     assert "with its head score (1 label)" in done.stdout
     merged = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert merged["architectures"] == ["Qwen2ForSequenceClassification"]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool.errors import TrainingFailed
+from lora_tool.train.rescue import consolidate
 from lora_tool.train.resume import last_valid, named
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -95,10 +96,12 @@ def test_none_is_left(output: Path, tmp_path: Path) -> None:
 
 def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
     zero = tmp_path / "out" / "checkpoint-2"
+    shutil.copytree(FIXTURES / "reward-qwen2" / "base", tmp_path / "base")
     shutil.copytree(FIXTURES / "zero" / "stage3-saved", zero)
-    adapter = FIXTURES / "reward-run" / "checkpoint-2"
-    for name in ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json"):
-        shutil.copy(adapter / name, zero / name)
+    assert consolidate(zero, tmp_path / "whole")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "whole" / name, zero / name)
+    shutil.copy(FIXTURES / "reward-run" / "checkpoint-2" / "trainer_state.json", zero)
     assert last_valid(tmp_path / "out").path == zero
     next((zero / "global_step2").glob("*rank_1*optim*")).unlink()
     choice = last_valid(tmp_path / "out")

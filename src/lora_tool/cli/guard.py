@@ -48,8 +48,10 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     from lora_tool.train.codes import CODES  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.train.config import GuardSettings  # noqa: PLC0415
     from lora_tool.train.job import Status, read_outcomes  # noqa: PLC0415
+    from lora_tool.train.options import require_training  # noqa: PLC0415
     from lora_tool.train.rescue import saved_in  # noqa: PLC0415
 
+    require_training(("torch", "transformers", "accelerate"))
     unknown = [name for name in ignore if name not in CODES]
     if unknown:
         raise click.UsageError(f"unknown guard {unknown[0]!r}; they are: {', '.join(CODES)}")

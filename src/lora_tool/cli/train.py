@@ -201,6 +201,7 @@ def _summarise(run: RunConfig, outcome: Outcome) -> None:
         f"trained {run.method.name}: {facts.get('steps')} steps"
         + (f" in {seconds:.0f} s" if seconds is not None else "")
         + (f", mean loss {loss:.4g}" if loss is not None else "")
+        + (f", parameters moved by {facts['moved']:.3g}" if facts.get("moved") is not None else "")
         + f", {told}"
     )
     head = (

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from lora_tool.train.job import FOLDER_VARIABLE, Outcome, Status, read_outcomes,
 
 WORKER = "lora_tool.train.worker"
 _PATIENCE = 20.0
-"""Seconds that workers have to end after an interrupt: a checkpoint that is being written should be whole."""
+"""Seconds that the launcher has to end after an interrupt."""
+
+_LAST_WORDS = 5.0
+"""Seconds that workers have after their launcher: trackers say goodbye. What they were saving, `--resume auto` judges."""
 
 
 def command(run: RunConfig) -> list[str]:
@@ -52,7 +56,11 @@ def run_group(arguments: Sequence[str], environment: dict[str, str]) -> int:
     try:
         return process.wait()
     except KeyboardInterrupt:
-        _end(process)
+        try:
+            _end(process)
+        finally:  # also when a second Ctrl-C comes, and for what the launcher left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         raise
 
 
@@ -71,8 +79,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=patience)
             break
+    limit = time.monotonic() + _LAST_WORDS
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what the launcher left behind
+        while time.monotonic() < limit:
+            os.killpg(process.pid, 0)  # whether any process of the group is left
+            time.sleep(0.1)
 
 
 def _died(code: int) -> str:

@@ -43,9 +43,9 @@ class Names:
         return found[0] if found else None
 
 
-def require_training() -> None:
-    """Return if all packages of the extra are installed. Raises `MissingDependency` naming the first that is not."""
-    for package in PACKAGES:
+def require_training(packages: Iterable[str] | None = None) -> None:
+    """Return if the packages, by default all of the extra, are installed. Raises `MissingDependency` naming one that is not."""
+    for package in PACKAGES if packages is None else packages:
         if find_spec(package) is None:
             raise MissingDependency(package, extra="train")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
+from lora_tool.formats.training_record import FILE_NAME
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.task import is_classifier
@@ -22,9 +23,6 @@ from lora_tool.sources import Source, resolve
 from lora_tool.train.codes import finding
 from lora_tool.train.methods import Method
 from lora_tool.version import __version__
-
-RECORD = "lora_tool_train.json"
-"""Beside a trained adapter: what it was trained on and as."""
 
 REJECTED = "rejected"
 SUPERSEDED = "superseded"
@@ -44,7 +42,7 @@ def set_aside(output: Path) -> list[str]:
     if names:
         place = free_name(output / SUPERSEDED)
         place.mkdir()
-        for name in (*names, "adapter_config.json", "config.json", RECORD):
+        for name in (*names, "adapter_config.json", "config.json", FILE_NAME):
             if (output / name).is_file():
                 (output / name).rename(place / name)
     return names
@@ -59,6 +57,11 @@ def free_name(path: Path) -> Path:
 def staging(output: Path) -> Path:
     """Return the folder in which a result is saved before it is judged."""
     return output / _STAGING
+
+
+def clear_staging(output: Path) -> None:
+    """Remove what a run that died while saving left unfinished."""
+    shutil.rmtree(staging(output), ignore_errors=True)
 
 
 def judge(folder: Path, method: Method) -> list[Finding]:
@@ -113,7 +116,7 @@ def record(
         "versions": _versions(),
         **run,
     }
-    (folder / RECORD).write_text(json.dumps(table, indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / FILE_NAME).write_text(json.dumps(table, indent=2, default=str) + "\n", encoding="utf-8")
     return table
 
 

@@ -192,7 +192,8 @@ class Run:
         raw = len(train) if hasattr(train, "__len__") else 0
         prepared = trainer.train_dataset
         packed = bool(getattr(args, "packing", False))
-        found += data_checks.length_findings(method, raw, prepared, getattr(args, "max_length", None), packed=packed)
+        limit = getattr(args, "max_length", None) or getattr(trainer, "max_length", None)  # CPO has one of its own
+        found += data_checks.length_findings(method, raw, prepared, limit, packed=packed)
         if hasattr(prepared, "__len__"):
             self.facts["rows"] = {"given": raw, "trained": len(prepared)}
         return found
@@ -224,6 +225,7 @@ class Run:
         trainer = self.trainer
         output = Path(trainer.args.output_dir)
         if self.main:
+            saving.clear_staging(output)
             for name in saving.set_aside(output):
                 self._note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
         try:
@@ -263,10 +265,15 @@ class Run:
                 status = Status.BAD_RESULT
         (status,) = broadcast_object_list([status])  # all ranks save again when they push
         if pushes and status is Status.DONE:
-            trainer.push_to_hub(dataset_name=self.arguments.script.dataset_name)
+            trainer.push_to_hub(dataset_name=self._public_dataset())
         if hasattr(trainer, "end"):
             trainer.end()
         return self.outcome(status)
+
+    def _public_dataset(self) -> str | None:
+        """Return the data's name for the README; not that of a folder of this machine."""
+        name: str | None = self.arguments.script.dataset_name
+        return None if name is None or Path(name).exists() else name
 
 
 def _numel(parameter: Any) -> int:
