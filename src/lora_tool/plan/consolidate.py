@@ -99,8 +99,12 @@ def plan_consolidate(
         ),
         inputs=_inputs(state, tensors.values(), side_files),
         precision=Precision.FLOAT32,
-        warnings=(*(f"{fault}" for fault in kept), *choice.warnings),
-        notes=(f"{decided} from {state.title}", *choice.notes),
+        warnings=(*(str(fault) for fault in kept if fault.severity >= Severity.WARNING), *choice.warnings),
+        notes=(
+            f"{decided} from {state.title}",
+            *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
+            *choice.notes,
+        ),
         manifest={
             "operation": "consolidate",
             "what": decided.value,

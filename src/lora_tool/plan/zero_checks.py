@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lora_tool.formats.partitions import leftover
@@ -182,7 +183,8 @@ def frozen_not_saved(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
     if lost:
         more = f" and {len(lost) - 1} more were" if len(lost) > 1 else " was"
         hint = "the adapter can still be taken out; a new head that was frozen is lost"
-        yield _fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint, warning=True)
+        found = _fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint)
+        yield replace(found, severity=Severity.INFO)
 
 
 def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:

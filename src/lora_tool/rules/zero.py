@@ -190,7 +190,7 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
         yield from map(as_fault, latest_tag(zero.root, zero.latest, zero.rank_files))
 
 
-@rule("LT410", Severity.WARNING, on=ShardedSubject)
+@rule("LT410", Severity.INFO, on=ShardedSubject)
 def frozen_not_saved(subject: ShardedSubject) -> Iterator[Fault]:
     """Frozen weights that are not in the checkpoint.
 
