@@ -18,6 +18,7 @@ from lora_tool.execution.journal import FILE_NAME
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.tensors import DType
+from lora_tool.verification.verifying import check_written, summary_json
 from tests.hostile.folders import Pair, copy_pair, environment, left_behind, lora_tool
 from tests.hostile.test_killed import SLOW
 from tests.hostile.test_output import content
@@ -137,7 +138,7 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
     opened = len(list(Path("/proc/self/fd").iterdir()))
     resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 20, hard))
     try:
-        execute(plan, pair.out, jobs=2)
+        execute(plan, pair.out, jobs=2, check=lambda folder: summary_json(check_written(plan, folder)))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list(pair.out.glob("*.safetensors"))) == len(plan.shards)

@@ -93,6 +93,14 @@ def test_untie_writes_both_ends_as_they_were_trained(lora: dict[str, Any], tmp_p
     assert_same(ours, merged_by_peft(untied, adapter, tmp_path / "theirs"))
 
 
+def test_untie_works_for_models_that_are_not_stored_as_they_are_in_memory(tmp_path: Path) -> None:
+    base = tied_base(tmp_path / "base", "mixtral")
+    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", EMBED)
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft", untie=True)
+    untied = load_model(untied_copy(base, tmp_path / "untied"), "causal-lm")
+    assert_same(ours, merged_by_peft(untied, adapter, tmp_path / "theirs"))
+
+
 def test_the_untied_model_computes_what_was_trained(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32, tie_word_embeddings=True)
     for name, lora in {"embed": EMBED, "head": HEAD, "ensured": EMBED | ENSURE}.items():
@@ -169,10 +177,11 @@ def test_lora_on_a_shrunk_embedding_cuts_the_other_end(tmp_path: Path) -> None:
     assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "phi"])
+@pytest.mark.parametrize("model_type", ["gpt2", "phi", "gpt_neox", "mixtral"])
 def test_other_names_and_biases(model_type: str, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32)
-    lora = {"r": 4, "target_modules": "all-linear", "fan_in_fan_out": model_type == "gpt2"}
+    targets = ["q_proj"] if model_type == "mixtral" else "all-linear"
+    lora = {"r": 4, "target_modules": targets, "fan_in_fan_out": model_type == "gpt2"}
     adapter = train(resized(base, 88), tmp_path / "adapter", lora)
     theirs = merged_by_peft(resized(base, 88), adapter, tmp_path / "theirs")
     assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +13,11 @@ from numpy.typing import NDArray
 
 from lora_tool.errors import SourceChanged
 from lora_tool.execution.kernels import STORAGE
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.tensors import FileStamp, StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-_MOST_OPEN = 256
-
-
-def _limit() -> int:
-    """Return how many inputs may be open at once: a checkpoint of 1000 ranks must do with what the system allows."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(4, min(_MOST_OPEN, allowed // 4))
-
-
-@dataclass(slots=True)
-class _Open:
-    """An open file, and how many readers are reading from it right now."""
-
-    descriptor: int
-    readers: int = 0
 
 
 class Sources:
@@ -45,9 +25,7 @@ class Sources:
 
     def __init__(self, stamps: Iterable[FileStamp]) -> None:
         self._stamps = {stamp.path: stamp for stamp in stamps}
-        self._open_files: OrderedDict[Path, _Open] = OrderedDict()
-        self._lock = threading.Lock()
-        self._limit = _limit()
+        self._files = OpenFiles(self._opened)
 
     def __enter__(self) -> Self:
         self.check_unchanged()
@@ -57,15 +35,14 @@ class Sources:
         self.close()
 
     def close(self) -> None:
-        while self._open_files:
-            os.close(self._open_files.popitem()[1].descriptor)
+        self._files.close()
 
     def check_unchanged(self) -> None:
         """Raise `SourceChanged` if any input is not as the plan saw it."""
         for path in self._stamps:
             self._check(path, FileStamp.of(path))
-        for path, held in self._open_files.items():
-            self._check(path, FileStamp.from_stat(path, os.fstat(held.descriptor)))
+        for path, descriptor in self._files.held().items():
+            self._check(path, FileStamp.from_stat(path, os.fstat(descriptor)))
 
     def _check(self, path: Path, now: FileStamp) -> None:
         stamp = self._stamps[path]
@@ -75,21 +52,9 @@ class Sources:
                 hint="run again once nothing writes to it",
             )
 
-    @contextlib.contextmanager
-    def descriptor(self, path: Path) -> Iterator[int]:
-        """Yield a descriptor of the input `path`, which stays open at least as long."""
-        with self._lock:
-            held = self._open_files.get(path)
-            if held is None:
-                self._make_room()
-                held = self._open_files[path] = _Open(self._opened(path))
-            self._open_files.move_to_end(path)
-            held.readers += 1
-        try:
-            yield held.descriptor
-        finally:
-            with self._lock:
-                held.readers -= 1
+    def descriptor(self, path: Path) -> contextlib.AbstractContextManager[int]:
+        """Return a context manager of a descriptor of the input `path`, which stays open at least as long."""
+        return self._files.descriptor(path)
 
     def _opened(self, path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -99,12 +64,6 @@ class Sources:
             os.close(descriptor)
             raise
         return descriptor
-
-    def _make_room(self) -> None:
-        """Close the files that were read longest ago, as far as nobody reads from them."""
-        idle = [path for path, held in self._open_files.items() if not held.readers]
-        for path in idle[: len(self._open_files) + 1 - self._limit]:
-            os.close(self._open_files.pop(path).descriptor)
 
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""

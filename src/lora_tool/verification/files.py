@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lora_tool.errors import SourceChanged
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Array, Bytes, decode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_MOST_KEPT = 32
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 Rows = Sequence[tuple[int, int]]
 """Ranges of rows, first and last (not included)."""
@@ -32,18 +28,16 @@ def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Files:
-    """Files open for reading: opened when first read, closed together. A context manager, safe for several threads."""
+    """Files open for reading: opened when they are read, a bounded number. A context manager, safe for threads."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-        self._lock = threading.Lock()
+        self._files = OpenFiles(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        self._files.close()
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
@@ -81,25 +75,9 @@ class Files:
 
     def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
         done = 0
-        with self._opened(path) as descriptor:
+        with self._files.descriptor(path) as descriptor:
             while done < len(buffer):
                 count = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if count == 0:
                     raise SourceChanged(f"{path} became shorter while it was read")
                 done += count
-
-    @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[int]:
-        """Yield a descriptor that is kept, or closed again where many are kept already: a run may have 1000 ranks."""
-        with self._lock:
-            held = self._descriptors.get(path)
-            if held is None and len(self._descriptors) < _MOST_KEPT:
-                held = self._descriptors[path] = os.open(path, _FLAGS)
-        if held is not None:
-            yield held
-            return
-        descriptor = os.open(path, _FLAGS)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)

@@ -1,0 +1,70 @@
+"""Files that are open for reading: as many as the system allows with room to spare, whatever number there are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOST_OPEN = 256
+
+
+def _limit() -> int:
+    """Return how many may be open at once: a checkpoint of 1000 ranks must do with what the system allows."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(4, min(_MOST_OPEN, allowed // 4))
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open file, and how many readers are reading from it right now."""
+
+    descriptor: int
+    readers: int = 0
+
+
+class OpenFiles:
+    """Files by path, opened with `opener` when they are read and closed when others need the room. For any threads."""
+
+    def __init__(self, opener: Callable[[Path], int]) -> None:
+        self._opener = opener
+        self._held: OrderedDict[Path, _Open] = OrderedDict()
+        self._lock = threading.Lock()
+        self._limit = _limit()
+
+    @contextlib.contextmanager
+    def descriptor(self, path: Path) -> Iterator[int]:
+        """Yield a descriptor of `path`, which stays open at least as long. Raises what opening it raises."""
+        with self._lock:
+            held = self._held.get(path)
+            if held is None:
+                self._make_room()
+                held = self._held[path] = _Open(self._opener(path))
+            self._held.move_to_end(path)
+            held.readers += 1
+        try:
+            yield held.descriptor
+        finally:
+            with self._lock:
+                held.readers -= 1
+
+    def _make_room(self) -> None:
+        """Close the files that were read longest ago, as far as nobody reads from them."""
+        idle = [path for path, held in self._held.items() if not held.readers]
+        for path in idle[: max(0, len(self._held) + 1 - self._limit)]:
+            os.close(self._held.pop(path).descriptor)
+
+    def held(self) -> dict[Path, int]:
+        """Return the files that are open now, with their descriptors."""
+        with self._lock:
+            return {path: held.descriptor for path, held in self._held.items()}
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._held:
+            os.close(self._held.popitem()[1].descriptor)
