@@ -7,8 +7,10 @@ a conversion says where every row came from. Exact, and as large as the number o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from lora_tool.names.model import Piece, Shape, row_count
@@ -28,7 +30,7 @@ def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
 
 def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[Piece, ...]:
     """Return which rows of the numbered tensors `shapes` the rows of `table` are, neighbours joined."""
-    numbers = table.reshape(-1)
+    numbers = table.reshape(-1).numpy()  # thousands of small tables: numpy's calls cost a tenth of torch's
     if not len(numbers):
         return ()
     firsts, names, first = [], [], 0
@@ -36,10 +38,9 @@ def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[Piece, 
         firsts.append(first)
         names.append(name)
         first += row_count(shape) + 1
-    breaks = numbers[1:] != numbers[:-1] + 1
-    starts = [0, *(torch.nonzero(breaks).reshape(-1) + 1).tolist(), len(numbers)]
+    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
     heads = numbers[starts[:-1]].tolist()
-    sources = (torch.bucketize(torch.tensor(heads), torch.tensor(firsts), right=True) - 1).tolist()
+    sources = [bisect_right(firsts, head) - 1 for head in heads]
     return tuple(
         Piece(name=names[source], start=head - firsts[source], rows=end - begin)
         for head, source, begin, end in zip(heads, sources, starts[:-1], starts[1:], strict=True)
