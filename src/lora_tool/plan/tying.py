@@ -19,7 +19,9 @@ def require_no_lora_on_tied_ends(merge: Merge) -> None:
     """Return unless LoRA was put on an end of embeddings that stay tied. Raises `UnsupportedAdapter`."""
     if merge.ends is None or merge.untied:
         return
-    touched = [name for name in sorted(merge.ends.names) if name.removesuffix(".weight") in merge.modules.lora]
+    # a matrix with as many rows by chance is no end: only embeddings have an embedding's LoRA
+    modules = {merge.ends.output.removesuffix(".weight"), *merge.modules.embeddings} & merge.modules.lora.keys()
+    touched = sorted(merge.ends.names & {f"{module}.weight" for module in modules})
     if touched:
         tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
