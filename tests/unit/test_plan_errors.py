@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import BadConfig, IncompatibleBase, LoraToolError, UnsupportedAdapter
+from lora_tool.errors import BadConfig, IncompatibleBase, LoraToolError, OnlyInMemory, UnsupportedAdapter
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.safetensors import build_header
@@ -108,7 +108,7 @@ def wrong_rank(case: Case) -> None:
     case.config["r"] = 5
 
 
-@refusal(UnsupportedAdapter, r"shape \[4, 16, 1\]: LoRA on convolutions")
+@refusal(OnlyInMemory, r"shape \[4, 16, 1\]: LoRA on convolutions")
 def three_dimensions(case: Case) -> None:
     name = f"{P}{Q0}.lora_A.weight"
     case.tensors[name] = case.tensors[name][:, :, None]
@@ -204,7 +204,7 @@ def unknown_architecture(case: Case) -> None:
     case.model["model_type"] = "mixtral"
 
 
-@refusal(UnsupportedAdapter, r"model_type None: the installed transformers has neither")
+@refusal(BadConfig, r"`model_type`: expected a string, found nothing")
 def no_model_type(case: Case) -> None:
     del case.model["model_type"]
 
