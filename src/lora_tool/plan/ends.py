@@ -59,9 +59,6 @@ def tied_copies(base: ModelDir, arch: Architecture, facts: ModelFacts | None) ->
     if facts is not None:
         both = {name: of for name, of in facts.tied.items() if name in base.tensors and of in base.tensors}
         return {name: of for name, of in both.items() if same_values(base.tensors[name], base.tensors[of])}
-    if facts is not None:
-        both = {name: of for name, of in facts.tied.items() if name in base.tensors and of in base.tensors}
-        return {name: of for name, of in both.items() if same_values(base.tensors[name], base.tensors[of])}
     copies = {}
     for name in arch.causal_only:
         copy = base.tensors.get(name)

@@ -12,6 +12,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
+from lora_tool.plan.ends import tied_ends
 from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
@@ -80,7 +81,9 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
     plain = plain and arch is not None and _has_class(arch, adapters, task) and model_dtype(base) not in arch.wide_in
     bare = any(adapter.config and adapter.config.target_parameters for adapter in adapters)
     if plain and not bare and arch is not None and all(_all_found(base, adapter, arch) for adapter in adapters):
-        return arch
+        ends = tied_ends(base, arch, None, {})
+        if ends is None or len(ends.candidates) == 1:
+            return arch  # else transformers knows which of several matrices with a row per token is tied
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             if plain and not bare:
