@@ -40,6 +40,8 @@ def start(pair: Pair) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # a job in the background inherits that SIGINT is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread, and no lock
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"

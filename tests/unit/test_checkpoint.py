@@ -141,7 +141,7 @@ def test_an_old_pickle_is_named_and_not_read(name: str, tmp_path: Path) -> None:
 
 
 def test_a_config_alone_is_a_model_without_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     opened = open_checkpoint(tmp_path)
     assert isinstance(opened, ModelDir)
     assert [problem.defect for problem in opened.problems] == [Defect.NO_WEIGHTS]

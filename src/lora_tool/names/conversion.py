@@ -46,12 +46,18 @@ class Conversion:
         self._memory: dict[str, torch.Tensor] = dict(model.state_dict())
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
+        self._places: dict[str, tuple[str, str | None]] = {}
         self._by_rules = by_template(
             lambda name: rename_source_key(name, self._renamings, self._converters), self._rules
         )
 
     def place(self, disk_name: str) -> tuple[str, str | None]:
         """Return the parameter that a tensor on disk belongs to, and the pattern of the converter that makes it."""
+        if disk_name not in self._places:  # every name is asked for several times
+            self._places[disk_name] = self._place(disk_name)
+        return self._places[disk_name]
+
+    def _place(self, disk_name: str) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix
         ruled, pattern = self._by_rules(disk_name)
         # the last thing that transformers does with a name: the base model's prefix, where that makes it a parameter

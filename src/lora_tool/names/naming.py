@@ -23,6 +23,7 @@ class Naming:
         self._conversion = Conversion(model)
         self.facts: ModelFacts = meta.facts_of(model, loaded_as)
         self.parameters, self.unexpected = self._conversion.load(disk)
+        self._piece_names: dict[str, frozenset[str]] = {}
         for name, made in self.parameters.items():
             expected = self.facts.shapes[name]
             if made.shape != expected and LABELS not in expected:
@@ -51,6 +52,13 @@ class Naming:
     def place(self, disk_name: str) -> str:
         """Return the parameter that a tensor of this name would be loaded into, or a part of."""
         return self._conversion.place(disk_name)[0]
+
+    def piece_names(self, parameter: str) -> frozenset[str]:
+        """Return the names of the tensors on disk whose rows make the parameter; none where it is not made of rows."""
+        if parameter not in self._piece_names:
+            made = self.parameters.get(parameter)
+            self._piece_names[parameter] = frozenset(piece.name for piece in (made.pieces if made else None) or ())
+        return self._piece_names[parameter]
 
     def written(self, memory: Mapping[str, Shape]) -> dict[str, Made]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""

@@ -281,11 +281,10 @@ def _stored(mapped: Mapped, written: Mapping[str, Made]) -> Iterator[Step]:
 def disk_name(mapped: Mapped, module: str) -> str | None:
     """Return the tensor on disk that is the weight of `module`, a part of a fused parameter; None if it is none."""
     name = f"{module}.weight"
-    made = mapped.naming.parameters.get(mapped.naming.place(name))
-    if made is None or made.pieces is None:
-        return None
-    held = {piece.name for piece in made.pieces}
-    return next((at for at in held if at == name or at.endswith(f".{name}") or name.endswith(f".{at}")), None)
+    held = mapped.naming.piece_names(mapped.naming.place(name))
+    if name in held:
+        return name
+    return next((at for at in held if at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
 def require_whole_experts(mapped: Mapped, per_expert: Mapping[str, tuple[LoraTerm, ...]], precision: Precision) -> None:

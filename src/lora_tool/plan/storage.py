@@ -82,7 +82,7 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
     bare = any(adapter.config and adapter.config.target_parameters for adapter in adapters)
     if plain and not bare and arch is not None and all(_all_found(base, adapter, arch) for adapter in adapters):
         ends = tied_ends(base, arch, None, {})
-        if ends is None or len(ends.candidates) == 1:
+        if ends is None or len(ends.candidates) <= 1:
             return arch  # else transformers knows which of several matrices with a row per token is tied
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
