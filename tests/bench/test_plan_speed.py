@@ -89,7 +89,8 @@ def make_base(root: Path) -> int:
     DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16").save_pretrained(root)
     listed = list(tensors())
     per_file = -(-len(listed) // FILES)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number in range(FILES):
         name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
         held = dict(listed[number * per_file : (number + 1) * per_file])
@@ -105,7 +106,7 @@ def make_adapter(root: Path) -> None:
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 2 * RANK}
     names = sorted({name.rpartition(".")[2] for name, _ in linear_layers()})
     (root / "adapter_config.json").write_text(json.dumps({**fields, "target_modules": names, "bias": "none"}))
-    held = {}
+    held: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns) in linear_layers():
         held[f"base_model.model.{name}.lora_A.weight"] = (RANK, columns)
         held[f"base_model.model.{name}.lora_B.weight"] = (rows, RANK)
