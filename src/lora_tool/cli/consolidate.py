@@ -39,7 +39,7 @@ from lora_tool.plan.consolidate import What, plan_consolidate
 @click.option(
     "--ignore", type=comma_list, multiple=True, metavar="CODES", help="Go on in spite of these faults: LT404,LT41."
 )
-@writing_options("5GB")
+@writing_options("5GB", verify=False)
 def command(
     checkpoint: str,
     output: Path | None,

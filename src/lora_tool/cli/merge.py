@@ -49,7 +49,7 @@ from lora_tool.sources import Source, Wanted, resolve
 @click.option(
     "--allow-in-memory", is_flag=True, help="Let PEFT merge what only it can, with the whole model in memory."
 )
-@writing_options("files as in the base")
+@writing_options("files as in the base", verify=True)
 def command(
     adapters: tuple[str, ...],
     output: Path | None,

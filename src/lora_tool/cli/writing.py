@@ -46,8 +46,8 @@ def dtype_option(default: str) -> Callable[[Decorated], Decorated]:
     return click.option("--dtype", type=click.Choice(list(DTYPES)), help=f"Type of all weights.  [default: {default}]")
 
 
-def writing_options(shard_default: str) -> Callable[[Decorated], Decorated]:
-    """Add the options of every command that writes weights, in one order."""
+def writing_options(shard_default: str, *, verify: bool) -> Callable[[Decorated], Decorated]:
+    """Add the options of every command that writes weights, in one order; `verify` is the default of ``--verify``."""
     options = (
         click.option(
             "--max-shard-size",
@@ -58,7 +58,7 @@ def writing_options(shard_default: str) -> Callable[[Decorated], Decorated]:
         click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]"),
         click.option(
             "--verify/--no-verify",
-            default=True,
+            default=verify,
             show_default=True,
             help="Read samples back and check them before publishing.",
         ),
