@@ -156,7 +156,17 @@ def test_the_manifest_says_what_was_checked(call: Caller, tmp_path: Path) -> Non
 def test_consolidate_reads_back_what_it_wrote(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, what: str
 ) -> None:
-    asked = ("consolidate", f"fixtures/zero/{checkpoint}", "--what", what, "-o", tmp_path / "out", "--dtype", "bf16", "--verify")
+    asked = (
+        "consolidate",
+        f"fixtures/zero/{checkpoint}",
+        "--what",
+        what,
+        "-o",
+        tmp_path / "out",
+        "--dtype",
+        "bf16",
+        "--verify",
+    )
     good = call(*asked, "--json").json["verification"]
     assert good["right"] == good["tensors"] > 0
     shutil.rmtree(tmp_path / "out")
