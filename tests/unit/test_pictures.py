@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.errors import ExecutionError, NotACheckpoint
+from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.inspection.spectra import Spectrum, spectra
 from lora_tool.pictures.curves import training_curves
 from lora_tool.pictures.drawing import draw
@@ -114,7 +115,7 @@ def test_picture_shows_something(tmp_path: Path) -> None:
 
 def test_curves_are_what_was_logged() -> None:
     history = json.loads((TRAINED / "trainer_state.json").read_text())["log_history"]
-    curves = training_curves(TRAINED / "trainer_state.json")
+    curves = training_curves(read_trainer_state(TRAINED / "trainer_state.json"))
     assert curves["loss"] == [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     assert next(iter(curves)) == "loss"
     assert not {"step", "epoch"} & curves.keys()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from pathlib import Path
-from typing import TypeGuard
 
-from lora_tool.formats.files import read_json
+from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.pictures.figures import Curves
 
 _FIRST = ("loss", "eval_loss", "rewards/accuracies", "accuracy", "reward", "grad_norm", "learning_rate")
@@ -15,21 +14,14 @@ _NOT_DRAWN = frozenset({"step", "epoch", "total_flos", "num_input_tokens_seen"})
 _SUMMED_UP = ("train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
-def training_curves(path: Path) -> Curves:
-    """Return what the state file `path` logged, by name; entries that are no numbers are left out. Raises `CorruptFile`."""
-    raw = read_json(path)
-    history = raw.get("log_history") if isinstance(raw, dict) else None
+def training_curves(state: TrainerState) -> Curves:
+    """Return what the run logged, by name; NaN and infinities, which have no place on an axis, are left out."""
     curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for entry in history if isinstance(history, list) else ():
-        step = entry.get("step") if isinstance(entry, dict) else None
-        if not _is_number(step):
-            continue
+    for entry in state.log:
+        step = entry.get("step", math.nan)
         for name, value in entry.items():
-            if _is_number(value) and name not in _NOT_DRAWN and not name.startswith(_SUMMED_UP):
-                curves[name].append((float(step), float(value)))
+            drawn = name not in _NOT_DRAWN and not name.startswith(_SUMMED_UP)
+            if drawn and math.isfinite(value) and math.isfinite(step):
+                curves[name].append((step, value))
     order = {name: at for at, name in enumerate(_FIRST)}
     return {name: curves[name] for name in sorted(curves, key=lambda name: (order.get(name, len(order)), name))}
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

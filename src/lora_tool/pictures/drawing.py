@@ -30,7 +30,7 @@ def draw(
     with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
         found = tuple(spectra(checkpoint, base)) if isinstance(checkpoint, AdapterDir) else ()
     trainer = checkpoint.folder.trainer
-    curves = training_curves(trainer.path) if trainer else {}
+    curves = training_curves(trainer) if trainer else {}
     if not found and not curves:
         raise NotACheckpoint(
             f"{checkpoint.folder.root} holds no LoRA pairs and no training log: there is nothing to draw",
