@@ -49,7 +49,7 @@ class Links(HTMLParser):
 
 
 def test_cells_are_modules_by_target_and_layer() -> None:
-    relative, rank = grids(
+    relative, rank, *_ = grids(
         [
             spectrum("a.0.up", 3.0, 4.0, base=10, target="a.*.up"),
             spectrum("a.1.up", 6.0, 8.0, base=10, target="a.*.up", layer=1),

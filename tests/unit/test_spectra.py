@@ -57,3 +57,22 @@ def test_effective_rank_and_energy(values: tuple[float, ...], effective: float, 
     item = Spectrum(module="m", target="m", layer=None, rank=2, singular_values=values, base_norm=None)
     assert item.effective_rank == pytest.approx(effective)
     assert item.energy(1) == pytest.approx(energy, nan_ok=True)
+
+
+def test_what_rounding_leaves_is_what_a_merge_leaves() -> None:
+    adapter, base = opened()
+    stored = load_file(FIXTURES / "reward-qwen2" / "adapter" / "adapter_model.safetensors")
+    weights = {
+        name: t
+        for path in (FIXTURES / "reward-qwen2" / "base").glob("*.safetensors")
+        for name, t in load_file(path).items()
+    }
+    assert adapter.config is not None
+    for item in spectra(adapter, base):
+        prefix = f"base_model.model.{item.module}"
+        delta = stored[f"{prefix}.lora_B.weight"].double() @ stored[f"{prefix}.lora_A.weight"].double()
+        delta *= adapter.config.scaling(item.module)
+        before = weights[f"{item.module}.weight"]
+        change = (before.double() + delta).to(before.dtype).double() - before.double()
+        assert item.kept == pytest.approx(float((delta * change).sum() / delta.norm() / change.norm()), rel=1e-9)
+    assert next(spectra(adapter)).kept is None

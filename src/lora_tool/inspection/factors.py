@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -50,6 +51,13 @@ def widened(block: npt.NDArray[np.generic], dtype: DType) -> Matrix:
     if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
         return (block.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     return block.astype(np.float64)
+
+
+def rounded(exact: Matrix, dtype: DType) -> Matrix:
+    """Return the values rounded to `dtype` and widened again."""
+    kind = np.dtype(ml_dtypes.bfloat16) if dtype is DType.BF16 else np.dtype(_STORED[dtype])
+    with np.errstate(over="ignore"):  # infinities are shown as what they are
+        return exact.astype(kind).astype(np.float64)
 
 
 def blocks(tensor: StoredTensor) -> Iterator[Matrix]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.inspection.factors import READABLE, square_sum, triangle, values, widened
+from lora_tool.inspection.factors import READABLE, rounded, square_sum, triangle, values, widened
 from lora_tool.inspection.folders import lora_modules
 from lora_tool.inspection.model import LoraModule
 from lora_tool.keys import split_layer
@@ -33,6 +33,8 @@ class Spectrum:
     singular_values: tuple[float, ...]
     base_norm: float | None
     """‖W‖ of the base's weight, where the base is at hand."""
+    kept: float | None = None
+    """The cosine of ΔW and what the rounding of W + ΔW to the base's type leaves of it, on sampled rows: 1 is all."""
 
     @property
     def norm(self) -> float:
@@ -80,6 +82,8 @@ def spectrum(module: LoraModule, base: ModelDir | None = None) -> Spectrum | Non
     if not rank or a is None or b is None or module.scaling is None or not {a.dtype, b.dtype} <= READABLE:
         return None
     weight = base.tensors.get(f"{module.path}.weight") if base else None
+    if weight is not None and weight.dtype not in READABLE:
+        weight = None
     layer, target = split_layer(module.path)
     return Spectrum(
         module=module.path,
@@ -87,8 +91,28 @@ def spectrum(module: LoraModule, base: ModelDir | None = None) -> Spectrum | Non
         layer=layer,
         rank=rank,
         singular_values=tuple(abs(module.scaling) * _singular_values(a, b, rank)),
-        base_norm=math.sqrt(square_sum(weight)) if weight is not None and weight.dtype in READABLE else None,
+        base_norm=math.sqrt(square_sum(weight)) if weight is not None else None,
+        kept=_kept(weight, a, b, rank, module.scaling) if weight is not None else None,
     )
+
+
+_SAMPLED_ROWS = 64
+
+
+def _kept(weight: StoredTensor, a: StoredTensor, b: StoredTensor, rank: int, scaling: float) -> float | None:
+    """Return how much of ΔW survives; None where W is not [out, in] as B·A is, or where nothing is to be kept."""
+    outputs, inputs = values(b).size // rank, values(a).size // rank
+    if weight.shape != (outputs, inputs):
+        return None
+    rows = np.unique(np.linspace(0, outputs - 1, _SAMPLED_ROWS).round().astype(int))
+    delta = widened(values(b).reshape(outputs, rank)[rows], b.dtype) @ widened(values(a), a.dtype).reshape(rank, inputs)
+    delta *= scaling
+    before = widened(values(weight).reshape(weight.shape)[rows], weight.dtype)
+    change = rounded(before + delta, weight.dtype) - before
+    lengths = np.linalg.norm(delta) * np.linalg.norm(change)
+    if not np.isfinite(lengths):
+        return math.nan
+    return float(np.sum(delta * change) / lengths) if lengths else 0.0 if delta.any() else None
 
 
 def _singular_values(a: StoredTensor, b: StoredTensor, rank: int) -> npt.NDArray[np.float64]:

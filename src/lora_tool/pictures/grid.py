@@ -30,15 +30,18 @@ class Grid:
 def grids(spectra: Iterable[Spectrum]) -> tuple[Grid, ...]:
     """Return the heat maps of an adapter: how far each module moved, and in how many directions.
 
-    The first is ‖ΔW‖/‖W‖ where the base's norms are known for every module, else ‖ΔW‖.
+    The first is ‖ΔW‖/‖W‖ where the base's norms are known for every module, else ‖ΔW‖. With a base there is a third:
+    how much of ΔW is left after rounding to the base's type.
     """
     listed = tuple(spectra)
     relative = bool(listed) and all(item.relative_norm is not None for item in listed)
+    kept = any(item.kept is not None for item in listed)
     return (
         _grid("‖ΔW‖ / ‖W‖", listed, lambda item: item.relative_norm)
         if relative
         else _grid("‖ΔW‖", listed, lambda item: item.norm),
         _grid("effective rank of ΔW", listed, lambda item: item.effective_rank),
+        *([_grid("share of ΔW left after rounding (cosine)", listed, lambda item: item.kept)] if kept else []),
     )
 
 
