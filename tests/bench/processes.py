@@ -46,16 +46,32 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def interleaved(commands: Mapping[str, Sequence[str]], *, out: Path, rounds: int) -> dict[str, list[Run]]:
-    """Return `rounds` runs of every command, taken in turn; `out` is removed between runs, outside the clock."""
+def interleaved(
+    commands: Mapping[str, Sequence[str]], *, out: Path, rounds: int, cold: Sequence[Path] = ()
+) -> dict[str, list[Run]]:
+    """Return `rounds` runs of every command, taken in turn; `out` is removed between runs, outside the clock.
+
+    The files of the folders `cold` are dropped from the page cache before each run.
+    """
     runs: dict[str, list[Run]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             shutil.rmtree(out, ignore_errors=True)
             subprocess.run(["sync"], check=True)
+            for folder in cold:
+                _forget(folder)
             runs[name].append(run(command))
     shutil.rmtree(out, ignore_errors=True)
     return runs
+
+
+def _forget(folder: Path) -> None:
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def table(runs: Mapping[str, Sequence[Run]], *, against: str) -> str:

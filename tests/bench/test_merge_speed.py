@@ -5,6 +5,7 @@ The copy is synced because our output is. Ratios are taken round by round, so a 
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
 from lora_tool.plan.merge import plan_merge
 from tests.bench.models import make_adapter, make_base
 from tests.bench.processes import interleaved, ratio, run, table
@@ -62,8 +63,35 @@ def test_against_cp_and_peft(folders: Path) -> None:
     }
     runs = interleaved(commands, out=out, rounds=ROUNDS)
     print("\n" + table(runs, against="cp -r; sync"))
+    weights = sum(tensor.spec.numel for tensor in open_model(folders / "base").tensors.values())
+    for name, taken in runs.items():
+        cpu = statistics.median(one.cpu for one in taken)
+        print(f"{name:<32}{1e9 * cpu / weights:>8.2f} ns of CPU per weight of the base")
     less = {field: ratio(runs["PEFT load, merge, save"], runs["merge all-linear r64"], field) for field in FIELDS}
     print("PEFT against merge all-linear r64: " + ", ".join(f"{field} {times:.1f} ×" for field, times in less.items()))
+
+
+def test_cold(folders: Path) -> None:
+    """Base and adapter out of the page cache, as after a download or a restart."""
+    out = folders / "out"
+    merge = [sys.executable, "-m", "lora_tool", "merge", str(folders / "all-r64"), "-o", str(out), "-q"]
+    commands = {
+        "cp -r; sync": ["sh", "-c", f"cp -r {folders}/base {out} && sync {out}/* {out}"],
+        "merge all-linear r64": merge,
+    }
+    runs = interleaved(commands, out=out, rounds=ROUNDS, cold=(folders / "base", folders / "all-r64"))
+    print("\n" + table(runs, against="cp -r; sync"))
+
+
+def test_memory_of_three_gigabytes(folders: Path) -> None:
+    make_base(folders / "base3", layers=31)
+    for rank, limit in ((64, 120), (256, 200)):
+        adapter = folders / f"three-r{rank}"
+        make_adapter(adapter, layers=31, rank=rank)
+        options = ["--base", str(folders / "base3"), "-o", str(folders / "out3"), "-q", "--overwrite"]
+        done = run([sys.executable, "-m", "lora_tool", "merge", str(adapter), *options])
+        print(f"\n3.0 GB, r={rank}: {done.rss:.0f} MB, {done.wall:.1f} s, {done.cpu:.1f} s CPU")
+        assert done.rss <= limit
 
 
 def test_precision_peft_has_pefts_bits_at_this_size(folders: Path) -> None:
