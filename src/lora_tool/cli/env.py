@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from importlib import metadata
 
 import click
 
 from lora_tool.cli.options import json_option
+from lora_tool.cores import available_cores
 
 _PACKAGES = (
     *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich"),
@@ -28,7 +28,7 @@ def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
         "lora-tool": metadata.version("lora-tool"),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": str(_cores()),
+        "cores": str(available_cores()),
         **{package: _version(package) for package in _PACKAGES},
     }
     if as_json:
@@ -37,10 +37,6 @@ def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:<{width}}  {value}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(package: str) -> str:

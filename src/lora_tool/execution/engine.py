@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from threadpoolctl import threadpool_limits
 
+from lora_tool.cores import available_cores
 from lora_tool.errors import ExecutionError, LoraToolError, OutOfSpace
 from lora_tool.execution.compute import Computer, write_exactly
 from lora_tool.execution.folder import check_output, check_space, new_folder, write_file
@@ -88,11 +89,6 @@ def _checked(folder: Path, check: Check | None, journal: Journal) -> Mapping[str
     except LoraToolError:
         journal.remove()  # nothing of what failed its check is taken over
         raise
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bytes_to_write(plan: Plan, finished: Collection[str]) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lora_tool.cores import available_cores
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.torch_zip import Record
 from lora_tool.plan.training_state import Watch
@@ -61,7 +62,7 @@ def value_faults(
         by_path[record.path].append(record)
     stop = threading.Event()
     nbytes = sum(record.nbytes for listed in by_path.values() for record in listed)
-    with watch(nbytes) as advance, ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as workers:
+    with watch(nbytes) as advance, ThreadPoolExecutor(min(4, available_cores())) as workers:
 
         def go_on(done: int) -> bool:
             advance(done)

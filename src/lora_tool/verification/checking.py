@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from functools import partial
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from lora_tool.cores import available_cores
 from lora_tool.plan.model import DoraDelta, Plan, Precision, Step
 from lora_tool.rules.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
@@ -135,7 +135,7 @@ def _in_parallel(
             progress(part.compared * task.part.stored.dtype.bits // 8)
         return tally
 
-    with ThreadPoolExecutor(jobs or _available_cores()) as workers:
+    with ThreadPoolExecutor(jobs or available_cores()) as workers:
         try:
             futures: list[tuple[int, Future[Tally]]] = [(task.number, workers.submit(run, task)) for task in tasks]
             for number, future in futures:
@@ -144,10 +144,6 @@ def _in_parallel(
             stop.set()
             workers.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
