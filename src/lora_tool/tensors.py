@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +151,17 @@ class StoredTensor:
     def path(self) -> Path:
         """The file of its first span: what a message names."""
         return self.spans[0].path
+
+    def part(self, start: int, nbytes: int) -> Iterator[Span]:
+        """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""
+        for span in self.spans:
+            if nbytes <= 0:
+                return
+            if start < span.nbytes:
+                taken = min(span.nbytes - start, nbytes)
+                yield Span(path=span.path, offset=span.offset + start, nbytes=taken)
+                nbytes -= taken
+            start = max(0, start - span.nbytes)
 
 
 TensorTable = Mapping[str, StoredTensor]

@@ -68,13 +68,9 @@ class Sources:
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
         filled = 0
-        for span in tensor.spans:
-            skip = max(0, start + filled - _before(tensor, span))
-            if filled == len(buffer) or skip >= span.nbytes:
-                continue
-            wanted = min(span.nbytes - skip, len(buffer) - filled)
-            self.read_exactly(span.path, span.offset + skip, buffer[filled : filled + wanted])
-            filled += wanted
+        for span in tensor.part(start, len(buffer)):
+            self.read_exactly(span.path, span.offset, buffer[filled : filled + span.nbytes])
+            filled += span.nbytes
 
     def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the input file `path` from `offset`."""
@@ -92,13 +88,3 @@ class Sources:
         row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
         self.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
         return out
-
-
-def _before(tensor: StoredTensor, span: object) -> int:
-    """Bytes of the tensor that lie in the spans before `span`."""
-    total = 0
-    for earlier in tensor.spans:
-        if earlier is span:
-            break
-        total += earlier.nbytes
-    return total

@@ -38,19 +38,7 @@ def rows_of(tensor: StoredTensor, start: int, rows: int) -> StoredTensor:
     shape = (rows,) if len(tensor.shape) <= 1 else (rows, tensor.shape[-1])
     spec = TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=shape)
     each = spec.nbytes // rows if rows else 0
-    return StoredTensor(spec=spec, spans=tuple(_spans(tensor.spans, start * each, spec.nbytes)))
-
-
-def _spans(spans: Sequence[Span], skip: int, wanted: int) -> Iterator[Span]:
-    """Yield the spans of `wanted` bytes from byte `skip`."""
-    for span in spans:
-        if wanted <= 0:
-            return
-        if skip < span.nbytes:
-            taken = min(span.nbytes - skip, wanted)
-            yield Span(path=span.path, offset=span.offset + skip, nbytes=taken)
-            wanted -= taken
-        skip = max(0, skip - span.nbytes)
+    return StoredTensor(spec=spec, spans=tuple(tensor.part(start * each, spec.nbytes)))
 
 
 def joined(spans: Sequence[Span]) -> tuple[Span, ...]:

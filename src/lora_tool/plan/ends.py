@@ -17,7 +17,7 @@ from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.modules import AdapterModules
-from lora_tool.tensors import Span, StoredTensor
+from lora_tool.tensors import StoredTensor
 
 MATRIX = 2
 
@@ -219,10 +219,5 @@ def with_vocabulary(
 
 def first_rows(tensor: StoredTensor, count: int) -> StoredTensor:
     """Return the first `count` rows of the tensor, of the same bytes on disk."""
-    left = tensor.nbytes // tensor.shape[0] * count
-    spans = []
-    for span in tensor.spans:
-        taken = min(left, span.nbytes)
-        spans.append(Span(path=span.path, offset=span.offset, nbytes=taken))
-        left -= taken
-    return StoredTensor(spec=replace(tensor.spec, shape=(count, *tensor.shape[1:])), spans=tuple(spans))
+    spec = replace(tensor.spec, shape=(count, *tensor.shape[1:]))
+    return StoredTensor(spec=spec, spans=tuple(tensor.part(0, spec.nbytes)))

@@ -86,16 +86,10 @@ def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 
 def _read(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
     data = b""
-    before = 0
-    for span in tensor.spans:
-        skip = max(0, start + len(data) - before)
-        before += span.nbytes
-        if len(data) == nbytes or skip >= span.nbytes:
-            continue
-        wanted = min(span.nbytes - skip, nbytes - len(data))
+    for span in tensor.part(start, nbytes):
         with open_regular(span.path) as fd:
-            piece = os.pread(fd, wanted, span.offset + skip)
-        if len(piece) != wanted:
+            piece = os.pread(fd, span.nbytes, span.offset)
+        if len(piece) != span.nbytes:
             raise SourceChanged(f"{span.path} became shorter while it was read")
         data += piece
     return data

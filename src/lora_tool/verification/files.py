@@ -63,15 +63,9 @@ class Files:
 
     def _read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         done = 0
-        before = 0
-        for span in tensor.spans:
-            skip = max(0, start + done - before)
-            before += span.nbytes
-            if done == len(buffer) or skip >= span.nbytes:
-                continue
-            wanted = min(span.nbytes - skip, len(buffer) - done)
-            self._read_span(span.path, span.offset + skip, buffer[done : done + wanted])
-            done += wanted
+        for span in tensor.part(start, len(buffer)):
+            self._read_span(span.path, span.offset, buffer[done : done + span.nbytes])
+            done += span.nbytes
 
     def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
         done = 0
