@@ -25,6 +25,7 @@
     │   ├── HubRefused             who asks may not, or what is asked is not accepted
     │   ├── HubConflict            somebody else's change is in the way
     │   └── HubUnreachable         network, overload or limit: a later try may do
+    ├── UnknownRule                no rule has the code that was given
     └── MissingDependency          an extra is not installed
 
 A message says what is wrong, where, what was expected and what was found; `hint` says what to type.
@@ -185,6 +186,10 @@ class HubConflict(HubError):
 
 class HubUnreachable(HubError):
     """Network, overload or rate limit. Whether the request was carried out may be unknown; a later try may do."""
+
+
+class UnknownRule(LoraToolError, ValueError):
+    """A code or the beginning of codes that no rule has; the message names the closest."""
 
 
 class MissingDependency(LoraToolError):

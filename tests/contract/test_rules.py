@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoint import open_checkpoint
-from lora_tool.errors import Defect
+from lora_tool.errors import Defect, UnknownRule
 from lora_tool.report import Severity
-from lora_tool.rules.registry import RULES, SECTIONS, Need, UnknownRule, chosen, expand, rule
+from lora_tool.rules.registry import RULES, SECTIONS, Need, chosen, expand, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
 from tests.judging import judge
 from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, break_, copy_of

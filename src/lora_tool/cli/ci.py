@@ -14,17 +14,25 @@ from click.core import ParameterSource
 
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
-from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.options import (
+    base_option,
+    fail_on_option,
+    ignore_option,
+    json_option,
+    quiet_option,
+    report_option,
+    wants_colour,
+)
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
-from lora_tool.cli.writing import DTYPES
+from lora_tool.cli.writing import DTYPES, asked_task
 from lora_tool.display import printable
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.plan.model import Precision
 from lora_tool.plan.task import Task
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
-from lora_tool.rules.registry import RULES, UnknownRule, expand
+from lora_tool.rules.registry import RULES, expand
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -44,21 +52,13 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
     show_default=True,
     help="Arithmetic of the merge.",
 )
-@click.option("--ignore", type=comma_list, multiple=True, metavar="CODES", help="Not these rules.")
-@click.option(
-    "--fail-on", type=click.Choice(["error", "warning"]), default="error", show_default=True, help="What fails."
-)
+@ignore_option()
+@fail_on_option
 @click.option("--push", metavar="REPO", help="Publish the result there.")
 @click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
 @click.option("--revision", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")
-@click.option(
-    "--report",
-    "reports",
-    metavar="FORMAT=FILE",
-    multiple=True,
-    help="Write the report, too: junit=report.xml. Repeatable.",
-)
+@report_option
 @click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
 @click.option(
@@ -139,29 +139,19 @@ def _ignored(
 ) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
     import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules
 
-    try:
-        codes = dict.fromkeys(sorted(expand([code for codes in typed for code in codes])))
-        codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
-    except UnknownRule as error:
-        raise click.UsageError(str(error)) from error
+    codes = dict.fromkeys(sorted(expand([code for codes in typed for code in codes])))
+    codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
     return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
 
 
 def _job(options: Mapping[str, Any], ignore: tuple[str, ...]) -> Job:
-    task = Task(options["task"])
-    if options["reward"]:
-        if task not in (Task.AUTO, Task.REWARD, Task.SEQ_CLS):
-            raise click.UsageError(f"--rm contradicts --task {task}")
-        if options["num_labels"] not in (None, 1):
-            raise click.UsageError(f"--rm means one label, --num-labels {options['num_labels']} was given")
-        task = Task.REWARD
     checkpoint: Path = options["checkpoint"]
     real = checkpoint.resolve()
     return Job(
         checkpoint=checkpoint,
         output=options["output"] or real.with_name(f"{real.name}-merged"),
         base=options["base"],
-        task=task,
+        task=asked_task(options["task"], reward=options["reward"], num_labels=options["num_labels"]),
         num_labels=options["num_labels"],
         dtype=DTYPES[options["dtype"]] if options["dtype"] else None,
         precision=Precision(options["precision"]),

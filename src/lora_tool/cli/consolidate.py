@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
-from lora_tool.cli.options import comma_list
+from lora_tool.cli.options import ignore_option, require_rules
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.execution.folder import check_output
@@ -36,9 +36,7 @@ from lora_tool.plan.consolidate import What, plan_consolidate
     help="adapter_config.json.  [default: beside CKPT]",
 )
 @dtype_option("each as saved")
-@click.option(
-    "--ignore", type=comma_list, multiple=True, metavar="CODES", help="Go on in spite of these faults: LT404,LT41."
-)
+@ignore_option("Go on in spite of these faults: LT404,LT41.")
 @writing_options("5GB", verify=False)
 def command(
     checkpoint: str,
@@ -62,7 +60,7 @@ def command(
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """
     ignored = tuple(code for codes in ignore for code in codes)
-    _require_codes(ignored)
+    require_rules(ignored)
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
@@ -89,18 +87,6 @@ def command(
         quiet=quiet,
         verify=verify,
     )
-
-
-def _require_codes(codes: tuple[str, ...]) -> None:
-    """Return if each is a rule's code or the beginning of some. Raises a usage error naming the closest."""
-    if codes:
-        import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules, which only this needs
-        from lora_tool.rules.registry import UnknownRule, expand  # noqa: PLC0415
-
-        try:
-            expand(codes)
-        except UnknownRule as error:
-            raise click.UsageError(str(error)) from error
 
 
 def _default_output(opened: ZeroDir | DcpDir, what: str) -> Path:

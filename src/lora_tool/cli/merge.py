@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint, open_model
-from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
+from lora_tool.cli.writing import DTYPES, asked_task, carry_out, dtype_option, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
@@ -76,9 +76,7 @@ def command(
     The result loads as AutoModelForSequenceClassification or AutoModelForCausalLM. It appears under its name when it
     is complete, or not at all.
     """
-    if reward:
-        _require_reward(task, num_labels)
-        task = Task.REWARD.value
+    asked = asked_task(task, reward=reward, num_labels=num_labels)
     if len(adapters) > 1 and output is None:
         raise click.UsageError("of several adapters the output has no name of its own: give it with -o OUT")
     adapter_sources = [resolve(name, download=True, wanted=Wanted.ADAPTER) for name in adapters or (".",)]
@@ -86,7 +84,7 @@ def command(
     base_source = _base_source(adapter_dirs, base)
     inputs = _Inputs(adapters=adapter_dirs, adapter_sources=adapter_sources, base_source=base_source)
     out = output or _default_output(adapter_sources[0])
-    choices = {"task": task, "num_labels": num_labels, "dtype": DTYPES[dtype] if dtype else None}
+    choices = {"task": asked, "num_labels": num_labels, "dtype": DTYPES[dtype] if dtype else None}
     writing = partial(
         carry_out,
         inputs=(*(source.path for source in adapter_sources), base_source.path),
@@ -114,13 +112,6 @@ def command(
         _in_memory(inputs, out, why, choices, writing, max_shard_bytes=max_shard_size, dry_run=dry_run)
     else:
         writing(plan, out)
-
-
-def _require_reward(task: str, num_labels: int | None) -> None:
-    if task not in (Task.AUTO.value, Task.REWARD.value, Task.SEQ_CLS.value):
-        raise click.UsageError(f"--rm contradicts --task {task}")
-    if num_labels not in (None, 1):
-        raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
 
 
 def _open_adapter(source: Source) -> AdapterDir:

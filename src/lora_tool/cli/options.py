@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import click
+
+from lora_tool.report.forms import Form
+from lora_tool.report.model import Severity
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -25,6 +28,61 @@ def json_option(command: Decorated) -> Decorated:
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``-q``: less output; each command says what is left."""
     return click.option("-q", "--quiet", is_flag=True, help=help_text)
+
+
+def format_option(command: Decorated) -> Decorated:
+    """Add ``--format``: the form in which the report is printed."""
+    forms = click.Choice([form.value for form in Form])
+    return click.option(
+        "--format", "form", type=forms, default=Form.TEXT.value, show_default=True, help="What is printed."
+    )(command)
+
+
+def report_option(command: Decorated) -> Decorated:
+    """Add ``--report FORMAT=FILE``: the report in files, too; `reporting.report_file` reads the values."""
+    return click.option(
+        "--report",
+        "reports",
+        metavar="FORMAT=FILE",
+        multiple=True,
+        help="Write the report to a file as well: junit=report.xml. May be repeated; weights are read once.",
+    )(command)
+
+
+def fail_on_option(command: Decorated) -> Decorated:
+    """Add ``--fail-on``: the least severity at which a command fails."""
+    return click.option(
+        "--fail-on",
+        type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
+        default=Severity.ERROR.value,
+        show_default=True,
+        help="Fail for findings of this severity or worse.",
+    )(command)
+
+
+def select_option(command: Decorated) -> Decorated:
+    """Add ``--select``: the rules to run, one tuple of codes for each time it is given."""
+    return click.option(
+        "--select",
+        type=comma_list,
+        metavar="CODES",
+        multiple=True,
+        help="Only these rules: LT206, or LT2 for all that begin so.",
+    )(command)
+
+
+def ignore_option(help_text: str = "Not these rules.") -> Callable[[Decorated], Decorated]:
+    """Add ``--ignore``: rules not to run, one tuple of codes for each time it is given."""
+    return click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help=help_text)
+
+
+def require_rules(codes: Iterable[str]) -> None:
+    """Return if each code means a rule. Raises `UnknownRule`."""
+    if wanted := tuple(codes):
+        import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+        from lora_tool.rules.registry import expand  # noqa: PLC0415
+
+        expand(wanted)
 
 
 def comma_list(value: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import comma_list, json_option, quiet_option
+from lora_tool.cli.options import ignore_option, json_option, quiet_option, require_rules
 from lora_tool.cli.progress import progress_bar
 from lora_tool.display import printable
 
@@ -51,7 +51,7 @@ class _Repository(click.ParamType[tuple[str, str | None]]):
 @click.option("--tag", help="Tag the commit.")
 @click.option("--message", help="Title of the commit.  [default: Upload … with lora-tool]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Push these files of the folder, too: 'plots/*.png'.")
-@click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help="Validate without these rules.")
+@ignore_option("Validate without these rules.")
 @click.option(
     "--readme",
     type=click.Choice(["auto", "local", "hub"]),
@@ -99,7 +99,7 @@ def command(
     if message is not None and not message.strip():
         raise click.UsageError("--message is empty")
     codes = [code for listed in ignore for code in listed]
-    _require_rules(codes)
+    require_rules(codes)
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
     from lora_tool.hub.model import MAIN, Check  # noqa: PLC0415
@@ -145,16 +145,6 @@ def _bytes_of(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
     return 0
-
-
-def _require_rules(codes: list[str]) -> None:
-    from lora_tool.rules.registry import UnknownRule, chosen  # noqa: PLC0415
-    from lora_tool.rules.validation import validate  # noqa: F401, PLC0415 - importing it registers every rule
-
-    try:
-        chosen((), codes)
-    except UnknownRule as error:
-        raise click.UsageError(str(error)) from error
 
 
 def _warn(warnings: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ import click
 import lora_tool.rules.validation  # noqa: F401 - importing it registers every rule
 from lora_tool.cli.options import json_option, wants_colour
 from lora_tool.report.model import Severity
-from lora_tool.rules.registry import RULES, Need, Rule, UnknownRule, expand
+from lora_tool.rules.registry import RULES, Need, Rule, expand
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}
 
@@ -20,7 +20,7 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "b
 @json_option
 def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """List the rules of `validate`, or explain the one called CODE."""
-    rules = [RULES[known] for known in sorted(RULES if code is None else _meant(code))]
+    rules = [RULES[known] for known in sorted(RULES if code is None else expand([code]))]
     if as_json:
         click.echo(json.dumps({"schema_version": 1, "rules": [_json(rule) for rule in rules]}, indent=2))
     elif code is not None and len(rules) == 1:
@@ -32,13 +32,6 @@ def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click pa
             "\n`lora-tool rules CODE` explains one.\n"
             "`base`: needs the base model; `deep`: reads the weights; `for`: runs with `--for` only."
         )
-
-
-def _meant(code: str) -> frozenset[str]:
-    try:
-        return expand([code])
-    except UnknownRule as error:
-        raise click.UsageError(str(error)) from error
 
 
 def _marks(rule: Rule) -> list[str]:

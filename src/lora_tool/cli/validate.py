@@ -14,14 +14,24 @@ from click.core import ParameterSource
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
-from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.options import (
+    base_option,
+    fail_on_option,
+    format_option,
+    ignore_option,
+    json_option,
+    quiet_option,
+    report_option,
+    select_option,
+    wants_colour,
+)
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
-from lora_tool.rules.registry import RULES, UnknownRule, expand
+from lora_tool.rules.registry import RULES, expand
 from lora_tool.rules.subject import Server
 from lora_tool.rules.validation import NO_BASE, validate
 from lora_tool.sources import Source, Wanted, resolve
@@ -50,41 +60,16 @@ _LONG = 1 << 30
     multiple=True,
     help="Say what this server refuses or ignores. May be repeated.",
 )
-@click.option(
-    "--select",
-    type=comma_list,
-    metavar="CODES",
-    multiple=True,
-    help="Only these rules: LT206, or LT2 for all that begin so.",
-)
-@click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help="Not these rules.")
-@click.option(
-    "--fail-on",
-    type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
-    default=Severity.ERROR.value,
-    show_default=True,
-    help="Exit with 1 for findings of this severity or worse.",
-)
+@select_option
+@ignore_option()
+@fail_on_option
 @click.option(
     "--strict",
     is_flag=True,
     help="Read all weights, and exit with 1 for warnings and for rules that could not run, too.",
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice([form.value for form in Form]),
-    default=Form.TEXT.value,
-    show_default=True,
-    help="What is printed.",
-)
-@click.option(
-    "--report",
-    "reports",
-    metavar="FORMAT=FILE",
-    multiple=True,
-    help="Write the report to a file as well: junit=report.xml. May be repeated; weights are read once.",
-)
+@format_option
+@report_option
 @click.option(
     "--config",
     "config_file",
@@ -156,14 +141,11 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
     require_different(files)
     strict = bool(chosen("strict", configured.strict))
     typed = _flat(options["ignore"])
-    try:
-        ignored = dict.fromkeys(sorted(expand(typed))) | {
-            known: reason for code, reason in configured.ignore.items() for known in sorted(expand([code]))
-        }
-        select = _flat(options["select"]) or configured.select
-        expand(select)
-    except UnknownRule as error:
-        raise click.UsageError(str(error)) from error
+    ignored = dict.fromkeys(sorted(expand(typed))) | {
+        known: reason for code, reason in configured.ignore.items() for known in sorted(expand([code]))
+    }
+    select = _flat(options["select"]) or configured.select
+    expand(select)
     return _Asked(
         reward=reward,
         num_labels=num_labels,

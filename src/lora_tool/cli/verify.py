@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK
-from lora_tool.cli.options import base_option, comma_list, json_option, quiet_option, wants_colour
+from lora_tool.cli.options import (
+    base_option,
+    fail_on_option,
+    format_option,
+    ignore_option,
+    json_option,
+    quiet_option,
+    report_option,
+    select_option,
+    wants_colour,
+)
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import report_file, require_different
 from lora_tool.report.forms import Form
@@ -38,30 +48,13 @@ if TYPE_CHECKING:
     help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
 )
 @click.option("--tensors", is_flag=True, help="A line for each tensor.")
-@click.option(
-    "--select", type=comma_list, metavar="CODES", multiple=True, help="Only these rules: LT605, or LT6 for all of them."
-)
-@click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help="Not these rules.")
-@click.option(
-    "--fail-on", type=click.Choice(["error", "warning"]), default="error", show_default=True, help="What fails."
-)
+@select_option
+@ignore_option()
+@fail_on_option
 @click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice([form.value for form in Form]),
-    default=Form.TEXT.value,
-    show_default=True,
-    help="What is printed.",
-)
-@click.option(
-    "--report",
-    "reports",
-    metavar="FORMAT=FILE",
-    multiple=True,
-    help="Write the report to a file as well: junit=report.xml. May be repeated.",
-)
+@format_option
+@report_option
 @json_option
 @quiet_option("Print nothing unless there are findings.")
 def command(
@@ -88,8 +81,7 @@ def command(
     computed again. Exits with 5 where that does not hold.
     """
     from lora_tool.plan.provenance import find_inputs  # noqa: PLC0415
-    from lora_tool.rules.registry import UnknownRule  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.verification.checking import Level  # noqa: PLC0415
+    from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
     printed = Form.JSON if as_json else Form(form)
@@ -104,19 +96,16 @@ def command(
         asked = read_prompts(prompts)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=quiet or sample or printed is Form.JSON) as bar:
-        try:
-            verification = verify_inputs(
-                inputs,
-                level=Level.SAMPLE if sample else Level.FULL,
-                select=[code for codes in select for code in codes],
-                ignore=[code for codes in ignore for code in codes],
-                logits=logits,
-                prompts=asked,
-                jobs=jobs,
-                progress=bar,
-            )
-        except UnknownRule as error:
-            raise click.UsageError(str(error)) from error
+        verification = verify_inputs(
+            inputs,
+            level=Level.SAMPLE if sample else Level.FULL,
+            select=[code for codes in select for code in codes],
+            ignore=[code for codes in ignore for code in codes],
+            logits=logits,
+            prompts=asked,
+            jobs=jobs,
+            progress=bar,
+        )
     failing = Severity.WARNING if strict else Severity(fail_on)
     if not (quiet and not verification.report.findings):
         click.echo(_text(verification, printed, failing, tensors=tensors, color=wants_colour()))

@@ -15,6 +15,7 @@ from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
 from lora_tool.display import printable, size
 from lora_tool.plan.model import Plan
+from lora_tool.plan.task import Task
 from lora_tool.tensors import DType
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -39,6 +40,18 @@ def number_of_bytes(value: str) -> int:
     if nbytes < 1:
         raise click.BadParameter(f"{value!r} is no size such as 5GB or 500MiB")
     return nbytes
+
+
+def asked_task(task: str, *, reward: bool, num_labels: int | None) -> Task:
+    """Return what ``--task`` and ``--rm`` mean together. Raises `click.UsageError` where they contradict each other."""
+    asked = Task(task)
+    if not reward:
+        return asked
+    if asked not in (Task.AUTO, Task.REWARD, Task.SEQ_CLS):
+        raise click.UsageError(f"--rm contradicts --task {task}")
+    if num_labels not in (None, 1):
+        raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
+    return Task.REWARD
 
 
 def dtype_option(default: str) -> Callable[[Decorated], Decorated]:

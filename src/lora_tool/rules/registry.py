@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lora_tool.errors import UnknownRule
 from lora_tool.report import Finding, Severity
 from lora_tool.report.model import Page
 from lora_tool.rules.subject import Subject
@@ -125,10 +126,6 @@ def rule(
         return check
 
     return register
-
-
-class UnknownRule(ValueError):
-    """A code or prefix that no rule has; the message names the closest."""
 
 
 def expand(codes: Iterable[str]) -> frozenset[str]:
