@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import stat
@@ -26,27 +25,16 @@ class ReportFile:
     path: Path
 
     def write(self, text: str) -> None:
-        """Write the file whole or not at all; a job summary is added to. Raises `OSError`."""
+        """Write the file whole or not at all; a job summary is added to. Raises `OSError`, `ExecutionError`."""
         content = f"{text}\n".encode()
         if self._is_added_to():
             with self.path.open("ab") as file:
                 file.write(content)
             return
-        import tempfile  # noqa: PLC0415 - slow to import, and only for reports in files
+        from lora_tool.execution.folder import replace_file  # noqa: PLC0415 - only for reports in files
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            mask = os.umask(0)
-            os.umask(mask)
-            Path(name).chmod(0o666 & ~mask)
-            Path(name).replace(self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
+        replace_file(self.path, content)
 
     def _is_added_to(self) -> bool:
         """Whether the file is a job summary, or no plain file: a pipe, ``/dev/stderr``."""

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
+from lora_tool.errors import SourceChanged
+from lora_tool.formats.files import open_regular
 from lora_tool.tensors import StoredTensor
 
 _READ_BYTES = 4 << 20
 
 
-def chunks(tensor: StoredTensor) -> Iterator[bytes]:
-    """Yield the tensor's bytes in order, a few MB at a time. Raises `OSError`."""
-    for span in tensor.spans:
-        with span.path.open("rb") as file:
-            file.seek(span.offset)
-            for at in range(0, span.nbytes, _READ_BYTES):
-                yield file.read(min(_READ_BYTES, span.nbytes - at))
+def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
+    """Return the tensor's `nbytes` bytes from byte `start`.
+
+    Raises `SourceChanged` where a file ends before them, `CorruptFile` where one cannot be opened.
+    """
+    pieces = []
+    for span in tensor.part(start, nbytes):
+        with open_regular(span.path) as fd:
+            piece = os.pread(fd, span.nbytes, span.offset)
+        if len(piece) != span.nbytes:
+            raise SourceChanged(f"{span.path} became shorter while it was read")
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether both have the same type, shape and bytes; those that share their bytes are not read."""
+    """Return whether both have the same type, shape and bytes; those that share their bytes are not read.
+
+    A few MB are in memory at a time. Raises as `read_part`.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if one.spans == other.spans:
-        return True
-    if len(one.spans) == len(other.spans) == 1:
-        return all(left == right for left, right in zip(chunks(one), chunks(other), strict=True))
-    return b"".join(chunks(one)) == b"".join(chunks(other))
+    return one.spans == other.spans or all(
+        read_part(one, at, min(_READ_BYTES, one.nbytes - at)) == read_part(other, at, min(_READ_BYTES, one.nbytes - at))
+        for at in range(0, one.nbytes, _READ_BYTES)
+    )

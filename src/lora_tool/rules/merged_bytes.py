@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.stored import read_part
 from lora_tool.plan.model import Assemble, Copy, Fate, Plan, Step
 from lora_tool.plan.provenance import Provenance
 from lora_tool.rules.evidence import TensorEvidence, Verdict
@@ -53,7 +51,7 @@ def _compared(step: Step, stored: StoredTensor) -> TensorEvidence:
     if alike:
         width = max(1, stored.dtype.bits // 8)
         for start, nbytes in _pieces(stored.nbytes):
-            mine, theirs = _read(stored, start, nbytes), _read(source, start, nbytes)
+            mine, theirs = read_part(stored, start, nbytes), read_part(source, start, nbytes)
             compared += nbytes // width
             if mine != theirs:
                 others = {at // width for at in range(nbytes) if mine[at] != theirs[at]}
@@ -82,14 +80,3 @@ def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
         return
     for at in range(_PIECES):
         yield (nbytes - _PIECE) * at // (_PIECES - 1) // _PIECE * _PIECE, _PIECE
-
-
-def _read(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
-    data = b""
-    for span in tensor.part(start, nbytes):
-        with open_regular(span.path) as fd:
-            piece = os.pread(fd, span.nbytes, span.offset)
-        if len(piece) != span.nbytes:
-            raise SourceChanged(f"{span.path} became shorter while it was read")
-        data += piece
-    return data
