@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -10,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
 from lora_tool.execution import engine
+from lora_tool.pipeline import running, told
 from lora_tool.plan.model import Plan
+from lora_tool.report.json import schema as report_schema
 from tests.cli.calling import FIXTURES, Caller
 
 Stages = dict[str, str]
@@ -151,6 +156,83 @@ def test_rank_files_are_put_together_first(call: Caller, tmp_path: Path) -> None
     assert (found["consolidate"], found["merge"], found["verify"]) == ("reused", "reused", "reused")
 
 
+def test_an_adapter_config_beside_fsdp_files_is_no_adapter(call: Caller, clone: Path, tmp_path: Path) -> None:
+    run = clone / "fsdp2-reward"
+    found, told = stages(call, run, "-o", tmp_path / "out", "--base", clone / "reward-qwen2" / "base")
+    assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
+    assert "pytorch_model_fsdp_0" in told["stages"][2]["summary"]
+    hint = call("validate", run, "--json").json["findings"][0]["hint"]
+    assert hint == f"they are there in pieces: lora-tool consolidate {run}"
+
+
+def test_a_run_of_checkpoints_saved_without_gathering(call: Caller, clone: Path, tmp_path: Path) -> None:
+    for step in (2, 10):
+        shutil.copytree(clone / "zero" / "stage3-reward", tmp_path / "my run" / f"checkpoint-{step}")
+    next((tmp_path / "my run" / "checkpoint-10").glob("*/*rank_1*optim*")).unlink()
+    base = clone / "reward-qwen2" / "base"
+    found, told = stages(call, tmp_path / "my run", "-o", tmp_path / "out", "--base", base)
+    assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
+    assert "taking checkpoint-2 (the latest; its rank files" in told["stages"][0]["summary"]
+
+
+def test_what_it_writes_into_the_checkpoint_is_no_input(call: Caller, clone: Path) -> None:
+    run = clone / "zero" / "stage3-reward"
+    arguments = (run, "-o", run / "merged", "--report", f"junit={run / 'junit.xml'}")
+    stages(call, *arguments)
+    found, _ = stages(call, *arguments)
+    assert (found["consolidate"], found["merge"], found["verify"]) == ("reused", "reused", "reused")
+
+
+def test_an_output_in_the_way_is_told_before_the_work(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out", "--overwrite", code=6)
+    assert found["open"] == "failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("stage", ["consolidate", "merge", "verify", "push"])
+def test_a_run_killed_between_stages_goes_on(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    def killed(_self: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running._Running, stage, killed)
+        assert call("ci", "fixtures/zero/stage3-reward", "-o", tmp_path / "out").code == 130
+    found, _ = stages(call, "fixtures/zero/stage3-reward", "-o", tmp_path / "out")
+    before = ("consolidate", "merge", "verify")
+    done = before[: before.index(stage)] if stage in before else before
+    assert [name for name in before if found[name] == "reused"] == list(done)
+
+
+def test_an_input_changed_under_its_old_time_is_seen(call: Caller, clone: Path, tmp_path: Path) -> None:
+    adapter = clone / "reward-qwen2" / "adapter"
+    stages(call, adapter, "-o", tmp_path / "out")
+    weights = adapter / "adapter_model.safetensors"
+    when, content = weights.stat(), weights.read_bytes()
+    weights.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    os.utime(weights, ns=(when.st_atime_ns, when.st_mtime_ns))
+    found, told = stages(call, adapter, "-o", tmp_path / "out", code=6)
+    assert found["merge"] == "failed"
+    assert "from other inputs" in told["stages"][3]["summary"]
+    found, _ = stages(call, adapter, "-o", tmp_path / "out", "--overwrite")
+    assert found["merge"] == "passed"
+
+
+def test_what_rank_files_lack_can_be_given(call: Caller, clone: Path, tmp_path: Path) -> None:
+    run = clone / "zero" / "stage3-reward"
+    config = (run / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    (run / "adapter_model.safetensors").unlink()
+    arguments = (run, "-o", tmp_path / "out", "--base", clone / "reward-qwen2" / "base")
+    done = call("ci", *arguments)
+    assert done.code == 3
+    assert "--adapter-config FILE" in done.out
+    found, _ = stages(call, *arguments, "--adapter-config", config, "--tag", "global_step2")
+    assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
+
+
 def test_a_lost_head_stops_it(call: Caller, tmp_path: Path) -> None:
     _, told = stages(call, "fixtures/zero/stage3-headless", "-o", tmp_path / "out", code=1)
     assert "LT415" in {finding["code"] for finding in told["report"]["findings"]}
@@ -192,6 +274,26 @@ def test_reports_are_written(call: Caller, clone: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sarif").read_text())["version"] == "2.1.0"
 
 
+@pytest.mark.parametrize("checkpoint", ["fixtures/reward-qwen2/adapter", "fixtures/zero/stage3-headless", "nowhere"])
+def test_json_keeps_the_published_schema(call: Caller, tmp_path: Path, checkpoint: str) -> None:
+    described = Registry().with_resource("urn:lora-tool:report:1", Resource.from_contents(report_schema()))
+    found = call("ci", checkpoint, "-o", tmp_path / "out", "--json").json
+    Draft202012Validator(told.schema(), registry=described).validate(found)
+
+
+def test_the_job_summary_has_the_stages(call: Caller, tmp_path: Path) -> None:
+    arguments = ("-o", tmp_path / "out", "--report", f"markdown={tmp_path / 'summary.md'}")
+    call("ci", "fixtures/reward-qwen2/adapter", *arguments)
+    text = (tmp_path / "summary.md").read_text()
+    assert text.startswith("### ✅ lora-tool ci passed: ")
+    assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| ✅")] == list(PASSED)
+    call("ci", "fixtures/causal-llama/adapter", *arguments)
+    text = (tmp_path / "summary.md").read_text()
+    assert text.startswith("### ❌ lora-tool ci failed")
+    assert "| ❌ | merge | " in text
+    assert "--overwrite replaces it" in text
+
+
 def test_an_error_is_in_the_reports_too(call: Caller, tmp_path: Path) -> None:
     done = call("ci", tmp_path / "missing", f"--report=junit={tmp_path / 'junit'}")
     assert done.code == 3
@@ -225,10 +327,22 @@ def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("outptu = 'x'", "Did you mean 'output'"),
-        ("precision = 'peftt'", "precision"),
-        ("rm = 'yes'", "rm"),
-        ("jobs = 0", "jobs"),
+        ("outptu = 'x'", "lora-tool.toml: [ci]: unknown key 'outptu'. Did you mean 'output'"),
+        ("fail_onn = 'error'", "Did you mean 'fail-on'"),
+        ("checkpoint = 'x'", "'checkpoint' is for the command line alone"),
+        ("precision = 'peftt'", "[ci] precision: 'peftt' is not one of"),
+        ("rm = 'yes'", "[ci] rm: expected true or false, found 'yes'"),
+        ("jobs = 0", "[ci] jobs: 0 is not in the range"),
+        ("jobs = true", "[ci] jobs: expected a whole number, found True"),
+        ("num-labels = 1.0", "[ci] num-labels: expected a whole number"),
+        ("output = 3", "[ci] output: expected a string, found 3"),
+        ("base = ['a']", "[ci] base: expected a string"),
+        ("push = ''", "[ci] push: expected a string"),
+        ("push = 'a b'", "[ci] push: 'a b' is no repository"),
+        ("report = [1]", "[ci] report: expected a list of strings"),
+        ("report = 'junti=x'", "Did you mean 'junit'"),
+        ("ignore = {LT306 = 'why'}", "[ci] ignore: expected a list of strings"),
+        ("adapter-config = 'none.json'", "[ci] adapter-config"),
     ],
 )
 def test_a_wrong_table_is_usage(call: Caller, tmp_path: Path, line: str, told: str) -> None:
@@ -238,7 +352,16 @@ def test_a_wrong_table_is_usage(call: Caller, tmp_path: Path, line: str, told: s
     assert told in done.err
 
 
+def test_paths_in_the_table_begin_at_its_file(call: Caller, tmp_path: Path) -> None:
+    config = tmp_path / "lora-tool.toml"
+    config.write_text('[ci]\noutput = "new/deep/out"\nreport = ["junit=new/j.xml"]\n')
+    stages(call, "fixtures/reward-qwen2/adapter", "--config", config)
+    assert (tmp_path / "new" / "deep" / "out" / "lora_tool.json").is_file()
+    assert (tmp_path / "new" / "j.xml").is_file()
+
+
 def test_contradictions_are_usage(call: Caller) -> None:
     assert call("ci", "fixtures/reward-qwen2/adapter", "--rm", "--task", "causal-lm").code == 2
     assert call("ci", "fixtures/reward-qwen2/adapter", "--rm", "--num-labels", "2").code == 2
     assert call("ci", "fixtures/reward-qwen2/adapter", "--ignore", "LT999").code == 2
+    assert call("ci", "fixtures/reward-qwen2/adapter", "--push", "").code == 2

@@ -9,8 +9,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import pytest
 
+from lora_tool.cli.main import COMMANDS, cli
 from tests.cli.calling import Caller
 
 
@@ -59,3 +61,29 @@ def test_bash_takes_the_script(call: Caller, shell: str) -> None:
         ["bash", "-c", script + "\ncomplete -p lora-tool"], capture_output=True, text=True, check=True
     )
     assert "lora-tool" in done.stdout
+
+
+def test_every_option_has_the_variable_of_its_name() -> None:
+    context = click.Context(cli, info_name="lora-tool")
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        for param in command.params:
+            if isinstance(param, click.Option):
+                typed = {option.lstrip("-").replace("-", "_").upper() for option in param.opts}
+                assert str(param.envvar).removeprefix(f"LORA_TOOL_{name.upper()}_") in typed, (name, param.opts)
+
+
+def test_an_option_is_set_by_the_environment(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_TOOL_MERGE_RM", "1")
+    monkeypatch.setenv("LORA_TOOL_MERGE_NUM_LABELS", "3")
+    done = call("merge", "fixtures/reward-qwen2/adapter")
+    assert done.code == 2
+    assert "--rm means one label, --num-labels 3 was given" in done.err
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_the_example_is_one_line(call: Caller, name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert f"  {command.epilog}\n" in call(name, "--help").out

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from lora_tool.cli.ci_table import with_table
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
@@ -24,11 +23,12 @@ from lora_tool.cli.options import (
     wants_colour,
 )
 from lora_tool.cli.progress import progress_bar
+from lora_tool.cli.push import Repository
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
 from lora_tool.cli.writing import DTYPES, asked_task
 from lora_tool.display import printable
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
-from lora_tool.plan.model import Precision
+from lora_tool.plan.model import ExpertLayout, Precision
 from lora_tool.plan.task import Task
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
@@ -52,9 +52,21 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
     show_default=True,
     help="Arithmetic of the merge.",
 )
+@click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
+@click.option(
+    "--moe-b-layout",
+    type=click.Choice([layout.value for layout in ExpertLayout]),
+    help="How a fused lora_B of experts is packed.  [default: as for merge]",
+)
+@click.option("--tag", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]")
+@click.option(
+    "--adapter-config",
+    type=click.Path(exists=True, path_type=Path),
+    help="adapter_config.json, for rank files.  [default: beside them]",
+)
 @ignore_option()
 @fail_on_option
-@click.option("--push", metavar="REPO", help="Publish the result there.")
+@click.option("--push", type=Repository(), metavar="REPO", help="Publish the result there: owner/name.")
 @click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
 @click.option("--revision", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")
@@ -77,13 +89,13 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right
 
     configured = configuration(options["config_file"], [str(options["checkpoint"])])
-    options = _with_table(ctx, options, configured.ci)
+    options = with_table(ctx, configured)
     codes, ignored = _ignored(options["ignore"], configured.ignore)
-    job = _job(options, codes)
     files = [report_file(value) for value in options["reports"]]
     folder = configured.path.parent if configured.path else None
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
+    job = _job(options, codes, files)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
@@ -91,47 +103,18 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
     report = _report(outcome, job, ignored)
-    _write_reports(report, files, job)
+    _write_reports(outcome, report, files, job)
     _tell_github(outcome)
     if options["as_json"]:
-        click.echo(json.dumps(_json(outcome, report), indent=2, allow_nan=False))
+        from lora_tool.pipeline.told import outcome_json  # noqa: PLC0415 - JSON's words, only where asked for
+
+        click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
         for stage in outcome.stages if quiet else ():
             if stage.status is Status.FAILED:
                 click.echo(_line(stage, colour=wants_colour()))
         click.echo("\n".join(_summary(outcome, report)))
     return _exit_code(outcome)
-
-
-def _with_table(ctx: click.Context, options: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with those of the `[ci]` table where the command line is silent. Raises a usage error."""
-    names = {
-        option.removeprefix("--"): param
-        for param in ctx.command.params
-        for option in (*param.opts, *param.secondary_opts)
-    }
-    found = dict(options)
-    for key, value in table.items():
-        param = names.get(key.replace("_", "-")) or names.get(key)
-        if param is None or key in ("config", "json"):
-            close = difflib.get_close_matches(key, names, n=1)
-            raise click.UsageError(f"[ci]: unknown key {key!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
-        if ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT:
-            continue
-        given = value if not param.multiple or isinstance(value, list) else [value]
-        try:
-            found[param.name or ""] = param.type_cast_value(ctx, given if param.multiple else _typed(param, given))
-        except click.BadParameter as error:
-            raise click.UsageError(f"[ci]: {key}: {error.message}") from error
-        if f"--{key}" in param.secondary_opts and isinstance(value, bool):
-            found[param.name or ""] = not value
-    return found
-
-
-def _typed(param: click.Parameter, value: object) -> object:
-    if isinstance(value, bool) is not (param.type is click.BOOL or bool(getattr(param, "is_flag", False))):
-        raise click.BadParameter(f"{value!r} is of the wrong type")
-    return value if isinstance(value, bool) else str(value)
 
 
 def _ignored(
@@ -144,9 +127,13 @@ def _ignored(
     return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
 
 
-def _job(options: Mapping[str, Any], ignore: tuple[str, ...]) -> Job:
+def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[ReportFile]) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = checkpoint.resolve()
+    repo, branch = options["push"] or (None, None)
+    if branch and options["revision"] not in (None, branch):
+        raise click.UsageError(f"--push says @{branch}, --revision says {options['revision']}")
+    layout = options["moe_b_layout"]
     return Job(
         checkpoint=checkpoint,
         output=options["output"] or real.with_name(f"{real.name}-merged"),
@@ -155,14 +142,19 @@ def _job(options: Mapping[str, Any], ignore: tuple[str, ...]) -> Job:
         num_labels=options["num_labels"],
         dtype=DTYPES[options["dtype"]] if options["dtype"] else None,
         precision=Precision(options["precision"]),
+        untie=options["untie"],
+        expert_layout=ExpertLayout(layout) if layout else None,
+        tag=options["tag"],
+        adapter_config=options["adapter_config"],
         ignore=ignore,
         fail_on=Severity(options["fail_on"]),
         overwrite=options["overwrite"],
         jobs=options["jobs"],
-        push=options["push"],
+        push=repo,
         private=options["private"],
-        revision=options["revision"],
+        revision=options["revision"] or branch,
         create_pr=options["create_pr"],
+        reports=tuple(file.path for file in files),
     )
 
 
@@ -171,21 +163,22 @@ def _report(outcome: Outcome, job: Job, ignored: tuple[Ignored, ...]) -> Report:
     found = joined(stage.report for stage in outcome.stages if stage.report is not None)
     unread: tuple[Unread, ...] = ()
     if outcome.error is not None and not found.at_least(job.fail_on):
-        unread = (Unread(path=str(job.checkpoint), message=str(outcome.error), hint=outcome.error.hint),)
+        failed = next(stage.name for stage in outcome.stages if stage.error is not None)
+        unread = (Unread(path=str(job.checkpoint), message=str(outcome.error), hint=outcome.error.hint, during=failed),)
     return joined([found, Report(unread=unread, ignored=ignored)])
 
 
-def _write_reports(report: Report, files: list[ReportFile], job: Job) -> None:
+def _write_reports(outcome: Outcome, report: Report, files: list[ReportFile], job: Job) -> None:
     wanted = list(files)
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        annotations = _rendered(report, Form.GITHUB, job)
+        annotations = _rendered(outcome, report, Form.GITHUB, job)
         if annotations:
             click.echo(annotations, err=True)  # the runner reads both streams, and stdout may be JSON
         summary = os.environ.get(SUMMARY)
         if summary and all(file.path != Path(summary) for file in files):
             wanted.append(ReportFile(form=Form.MARKDOWN, path=Path(summary)))
     for file in wanted:
-        file.write(_rendered(report, file.form, job))
+        file.write(_rendered(outcome, report, file.form, job))
 
 
 def _tell_github(outcome: Outcome) -> None:
@@ -197,8 +190,13 @@ def _tell_github(outcome: Outcome) -> None:
             file.write(f"output={output}\n")
 
 
-def _rendered(report: Report, form: Form, job: Job) -> str:
-    return rendered(report, form, pages={code: rule.page for code, rule in RULES.items()}, fail_on=job.fail_on)
+def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
+    pages = {code: rule.page for code, rule in RULES.items()}
+    if form is Form.MARKDOWN:
+        from lora_tool.pipeline.told import outcome_markdown  # noqa: PLC0415
+
+        return outcome_markdown(outcome, report, pages=pages)
+    return rendered(report, form, pages=pages, fail_on=job.fail_on)
 
 
 def _line(stage: Stage, *, colour: bool) -> str:
@@ -215,27 +213,6 @@ def _summary(outcome: Outcome, report: Report) -> list[str]:
     if outcome.error is not None and outcome.error.hint and not lines:
         lines.append(f"hint: {printable(outcome.error.hint)}")
     return [*lines, f"passed: {printable(str(outcome.output))}" if outcome.output else "failed"]
-
-
-def _json(outcome: Outcome, report: Report) -> dict[str, Any]:
-    from lora_tool.report.json import report_json  # noqa: PLC0415
-
-    return {
-        "schema_version": 1,
-        "passed": outcome.passed,
-        "output": str(outcome.output) if outcome.output else None,
-        "stages": [
-            {
-                "name": stage.name,
-                "status": str(stage.status),
-                "summary": printable(stage.summary),
-                "seconds": round(stage.seconds, 3),
-                "hint": stage.error.hint if stage.error else None,
-            }
-            for stage in outcome.stages
-        ],
-        "report": report_json(report),
-    }
 
 
 def _exit_code(outcome: Outcome) -> int:

@@ -38,8 +38,31 @@ COMMANDS = {
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
 
 
+ENVIRONMENT = "LORA_TOOL"
+"""What the names of environment variables begin with: `LORA_TOOL_MERGE_DTYPE` is `--dtype` of `merge`."""
+
+
+class Formatter(click.HelpFormatter):
+    """Help in which a command line that is shown as an example stays one line, to be copied."""
+
+    def write_text(self, text: str) -> None:
+        """Write a paragraph, wrapped to the width unless it is an example."""
+        if text.startswith("Example: "):
+            self.write(f"{'':>{self.current_indent}}{text}\n")
+        else:
+            super().write_text(text)
+
+
+class Context(click.Context):
+    """The context of every command."""
+
+    formatter_class = Formatter
+
+
 class LazyGroup(click.Group):
     """A group that imports a command's module only when that command runs, so that `--help` stays instant."""
+
+    context_class = Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(COMMANDS)
@@ -49,6 +72,10 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"lora_tool.cli.{cmd_name}")
         command: click.Command = module.command
+        command.context_class = Context
+        for param in command.params:
+            if isinstance(param, click.Option) and param.envvar is None:
+                param.envvar = _variable(cmd_name, param)
         return command
 
     def resolve_command(
@@ -67,6 +94,12 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
+def _variable(command: str, option: click.Option) -> str:
+    """Return the environment variable that sets the option: named as it is typed, whatever our code calls it."""
+    typed = max(option.opts, key=len).lstrip("-")
+    return f"{ENVIRONMENT}_{command}_{typed}".upper().replace("-", "_")
+
+
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
     if value and not ctx.resilient_parsing:
         from importlib.metadata import version  # noqa: PLC0415 - slow, and only needed here
@@ -79,7 +112,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     cls=LazyGroup,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": "LORA_TOOL",
+        "auto_envvar_prefix": ENVIRONMENT,
         "max_content_width": 100,
     },
     epilog="Example: lora-tool validate my-adapter/",

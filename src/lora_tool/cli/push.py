@@ -22,7 +22,7 @@ _REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revis
 _LONGEST_NAME = 96
 
 
-class _Repository(click.ParamType[tuple[str, str | None]]):
+class Repository(click.ParamType[tuple[str, str | None]]):
     """`owner/name`, `name`, or `hf://owner/name@revision`, as repository and revision."""
 
     name = "REPO"
@@ -42,7 +42,7 @@ class _Repository(click.ParamType[tuple[str, str | None]]):
 
 @click.command("push", epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.argument("repo", type=_Repository())
+@click.argument("repo", type=Repository())
 @click.option(
     "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
 )

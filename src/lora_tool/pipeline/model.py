@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import LoraToolError
-from lora_tool.plan.model import Precision
+from lora_tool.plan.model import ExpertLayout, Precision
 from lora_tool.plan.task import Task
 from lora_tool.report.model import Report, Severity
 from lora_tool.tensors import DType
@@ -24,6 +24,12 @@ class Job:
     num_labels: int | None = None
     dtype: DType | None = None
     precision: Precision = Precision.FLOAT32
+    untie: bool = False
+    expert_layout: ExpertLayout | None = None
+    tag: str | None = None
+    """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
+    adapter_config: Path | None = None
+    """For rank files that have no `adapter_config.json` beside them."""
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
     overwrite: bool = False
@@ -32,11 +38,18 @@ class Job:
     private: bool | None = None
     revision: str | None = None
     create_pr: bool = False
+    reports: tuple[Path, ...] = ()
+    """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
 
     @property
     def consolidated(self) -> Path:
         """Where an adapter goes that had to be put together from rank files first."""
         return self.output.with_name(f"{self.output.name}-adapter")
+
+    @property
+    def own(self) -> tuple[Path, ...]:
+        """What the run itself writes, wherever that lies."""
+        return (self.output, self.consolidated, *self.reports)
 
 
 @enum.unique

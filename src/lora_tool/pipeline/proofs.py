@@ -1,7 +1,8 @@
 """What earlier runs of a pipeline proved, so that nothing is done twice: a small JSON file beside the output.
 
 A stage is known by a key, the hash of everything that decides its result: the version, the options, and name, size and
-time of every input file. Its result is trusted while the files that it left still have the sizes and times they had.
+times of every input file. Its result is trusted while the files that it left still have the sizes and times they had.
+Of the two times that of the last change of the inode counts, too: `cp -p`, `rsync -t` and `touch -d` set the other.
 """
 
 from __future__ import annotations
@@ -26,25 +27,39 @@ def proofs_path(output: Path) -> Path:
     return output.with_name(f".{output.name}.lora-tool-ci.json")
 
 
-def key_of(options: object, folders: Iterable[Path]) -> str:
-    """Return the key of a stage that reads `folders` and is given `options`, anything that prints alike when equal."""
-    stamps = {str(folder.resolve()): stamps_of(folder) for folder in folders}
+def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()) -> str:
+    """Return the key of a stage that reads `folders` and is given `options`, anything that prints alike when equal.
+
+    What lies at or under `own` was written by the pipeline and is no input, wherever it lies.
+    """
+    left_out = tuple(own)
+    stamps = {str(folder.resolve()): stamps_of(folder, left_out) for folder in folders}
     told = json.dumps([__version__, repr(options), stamps], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
 
-def stamps_of(folder: Path) -> Stamps:
-    """Return file → size and time of change in ns, of all files in and under the folder."""
+def stamps_of(folder: Path, own: Iterable[Path] = ()) -> Stamps:
+    """Return file → size and times of change in ns, of all files in and under the folder, those of `own` left out."""
     stamps: Stamps = {}
-    for where, _, names in os.walk(folder):
+    left_out = {path.resolve() for path in own}
+    hidden = tuple(f".{path.name}." for path in left_out)  # what is half written, and the proofs
+    for where, folders, names in os.walk(folder):
+        inside = Path(where).resolve()
+        folders[:] = [name for name in folders if inside / name not in left_out and not _half(inside / name, hidden)]
         for name in names:
+            if inside / name in left_out or _half(inside / name, hidden):
+                continue
             path = Path(where, name)
             try:
                 found = path.stat()
             except OSError:  # it went away: whoever reads it says so
                 continue
-            stamps[str(path.relative_to(folder))] = [found.st_size, found.st_mtime_ns]
+            stamps[str(path.relative_to(folder))] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
     return stamps
+
+
+def _half(path: Path, hidden: tuple[str, ...]) -> bool:
+    return bool(hidden) and path.name.startswith(hidden)
 
 
 class Proofs:
@@ -63,6 +78,10 @@ class Proofs:
         return (
             {name: entry for name, entry in table.items() if isinstance(entry, dict)} if isinstance(table, dict) else {}
         )
+
+    def __bool__(self) -> bool:
+        """Whether an earlier run has begun anything."""
+        return bool(self._held)
 
     def summary(self, stage: str, key: str, folder: Path) -> str | None:
         """Return what the stage said when it was done with this key, if `folder` is as it left it; else None."""
@@ -85,4 +104,5 @@ class Proofs:
 
     def _put(self, stage: str, entry: dict[str, Any]) -> None:
         self._held[stage] = entry
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._path, json.dumps({"schema_version": 1, "stages": self._held}, indent=1).encode())

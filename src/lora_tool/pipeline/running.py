@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
     DcpDir,
+    Kind,
     ModelDir,
     RunDir,
     ZeroDir,
@@ -20,14 +21,22 @@ from lora_tool.checkpoint import (
     open_sharded,
 )
 from lora_tool.display import size
-from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, VerificationFailed
+from lora_tool.errors import (
+    CheckpointError,
+    LoraToolError,
+    NotACheckpoint,
+    OnlyInMemory,
+    OutputExists,
+    VerificationFailed,
+)
+from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.proofs import Proofs, key_of
 from lora_tool.plan.assembling import HubOrigin
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
-from lora_tool.report.model import Report, Severity
+from lora_tool.report.model import Finding, Report, Severity
 from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, resolve
 
@@ -95,32 +104,41 @@ class _Running:
 
     def open(self) -> Stage:
         """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
-        opened = open_checkpoint(self._job.checkpoint)
-        summary = f"{opened.kind} {self._job.checkpoint}"
+        job = self._job
+        opened = open_checkpoint(job.checkpoint)
+        summary = f"{opened.kind} {job.checkpoint}"
         if isinstance(opened, RunDir):
-            (table,) = validate(opened, ignore=self._job.ignore).runs
-            if table.best is None:
-                broken = ", ".join(row.name for row in table.checkpoints)
-                raise NotACheckpoint(
-                    f"{opened.root}: none of its checkpoints is whole: {broken}",
-                    hint=f"lora-tool validate {opened.root}",
-                )
-            self._root = Path(table.best)
+            self._root, why = self._best(opened)
             opened = open_checkpoint(self._root)
-            summary = f"run folder {self._job.checkpoint}: taking {self._root.name} ({table.why_best})"
+            summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
+        if not isinstance(opened, ModelDir):
+            ours = job.overwrite or bool(self._proofs)
+            check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
         self._opened = opened
         return Stage(name="open", status=Status.PASSED, summary=summary)
+
+    def _best(self, run: RunDir) -> tuple[Path, str]:
+        """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
+        (table,) = validate(run, ignore=self._job.ignore).runs
+        if table.best is not None:
+            return Path(table.best), table.why_best or "the only one"
+        for row in reversed(table.checkpoints):
+            opened = open_checkpoint(row.path)
+            if _has_rank_files(opened) and _curable(self._judged(opened).at_least(Severity.ERROR)):
+                return Path(row.path), "the latest; its rank files have what its weights lack"
+        broken = ", ".join(row.name for row in table.checkpoints)
+        raise NotACheckpoint(
+            f"{run.root}: none of its checkpoints is whole: {broken}", hint=f"lora-tool validate {run.root}"
+        )
 
     def validate(self) -> Stage:
         """Judge the checkpoint. Faults of an adapter beside its rank files are for `consolidate` to mend."""
         job, opened = self._job, self._checkpoint
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
-        sharded = isinstance(opened, ZeroDir | DcpDir)
-        beside = isinstance(opened, AdapterDir | ModelDir) and bool(opened.folder.tags)
-        self._needs_consolidation = sharded or (beside and bool(failing))
-        curable = beside and all(not finding.code.startswith("LT4") for finding in failing)
-        if failing and not curable:
+        beside = bool(failing) and _has_rank_files(opened)
+        self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
+        if failing and not (beside and _curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=_counted(report), report=report)
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
@@ -144,15 +162,20 @@ class _Running:
         if not self._needs_consolidation:
             return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
         job = self._job
-        key = key_of(("consolidate", job.ignore), [self._root])
+        options = ("consolidate", job.ignore, job.tag)
+        config = [job.adapter_config.parent] if job.adapter_config else []
+        key = key_of(options, [self._root, *config], own=job.own)
         for folder in (job.consolidated, job.output):
             done = self._proofs.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
-        plan = plan_consolidate(open_sharded(self._root), ignore=job.ignore)
+        plan = plan_consolidate(
+            open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.ignore
+        )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
         self._write("consolidate", key, plan, folder)
-        stage = self._put_together(folder, Status.PASSED, f"{plan.manifest['what']} {folder}: {size(plan.data_bytes)}")
+        summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
+        stage = self._put_together(folder, Status.PASSED, summary)
         if stage.status is Status.PASSED:
             self._proofs.keep("consolidate", key, folder, stage.summary)
         return stage
@@ -169,28 +192,40 @@ class _Running:
         job, opened = self._job, self._checkpoint
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
-            return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is a {opened.kind}")
+            whole = "a whole model" if opened.kind is Kind.TRAINER_CHECKPOINT else f"a {opened.kind}"
+            whole = "a whole model" if self._needs_consolidation else whole
+            return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         base = self._base(opened)
-        options = ("merge", job.task, job.num_labels, job.dtype, job.precision)
-        key = key_of(options, [opened.root, base.path])
+        options = ("merge", job.task, job.num_labels, job.dtype, job.precision, job.untie, job.expert_layout)
+        key = key_of(options, [opened.root, base.path], own=job.own)
         self._adapter, self.result = opened, job.output
         done = self._proofs.summary("merge", key, job.output)
         if done is not None:
             return Stage(name="merge", status=Status.REUSED, summary=done)
-        plan = plan_merge(
-            open_model(base.path),
-            opened,
-            task=job.task,
-            num_labels=job.num_labels,
-            dtype=job.dtype,
-            precision=job.precision,
-            base_origin=HubOrigin(hub_id=base.hub_id, revision=base.revision),
-        )
+        plan = self._merge_plan(opened, base)
         self._write("merge", key, plan, job.output)
         fates = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items() if fate != "consumed")
         summary = f"{fates}: {job.output}, {size(plan.data_bytes)}"
         self._proofs.keep("merge", key, job.output, summary)
         return Stage(name="merge", status=Status.PASSED, summary=summary)
+
+    def _merge_plan(self, adapter: AdapterDir, base: Source) -> Plan:
+        job = self._job
+        try:
+            return plan_merge(
+                open_model(base.path),
+                adapter,
+                task=job.task,
+                num_labels=job.num_labels,
+                dtype=job.dtype,
+                precision=job.precision,
+                untie=job.untie,
+                expert_layout=job.expert_layout,
+                base_origin=HubOrigin(hub_id=base.hub_id, revision=base.revision),
+            )
+        except OnlyInMemory as error:
+            error.hint = f"with the whole model in memory: lora-tool merge {adapter.root} -o OUT --allow-in-memory"
+            raise
 
     def _base(self, adapter: AdapterDir) -> Source:
         config = adapter.config
@@ -201,7 +236,11 @@ class _Running:
             )
         revision = config.revision if config and not self._job.base else None
         # what was put together lies elsewhere than the config that names the base by a relative path
-        return resolve(reference, near=self._root, revision=revision, download=True)
+        try:
+            return resolve(reference, near=self._root, revision=revision, download=True)
+        except NotACheckpoint as error:
+            error.hint = error.hint or "give the model that the adapter was trained on: --base MODEL"
+            raise
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path) -> None:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
@@ -214,6 +253,11 @@ class _Running:
             return summary_json(found)
 
         overwrite = self._job.overwrite or self._proofs.begun(name, key)
+        if folder.exists() and not overwrite and self._proofs:
+            raise OutputExists(
+                f"{folder} was made by an earlier run from other inputs or with other options",
+                hint="--overwrite replaces it, or give another folder: -o OUT",
+            )
         if not folder.exists():
             self._proofs.begin(name, key)
         with self._watch(name, plan.data_bytes) as advance:
@@ -228,7 +272,7 @@ class _Running:
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
 
         base = self._base(adapter)
-        key = key_of(("verify", job.ignore, job.fail_on), [adapter.root, base.path, self.result])
+        key = key_of(("verify", job.ignore, job.fail_on), [adapter.root, base.path, self.result], own=job.own)
         done = self._proofs.summary("verify", key, self.result)
         if done is not None:
             return Stage(name="verify", status=Status.REUSED, summary=done)
@@ -268,6 +312,21 @@ class _Running:
             done = push(with_hashes(plan, advance))
         status = Status.PASSED if done.changed else Status.REUSED
         return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
+
+
+def _has_rank_files(opened: Checkpoint) -> bool:
+    """Return whether weights that lie in the folder also lie there in pieces, as training saved them."""
+    if not isinstance(opened, AdapterDir | ModelDir):
+        return False
+    try:
+        return open_sharded(opened.root).root == opened.root
+    except CheckpointError:
+        return False
+
+
+def _curable(findings: Iterable[Finding]) -> bool:
+    """Return whether rank files can mend what was found: everything but faults of their own."""
+    return all(not finding.code.startswith("LT4") for finding in findings)
 
 
 def _counted(report: Report) -> str:

@@ -64,9 +64,8 @@ def _line(finding: Finding) -> str:
 
 def _unread(unread: Unread, root: Path) -> str:
     hint = f"\nhint: {printable(unread.hint)}" if unread.hint else ""
-    return _command(
-        "error", {"file": _file(unread.path, root), "title": "cannot be read"}, printable(unread.message) + hint
-    )
+    title = f"{unread.during} failed" if unread.during else "cannot be read"
+    return _command("error", {"file": _file(unread.path, root), "title": title}, printable(unread.message) + hint)
 
 
 def _file(path: str, root: Path) -> str:

@@ -28,7 +28,7 @@ def report_junit(report: Report, *, pages: Mapping[str, Page], fail_on: Severity
         _suite(suites, checked, findings, skipped.get(checked.path, {}), pages, fail_on)
     for unread in report.unread:
         suite = ET.SubElement(suites, "testsuite", name=printable(unread.path))
-        case = ET.SubElement(suite, "testcase", classname=printable(unread.path), name="can be read")
+        case = ET.SubElement(suite, "testcase", classname=printable(unread.path), name=unread.during or "can be read")
         ET.SubElement(case, "error", message=printable(unread.message)).text = printable(unread.hint or "")
         _count(suite)
     _count(suites)

@@ -24,11 +24,14 @@ _SPECIAL = re.compile(r"[^\w\s.,:;/=+'\"%^?()-]|(?<![^\W_])_|_(?![^\W_])|:(?=\S)
 _MARKS = {Severity.ERROR: "❌ error", Severity.WARNING: "⚠️ warning", Severity.INFO: "note"}
 
 
-def report_markdown(report: Report, *, pages: Mapping[str, Page]) -> str:
-    """Return the report as Markdown of at most `LIMIT` characters; what does not fit is said to be missing."""
+def report_markdown(report: Report, *, pages: Mapping[str, Page], heading: Sequence[str] = ()) -> str:
+    """Return the report as Markdown of at most `LIMIT` characters; what does not fit is said to be missing.
+
+    `heading` are lines that stand in the place of the report's own first.
+    """
     lines: list[str] = []
     left = LIMIT
-    for line in _lines(report, pages):
+    for line in (*(heading or _heading(report)), *_lines(report, pages)):
         left -= len(line) + 1
         if left < 0:
             lines += ["", "The rest does not fit in a summary; `--format json` has all of it."]
@@ -37,9 +40,12 @@ def report_markdown(report: Report, *, pages: Mapping[str, Page]) -> str:
     return "\n".join(lines)
 
 
-def _lines(report: Report, pages: Mapping[str, Page]) -> Iterator[str]:
+def _heading(report: Report) -> Iterator[str]:
     failed = report.unread or report.count(Severity.ERROR)
     yield f"### {'❌' if failed else '✅'} lora-tool validate"
+
+
+def _lines(report: Report, pages: Mapping[str, Page]) -> Iterator[str]:
     yield ""
     yield text(summary(report))
     if report.unread:

@@ -82,6 +82,8 @@ class Unread:
     path: str
     message: str
     hint: str | None = None
+    during: str | None = None
+    """What could not be done, where that was not the reading: a stage of `ci`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

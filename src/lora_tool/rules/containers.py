@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lora_tool.errors import Defect
 from lora_tool.formats.files import broken_json, inside
@@ -331,4 +332,7 @@ def no_weights(subject: Subject) -> Iterator[Fault]:
     ## What to do
     Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it.
     """
-    yield from defects(subject, Defect.NO_WEIGHTS)
+    pieces = subject.checkpoint.folder.training_state
+    hint = f"they are there in pieces: lora-tool consolidate {subject.checkpoint.root}" if pieces else None
+    for fault in defects(subject, Defect.NO_WEIGHTS):
+        yield replace(fault, hint=hint)
