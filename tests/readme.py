@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import click
@@ -52,20 +54,58 @@ def rewritten(text: str) -> str:
     return text
 
 
+JOURNEY = "<!-- journey -->\n"
+"""Stands before the transcript of the whole way, from training to a model that is loaded from the Hub."""
+_BLOCK = re.compile(r"(^```console\n.*?^```$)", re.MULTILINE | re.DOTALL)
+HUB = "https://huggingface.co"
+
+
+def transcripts(text: str) -> list[list[tuple[str, str]]]:
+    """Return for each transcript, the journey's first, its commands and what they print."""
+    parts = _BLOCK.split(text)
+    blocks = [(not before.endswith(JOURNEY), block) for before, block in zip(parts[::2], parts[1::2], strict=False)]
+    split = [
+        re.split(r"^\$ (.+)\n", block[len("```console\n") : -len("```")], flags=re.MULTILINE)
+        for _, block in sorted(blocks, key=lambda pair: pair[0])
+    ]
+    return [list(zip(lines[1::2], lines[2::2], strict=True)) for lines in split]
+
+
 def with_transcripts(text: str) -> str:
     """Return the README with what its commands print now, run one after the other beside a copy of the fixtures."""
-    parts = re.split(r"(^```console\n.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts = _BLOCK.split(text)
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(README.parent / "fixtures", Path(folder, "fixtures"))
         for at in range(1, len(parts), 2):
-            lines = re.findall(r"^\$ (lora-tool .+)$", parts[at], re.MULTILINE)
-            parts[at] = "```console\n" + "".join(f"$ {line}\n{_printed(line, folder)}" for line in lines) + "```"
+            lines = re.findall(r"^\$ (.+)$", parts[at], re.MULTILINE)
+            # loopback Hub and pytest are for the journey alone, and only when it is travelled
+            with _hub(Path(folder)) if parts[at - 1].endswith(JOURNEY) else nullcontext() as environment:
+                printed = [f"$ {line}\n{_printed(line, Path(folder), environment)}" for line in lines]
+            parts[at] = f"```console\n{''.join(printed)}```"
     return "".join(parts)
 
 
-def _printed(line: str, folder: str) -> str:
-    command = [sys.executable, "-m", "lora_tool", *shlex.split(line)[1:]]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+@contextmanager
+def _hub(folder: Path) -> Iterator[Mapping[str, str]]:
+    from tests.hub.conftest import environment
+    from tests.hub.server import Hub
+
+    with Hub() as hub:
+        yield environment(hub, folder / "home")
+
+
+def _printed(line: str, folder: Path, environment: Mapping[str, str] | None) -> str:
+    program, *arguments = shlex.split(line)
+    command = [sys.executable, *(["-m", "lora_tool"] if program == "lora-tool" else []), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode > 1:
+        raise RuntimeError(f"{line}: {done.stderr}")
+    return as_shown(done.stdout, folder, (environment or {}).get("HF_ENDPOINT", HUB))
+
+
+def as_shown(printed: str, folder: Path, endpoint: str) -> str:
+    """Return what a command printed as a reader sees it: no paths of this machine, and the Hub's own address."""
+    return printed.replace(f"{folder}/", "").replace(endpoint, HUB)
 
 
 if __name__ == "__main__":

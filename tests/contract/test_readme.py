@@ -14,7 +14,7 @@ import pytest
 
 from lora_tool.cli.main import COMMANDS, cli
 from lora_tool.plan.architectures import ARCHITECTURES
-from tests.readme import rewritten
+from tests.readme import rewritten, transcripts
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -31,16 +31,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def transcript() -> list[tuple[str, str]]:
-    parts = re.split(r"^\$ (.+)\n", "".join(blocks("console")), flags=re.MULTILINE)
-    return list(zip(parts[1::2], parts[2::2], strict=True))
-
-
 @pytest.mark.usefixtures("clone")
 def test_transcript_prints_what_it_shows() -> None:
-    shown = transcript()
-    assert shown
-    for line, expected in shown:
+    _journey, *shown = transcripts(README)  # the journey has a test of its own, in tests/hub
+    for line, expected in (command for commands in shown for command in commands):
         program, *arguments = shlex.split(line)
         assert program == "lora-tool"
         done = subprocess.run(
