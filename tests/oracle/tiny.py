@@ -222,13 +222,23 @@ def _shrunk(config_class: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def _sub_configs(config_class: type[PretrainedConfig]) -> Iterator[tuple[str, type[PretrainedConfig]]]:
-    """Yield the sub-configs whose class is fixed; an `AutoConfig` counts where it names a default model type."""
+    """Yield the sub-configs whose class is fixed; an `AutoConfig` counts where there is a default."""
     for name, spec in (config_class.sub_configs or {}).items():
         sub_class: Any = getattr(spec, "config_class", spec)
         if sub_class.__name__ == "AutoConfig" and getattr(spec, "model_type", None):
             sub_class = CONFIG_MAPPING[spec.model_type]
+        elif sub_class.__name__ == "AutoConfig":
+            sub_class = _default_class(config_class, name) or sub_class
         if hasattr(sub_class, "model_type"):
             yield name, sub_class
+
+
+def _default_class(config_class: type[PretrainedConfig], name: str) -> type[PretrainedConfig] | None:
+    try:
+        found = getattr(config_class(), name, None)
+    except (TypeError, ValueError, AttributeError, KeyError):  # one that must be given
+        return None
+    return type(found) if isinstance(found, PretrainedConfig) else None
 
 
 def _updated(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
