@@ -189,7 +189,9 @@ def tiny_config(model_type: str, task: Task, **overrides: Any) -> PretrainedConf
         arguments.setdefault("pad_token_id", 0)
     if task in _LABELLED:
         arguments["num_labels"] = NUM_LABELS
-    elif task == "causal-lm" and "is_decoder" in fields and not {"encoder_layers", "num_encoder_layers"} & fields.keys():
+    elif (
+        task == "causal-lm" and "is_decoder" in fields and not {"encoder_layers", "num_encoder_layers"} & fields.keys()
+    ):
         arguments["is_decoder"] = True
     return config_class(**_updated(arguments, overrides))
 

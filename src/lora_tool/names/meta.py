@@ -172,6 +172,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
         tied=dict(model.all_tied_weights_keys),
         output=paths.get(id(output)) if output is not None else None,
         head=heads[0].removesuffix(".weight") if len(heads) == 1 else None,
+        unsaved=frozenset(model._keys_to_ignore_on_save or ()) & shapes.keys(),  # noqa: SLF001
         wide=frozenset(
             name
             for name, tensor in tensors.items()

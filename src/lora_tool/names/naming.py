@@ -62,7 +62,9 @@ class Naming:
         return tuple(
             name
             for name in self.facts.shapes
-            if name not in held and name not in sources and not (name in tied and tied[name] in held | sources)
+            if name not in held | self.facts.unsaved
+            and name not in sources
+            and not (name in tied and tied[name] in held | sources)
         )
 
     def place(self, disk_name: str) -> str:

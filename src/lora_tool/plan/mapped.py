@@ -188,6 +188,7 @@ class Mapped:
         if precision is Precision.PEFT:
             for adapter in self.adapters:
                 _require_pefts_reading(self.naming, adapter)
+        _require_as_in_memory(self, modules)
         lora = dict(modules.lora)
         parameters = dict(modules.parameters)
         per_expert: dict[str, tuple[LoraTerm, ...]] = {}
@@ -236,14 +237,15 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
             as_stored[name] = base.tensors[made.sources[0]]
         else:
             tensors[name] = _parameter(name, made, base.tensors)
+    class_name = naming.facts.class_name
+    reasons = dict.fromkeys(naming.unexpected, f"{class_name} has no place for it; transformers leaves it out too")
+    for name in naming.facts.unsaved & tensors.keys():
+        of = tensors.pop(name)
+        sources = naming.parameters[name].sources
+        reasons |= dict.fromkeys(sources, f"{class_name} computes {of.name}, and does not save it")
     dropped = tuple(
-        Leftover(
-            path=base.tensors[name].path,
-            name=name,
-            fate=Fate.DROPPED,
-            reason=f"{naming.facts.class_name} has no place for it; transformers leaves it out too",
-        )
-        for name in naming.unexpected
+        Leftover(path=base.tensors[name].path, name=name, fate=Fate.DROPPED, reason=reason)
+        for name, reason in reasons.items()
     )
     return Mapped(
         naming=naming,
@@ -266,7 +268,7 @@ def _in_memory(adapter: AdapterDir, naming: Naming) -> AdapterDir:
 def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
     """Return the parameter as the bytes of the rows that it is made of."""
     pieces = made.pieces or ()
-    dtypes = {disk[piece.name].dtype for piece in pieces}
+    dtypes = {disk[piece.name].dtype for piece in pieces} or {disk[source].dtype for source in made.sources}
     if len(dtypes) != 1:
         raise IncompatibleBase(
             f"`{name}` is made of tensors of different types, {', '.join(sorted(map(str, dtypes)))}: "
@@ -304,8 +306,10 @@ def _stored(mapped: Mapped, written: Mapping[str, Made]) -> Iterator[Step]:
         tensor = mapped.disk.get(name)
         if tensor is None or tensor.shape != made.shape:
             raise UnsupportedAdapter(
-                f"{mapped.base.root}: `{name}` is stored transposed, and not as transformers would write it",
-                hint=_WITH_PEFT,
+                f"{mapped.base.root}: `{name}` {list(made.shape)} is stored transposed"
+                + (f", {list(tensor.shape)}" if tensor else "")
+                + ", and transformers would not write it so",
+                hint=_SAVE_AGAIN,
             )
         yield Step(out=tensor.spec, op=Copy(source=tensor), fate=Fate.COPIED, reason="as in the base")
 
@@ -349,6 +353,21 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",
             hint=_OWN_WAY,
+        )
+
+
+_SAVE_AGAIN = "write it as transformers does, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW"
+
+
+def _require_as_in_memory(mapped: Mapped, modules: AdapterModules) -> None:
+    """Return unless an adapted weight is stored transposed. Raises `UnsupportedAdapter`."""
+    adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
+    for name in sorted(adapted & mapped.as_stored.keys()):
+        tensor = mapped.as_stored[name]
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}; the adapter is for "
+            f"`{name}`, {list(mapped.facts.shapes[name])}",
+            hint=_SAVE_AGAIN,
         )
 
 
