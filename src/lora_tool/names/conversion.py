@@ -133,7 +133,7 @@ class Conversion:
 
     def _keeps_its_shape(self, group: _Group, shapes: Shapes) -> bool:
         """Return whether the rule transposes what is not as in memory, and this is."""
-        operations = group.rule.operations if group.rule else ()
+        operations = list(group.rule.operations) if group.rule else []
         lone = operations[0] if len(operations) == 1 == len(group.names) else None
         if not isinstance(lone, Transpose) or not lone.check_dims:
             return False

@@ -275,6 +275,7 @@ def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
             f"{pieces[0].name} and {len(pieces) - 1} others"
         )
     spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
+    spans = spans or [span for source in made.sources for span in disk[source].spans]  # of an empty tensor
     return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
 
 
