@@ -13,14 +13,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
-Task = Literal["causal-lm", "seq-cls"]
+Task = Literal[
+    "causal-lm", "seq-cls", "token-cls", "question-ans", "seq-2-seq-lm", "feature-extraction", "image-text-to-text"
+]
 
 NUM_LABELS = 7
 """Rows of a tiny score head: a size nothing else in a tiny model has."""
@@ -127,8 +144,22 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 _CLASSES: Mapping[Task, Mapping[str, str]] = {
     "causal-lm": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "seq-cls": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "token-cls": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "question-ans": MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "seq-2-seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "feature-extraction": MODEL_MAPPING_NAMES,
+    "image-text-to-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
-_AUTO = {"causal-lm": AutoModelForCausalLM, "seq-cls": AutoModelForSequenceClassification}
+AUTO: Mapping[Task, Any] = {
+    "causal-lm": AutoModelForCausalLM,
+    "seq-cls": AutoModelForSequenceClassification,
+    "token-cls": AutoModelForTokenClassification,
+    "question-ans": AutoModelForQuestionAnswering,
+    "seq-2-seq-lm": AutoModelForSeq2SeqLM,
+    "feature-extraction": AutoModel,
+    "image-text-to-text": AutoModelForImageTextToText,
+}
+_LABELLED = frozenset({"seq-cls", "token-cls"})
 
 _NOT_BUILDABLE = frozenset(
     {
@@ -156,9 +187,11 @@ def tiny_config(model_type: str, task: Task, **overrides: Any) -> PretrainedConf
     arguments = _updated(_shrunk(config_class), _OVERRIDES.get(model_type, {}))
     if fields.get("pad_token_id", 0) is None:
         arguments.setdefault("pad_token_id", 0)
-    if task == "seq-cls":
+    if task in _LABELLED:
         arguments["num_labels"] = NUM_LABELS
-    elif "is_decoder" in fields and not {"encoder_layers", "num_encoder_layers"} & fields.keys():
+    elif (
+        task == "causal-lm" and "is_decoder" in fields and not {"encoder_layers", "num_encoder_layers"} & fields.keys()
+    ):
         arguments["is_decoder"] = True
     return config_class(**_updated(arguments, overrides))
 
@@ -172,7 +205,7 @@ def tiny_model(model_type: str, task: Task, *, device: str = "cpu", seed: int = 
     config = tiny_config(model_type, task, **overrides)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        return _AUTO[task].from_config(config).eval()
+        return AUTO[task].from_config(config).eval()
 
 
 def _shrunk(config_class: type[PretrainedConfig]) -> dict[str, Any]:
@@ -191,13 +224,23 @@ def _shrunk(config_class: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def _sub_configs(config_class: type[PretrainedConfig]) -> Iterator[tuple[str, type[PretrainedConfig]]]:
-    """Yield the sub-configs whose class is fixed; an `AutoConfig` counts where it names a default model type."""
+    """Yield the sub-configs whose class is fixed; an `AutoConfig` counts where there is a default."""
     for name, spec in (config_class.sub_configs or {}).items():
         sub_class: Any = getattr(spec, "config_class", spec)
         if sub_class.__name__ == "AutoConfig" and getattr(spec, "model_type", None):
             sub_class = CONFIG_MAPPING[spec.model_type]
+        elif sub_class.__name__ == "AutoConfig":
+            sub_class = _default_class(config_class, name) or sub_class
         if hasattr(sub_class, "model_type"):
             yield name, sub_class
+
+
+def _default_class(config_class: type[PretrainedConfig], name: str) -> type[PretrainedConfig] | None:
+    try:
+        found = getattr(config_class(), name, None)
+    except (TypeError, ValueError, AttributeError, KeyError):  # one that must be given
+        return None
+    return type(found) if isinstance(found, PretrainedConfig) else None
 
 
 def _updated(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def quantised(case: Case) -> None:
     case.model["quantization_config"] = {"quant_method": "gptq"}
 
 
-@refusal(UnsupportedAdapter, "expected SEQ_CLS or CAUSAL_LM, found TOKEN_CLS")
+@refusal(UnsupportedAdapter, "no `score.weight` in the adapter nor in the base: the trained head of the LlamaForTok")
 def another_task(case: Case) -> None:
     case.config["task_type"] = "TOKEN_CLS"
 

@@ -70,16 +70,15 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
 
 
 def _merged(asked: InMemory) -> Any:  # noqa: ANN401 - a transformers model
+    import transformers  # noqa: PLC0415
     from peft import PeftModel  # noqa: PLC0415 - heavy, and only here
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: PLC0415
 
-    dtype = _TYPES[asked.dtype.value] if asked.dtype else "auto"
-    if asked.num_labels is None:
-        model = AutoModelForCausalLM.from_pretrained(asked.base.root, dtype=dtype, local_files_only=True)
-    else:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            asked.base.root, dtype=dtype, local_files_only=True, num_labels=asked.num_labels
-        )
+    choices: dict[str, Any] = {"dtype": _TYPES[asked.dtype.value] if asked.dtype else "auto", "local_files_only": True}
+    if asked.num_labels is not None:
+        choices["num_labels"] = asked.num_labels
+    # the class by its name where it is known: an auto class may take another one
+    name = asked.facts.class_name if asked.facts else asked.task.auto_class
+    model = getattr(transformers, name or "").from_pretrained(asked.base.root, **choices)
     names = ["default", *(f"adapter{number}" for number in range(2, len(asked.adapters) + 1))]
     adapted = PeftModel.from_pretrained(model, asked.adapters[0].root)
     for name, adapter in zip(names[1:], asked.adapters[1:], strict=True):

@@ -38,10 +38,10 @@ class FieldUse(str, enum.Enum):
 _USED = (
     "task_type peft_type base_model_name_or_path revision r target_modules exclude_modules lora_alpha fan_in_fan_out "
     "bias use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
-    "trainable_token_indices use_dora lora_bias target_parameters ensure_weight_tying"
+    "trainable_token_indices use_dora lora_bias target_parameters ensure_weight_tying auto_mapping"
 )
 _INERT = (
-    "auto_mapping peft_version inference_mode lora_dropout loftq_config eva_config corda_config lora_ga_config "
+    "peft_version inference_mode lora_dropout loftq_config eva_config corda_config lora_ga_config "
     "qalora_group_size runtime_config megatron_core"
 )
 _REFUSED = (
@@ -97,6 +97,8 @@ class AdapterConfig:
     """`lora_B_layout`, which Unsloth writes since 2026-09: how the columns of a fused lora_B belong to experts."""
     by_unsloth: bool = False
     """Whether Unsloth wrote it: `auto_mapping` says so."""
+    trained_class: str | None = None
+    """The class of transformers that the adapter was trained on: PEFT writes it where there is no task type."""
     ensure_weight_tying: bool = False
     refused: tuple[str, ...] = ()
     """Names of the fields that are set to what we refuse."""
@@ -284,6 +286,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         token_indices=_token_indices(fields),
         expert_layout=fields.text(_LAYOUT),
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
+        trained_class=_trained_class(raw.get("auto_mapping")),
         ensure_weight_tying=fields.boolean("ensure_weight_tying"),
         refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
         unknown=tuple(name for name in raw if name not in FIELD_USES and name != _LAYOUT),
@@ -305,6 +308,15 @@ def _task_type(fields: Fields) -> str | None:
         fields.expected("task_type", f"one of {', '.join(sorted(_TASK_TYPES))}", value)
         return None
     return value
+
+
+def _trained_class(mapping: object) -> str | None:
+    """Return the class that `auto_mapping` names, if transformers has it; one of the user's own code says nothing."""
+    if not isinstance(mapping, dict):
+        return None
+    name, library = mapping.get("base_model_class"), mapping.get("parent_library")
+    own = isinstance(library, str) and library.partition(".")[0] == "transformers"
+    return name if own and isinstance(name, str) else None
 
 
 def _bias(fields: Fields) -> str:

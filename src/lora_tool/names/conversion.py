@@ -105,10 +105,11 @@ class Conversion:
         return made
 
     def _made(self, group: _Group, shapes: Shapes, rename: Callable[[str], str]) -> dict[str, Made]:
-        if group.rule is None:
+        if group.rule is None or self._keeps_its_shape(group, shapes):
             (name,) = group.names[:1]
             whole = pieces_of(numbered({name: shapes[name]})[name], {name: shapes[name]})
-            return {group.target: Made(shape=tuple(shapes[name]), pieces=whole, sources=(name,))}
+            target = group.target if group.rule is None else rename(group.target)
+            return {target: Made(shape=tuple(shapes[name]), pieces=whole, sources=(name,))}
         held = {name: shapes[name] for name in group.names}
         rule = deepcopy(group.rule)
         turning = any(isinstance(operation, Transpose) for operation in rule.operations)
@@ -129,6 +130,15 @@ class Conversion:
             sound = vector or (len(widths) == 1 and tensor.shape[-1] == 1)
             made[rename(name)] = Made(shape=shape, pieces=pieces if sound else None, sources=group.names)
         return made
+
+    def _keeps_its_shape(self, group: _Group, shapes: Shapes) -> bool:
+        """Return whether the rule transposes what is not as in memory, and this is."""
+        operations = list(group.rule.operations) if group.rule else []
+        lone = operations[0] if len(operations) == 1 == len(group.names) else None
+        if not isinstance(lone, Transpose) or not lone.check_dims:
+            return False
+        held = self._memory.get(group.target)
+        return held is not None and tuple(held.shape) == tuple(shapes[group.names[0]])
 
 
 def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:

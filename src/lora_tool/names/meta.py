@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
@@ -31,31 +30,44 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-_GENERATORS = (
-    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
-_CLASSIFIERS = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+_Table = Mapping[str, str | tuple[str, ...]]
+_TABLES: Mapping[str, tuple[_Table, ...]] = {
+    "AutoModelForCausalLM": (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    ),
+    "AutoModelForSequenceClassification": (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,),
+    "AutoModelForTokenClassification": (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,),
+    "AutoModelForQuestionAnswering": (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,),
+    "AutoModelForSeq2SeqLM": (
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    ),
+    "AutoModel": (modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES),
+}
+"""Auto class → the tables of what it loads, and of classes that users name themselves where it knows none."""
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
 _MOST_LAYERS = 4096
 DTYPES = {DType.F16: torch.float16, DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.F64: torch.float64}
 
 
-def generators(config: ModelConfig) -> Iterator[str]:
-    """Yield the class names that a language model of this config may be loaded as: the config's own first."""
-    known = {name for table in _GENERATORS for found in table.values() for name in _names(found)}
-    own = [name for name in config.architectures if name in known and _is_of_type(name, config)]
-    yield from dict.fromkeys([*own, *(name for table in _GENERATORS for name in _of_type(table, config)[:1])])
+def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:
+    """Yield the class names that a model of this config may be loaded as: the config's own first, if it is such."""
+    tables = _TABLES[auto_class]
+    known = {name for table in tables for found in table.values() for name in _names(found)}
+    ending = auto_class.removeprefix("AutoModel") or None
+    own = [
+        name
+        for name in config.architectures
+        if (name in known or (ending and name.endswith(ending))) and is_of_type(name, config)
+    ]
+    yield from dict.fromkeys([*own, *(name for table in tables for name in _of_type(table, config)[:1])])
 
 
-def classifiers(config: ModelConfig) -> Iterator[str]:
-    """Yield the class names that a sequence classifier of this config may be loaded as."""
-    own = [name for name in config.architectures if name.endswith("ForSequenceClassification")]
-    yield from dict.fromkeys([*filter(partial(_is_of_type, config=config), own), *_of_type(_CLASSIFIERS, config)[:1]])
-
-
-def _of_type(table: Mapping[str, str | tuple[str, ...]], config: ModelConfig) -> tuple[str, ...]:
+def _of_type(table: _Table, config: ModelConfig) -> tuple[str, ...]:
     return _names(table.get(config.model_type or "", ()))
 
 
@@ -63,16 +75,18 @@ def _names(found: str | tuple[str, ...]) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def _is_of_type(class_name: str, config: ModelConfig) -> bool:
+def is_of_type(class_name: str, config: ModelConfig) -> bool:
     """Return whether the class is for configs of this model type: an auto class would take another one."""
     config_class = getattr(getattr(transformers, class_name, None), "config_class", None)
     return getattr(config_class, "model_type", None) == config.model_type
 
 
-def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTrainedModel:
+def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_labels: bool = True) -> PreTrainedModel:
     """Return the model of this class and config on the meta device: names and shapes, no weights.
 
-    `dtype` is the type that it is loaded in: parameters of another one are so on purpose. Raises `UnsupportedAdapter` where the installed transformers cannot build it.
+    `dtype` is the type that it is loaded in: parameters of another one are so on purpose. `any_labels` gives a
+    classifier `LABELS` labels, not the config's. Raises `UnsupportedAdapter` where the installed transformers cannot
+    build it.
     """
     model_class = getattr(transformers, class_name, None)
     if model_class is None:
@@ -85,7 +99,7 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTraine
     try:
         raw = {name: _special(value) for name, value in config.raw.items() if name != "auto_map"}
         built = getattr(transformers, class_name).config_class.from_dict(raw)
-        if class_name.endswith("ForSequenceClassification"):
+        if any_labels and may_have_labels(class_name):
             built.num_labels = LABELS
         with torch.device("meta"), default_dtype(dtype):
             model: PreTrainedModel = model_class(built)
@@ -95,6 +109,11 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype) -> PreTraine
             f"{config.path}: transformers cannot build {class_name} from it: {reason}", hint=_WITH_PEFT
         ) from error
     return model
+
+
+def may_have_labels(class_name: str) -> bool:
+    """Return whether the config's number of labels may decide shapes of the class."""
+    return "Classification" in class_name or "Answering" in class_name or "SemanticSegmentation" in class_name
 
 
 def _special(value: Any) -> Any:  # noqa: ANN401 - any JSON value
@@ -153,6 +172,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
         tied=dict(model.all_tied_weights_keys),
         output=paths.get(id(output)) if output is not None else None,
         head=heads[0].removesuffix(".weight") if len(heads) == 1 else None,
+        unsaved=frozenset(model._keys_to_ignore_on_save or ()) & shapes.keys(),  # noqa: SLF001
         wide=frozenset(
             name
             for name, tensor in tensors.items()

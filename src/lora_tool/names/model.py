@@ -55,6 +55,8 @@ class ModelFacts:
     """Path of the language-modelling output layer."""
     head: str | None
     """Path of the last layer of the classification head: its outputs are the labels."""
+    unsaved: frozenset[str]
+    """Parameters that transformers computes when it builds the model, and does not save."""
     wide: frozenset[str]
     """Parameters that transformers loads in float32 whatever the model's type."""
 

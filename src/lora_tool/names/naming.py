@@ -4,38 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lora_tool.errors import IncompatibleBase
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names import meta
 from lora_tool.names.conversion import Conversion
 from lora_tool.names.model import LABELS, Made, ModelFacts, Shape
 from lora_tool.tensors import DType
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Naming:
     """The names of one class in memory and on disk. Loading comes first: it decides which renamings saving reverts."""
 
     def __init__(self, config: ModelConfig, class_name: str, disk: Mapping[str, Shape], dtype: DType) -> None:
-        loaded_as = meta.DTYPES.get(dtype, meta.DTYPES[DType.F32])
-        self._config, self._loaded_as = config, loaded_as
-        model = meta.build(config, class_name, loaded_as)
+        self._config, self._loaded_as = config, meta.DTYPES.get(dtype, meta.DTYPES[DType.F32])
+        self._any_labels = True
+        try:
+            self._read(class_name, disk)
+        except (IncompatibleBase, UnsupportedAdapter):
+            if not meta.may_have_labels(class_name):
+                raise
+            self._any_labels = False  # a class that makes other sizes of their number, or takes one number only
+            self._read(class_name, disk)
+
+    def _read(self, class_name: str, disk: Mapping[str, Shape]) -> None:
+        model = self._built(class_name)
         self._conversion = Conversion(model)
-        self.facts: ModelFacts = meta.facts_of(model, loaded_as)
+        self.facts: ModelFacts = meta.facts_of(model, self._loaded_as)
         self.parameters, self.unexpected = self._conversion.load(disk)
         self._piece_names: dict[str, frozenset[str]] = {}
         for name, made in self.parameters.items():
             expected = self.facts.shapes[name]
             if made.shape != expected and LABELS not in expected:
                 raise IncompatibleBase(
-                    f"{config.path}: `{name}` is {list(expected)} by the config, {list(made.shape)} in the weights"
+                    f"{self._config.path}: `{name}` is {list(expected)} by the config, {list(made.shape)} in the weights"
                 )
+
+    def _built(self, class_name: str) -> PreTrainedModel:
+        return meta.build(self._config, class_name, self._loaded_as, any_labels=self._any_labels)
 
     def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
         from lora_tool.names.peft_view import left_out  # noqa: PLC0415 - PEFT's import is slow and seldom needed
 
-        return left_out(meta.build(self._config, self.facts.class_name, self._loaded_as), folder, tensors)
+        return left_out(self._built(self.facts.class_name), folder, tensors)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -46,7 +62,9 @@ class Naming:
         return tuple(
             name
             for name in self.facts.shapes
-            if name not in held and name not in sources and not (name in tied and tied[name] in held | sources)
+            if name not in held | self.facts.unsaved
+            and name not in sources
+            and not (name in tied and tied[name] in held | sources)
         )
 
     def place(self, disk_name: str) -> str:
@@ -65,6 +83,11 @@ class Naming:
         return self._conversion.save(memory)
 
 
-def candidates(config: ModelConfig, *, classifier: bool) -> Iterator[str]:
+def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:
     """Yield the class names that a base of this config may be loaded as, likeliest first."""
-    return meta.classifiers(config) if classifier else meta.generators(config)
+    return meta.candidates(config, auto_class)
+
+
+def own_class(config: ModelConfig, class_name: str) -> str | None:
+    """Return the class of transformers that is for configs of this model type; None where there is none."""
+    return class_name if meta.is_of_type(class_name, config) else None

@@ -16,13 +16,14 @@ from lora_tool.plan.side_files import (
     config_file,
     copied_files,
     dtype_changes,
+    label_changes,
     left_out,
     other_tokenizers,
     pad_token,
     vocabulary_changes,
 )
 from lora_tool.plan.steps import Merge
-from lora_tool.plan.task import Task
+from lora_tool.plan.task import CLASSIFIERS, Task
 from lora_tool.tensors import FileStamp
 
 
@@ -76,8 +77,8 @@ def assembled(
         hashed=tuple(file.path for each in adapters for file in each.weights.files),
         manifest={
             "operation": "merge",
-            "task": task.value if task is Task.CAUSAL_LM else Task.SEQ_CLS.value,
-            "num_labels": merge.head.num_labels if merge.head else None,
+            "task": (Task.SEQ_CLS if task in CLASSIFIERS else task).value,
+            "num_labels": merge.labels,
             "dtype": merge.dtype.value if merge.dtype else "as in the base",
             **options,
             "merged_adapters": [*earlier, *prints],
@@ -119,6 +120,8 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
         changes["architectures"] = [merge.facts.class_name]
     if merge.untied:
         changes["tie_word_embeddings"] = False
+    if merge.head is None and merge.labels is not None:
+        changes |= label_changes(merge.base, merge.labels)
     if merge.vocabulary is not None:
         changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
     adapters = [part.adapter for part in merge.adapted]
@@ -142,9 +145,10 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
 
 def _task_note(merge: Merge) -> str:
     sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
+    labels = "1 label" if merge.labels == 1 else f"{merge.labels} labels"
     if merge.head is None:
-        return f"merging {sources} into {merge.base.root} as {merge.arch.causal_lm}"
-    labels = "1 label" if merge.head.num_labels == 1 else f"{merge.head.num_labels} labels"
+        told = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
+        return f"merging {sources} into {merge.base.root} as {told}"
     head = f"head from {merge.head.weight.path.parent}"
     return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
 

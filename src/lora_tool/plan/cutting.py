@@ -127,7 +127,7 @@ _Places = Mapping[tuple[Path, int, int], StoredTensor]
 def _disk_step(name: str, made: Made, steps: Mapping[str, Step], at_place: _Places) -> Step:
     if made.pieces is None:
         raise AssertionError("what is not made of rows is copied as it is")
-    makers = [steps[piece.name] for piece in made.pieces]
+    makers = [steps[piece.name] for piece in made.pieces] or [steps[name] for name in made.sources]  # an empty one
     if len(makers) == 1 and makers[0].out.shape == made.shape and not _is_stack(makers[0].op):
         op = makers[0].op
         named = op if isinstance(op, Assemble) else _named(op, at_place)

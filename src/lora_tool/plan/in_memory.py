@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
+from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.assembling import HubOrigin, assembled
+from lora_tool.plan.head import Head, count_labels, head_names
 from lora_tool.plan.merge import config_of_adapter, named, require_not_merged_before
 from lora_tool.plan.model import Copy, Fate, Leftover, Plan, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.steps import Merge
-from lora_tool.plan.task import Head, Task, head_names
+from lora_tool.plan.task import CLASSIFIERS, Task
 from lora_tool.tensors import DType, StoredTensor
 
 _NOTHING = AdapterModules(
@@ -26,7 +28,7 @@ _REASON = "merged by PEFT, with the whole model in memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InMemory:
-    """What PEFT is asked for: a sequence classifier with `num_labels`, or a causal LM where that is None."""
+    """What PEFT is asked for: a model for `task`, with `num_labels` where it has labels."""
 
     base: ModelDir
     adapters: tuple[AdapterDir, ...]
@@ -34,6 +36,8 @@ class InMemory:
     task: Task
     num_labels: int | None
     dtype: DType | None
+    facts: ModelFacts | None = None
+    """The class, for a task other than a causal LM or a sequence classifier."""
 
     @property
     def needed_bytes(self) -> int:
@@ -63,17 +67,30 @@ def ask_in_memory(
     require_not_merged_before(base, adapters)
     found = named(base, tuple(adapters), Task(task))
     wanted = 1 if found.task is Task.REWARD and num_labels is None else num_labels
-    rows = None
-    if found.task is not Task.CAUSAL_LM:
-        heads = head_names(found.arch)
+    whole = {
+        key.tensor: adapter.tensors[name]
+        for adapter in reversed(found.adapters)
+        for name, key in adapter.keys.items()
+        if key.part in (Part.PLAIN, Part.SAVED_MODULE)
+    }
+    rows, facts = None, None
+    if found.task in CLASSIFIERS:
         held = [
-            adapter.tensors[name]
-            for adapter in found.adapters
-            for name, key in adapter.keys.items()
-            if key.part in (Part.PLAIN, Part.SAVED_MODULE) and key.tensor in heads
-        ] + [found.base.tensors[name] for name in heads if name in found.base.tensors]
+            place[name] for place in (whole, found.base.tensors) for name in head_names(found.arch) if name in place
+        ]
         rows = held[0].shape[0] if held else wanted
-    return InMemory(base=base, adapters=tuple(adapters), arch=found.arch, task=found.task, num_labels=rows, dtype=dtype)
+    elif found.task is not Task.CAUSAL_LM and found.facts is not None:
+        facts = found.facts
+        rows = count_labels(facts, whole, found.base, asked=num_labels)
+    return InMemory(
+        base=base,
+        adapters=tuple(adapters),
+        arch=found.arch,
+        task=found.task,
+        num_labels=rows,
+        dtype=dtype,
+        facts=facts,
+    )
 
 
 def plan_in_memory(
@@ -87,9 +104,9 @@ def plan_in_memory(
 ) -> Plan:
     """Return the plan that makes a model folder of the weights that PEFT wrote into `staged`; `why` it had to."""
     head = None
-    if asked.num_labels is not None:
+    if asked.task in CLASSIFIERS:
         weight = next(staged.tensors[name] for name in head_names(asked.arch) if name in staged.tensors)
-        head = Head(module=asked.arch.head or "", weight=weight, num_labels=asked.num_labels)
+        head = Head(module=asked.arch.head or "", weight=weight, num_labels=weight.shape[0])
     was_tied = asked.base.config is not None and asked.base.config.tie_word_embeddings
     is_tied = staged.config is not None and staged.config.tie_word_embeddings
     merge = Merge(
@@ -100,7 +117,9 @@ def plan_in_memory(
         arch=asked.arch,
         modules=_NOTHING,
         head=head,
+        labels=asked.num_labels,
         dtype=asked.dtype,
+        facts=asked.facts,
         untied=bool(was_tied) and is_tied is False,
     )
     plan = assembled(

@@ -15,14 +15,15 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.names.model import Made, ModelFacts
-from lora_tool.names.naming import Naming, candidates
+from lora_tool.names.model import LABELS, Made, ModelFacts
+from lora_tool.names.naming import Naming, candidates, own_class
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
-from lora_tool.plan.task import Task, is_classifier
+from lora_tool.plan.storage import config_of
+from lora_tool.plan.task import CLASSIFIERS, Task, is_classifier, trained_class
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
@@ -32,7 +33,7 @@ _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readings:
-    """What a base may be loaded as: a language model, a sequence classifier, or either."""
+    """What a base may be loaded as: a sequence classifier, a class without such a head, or either."""
 
     base: ModelDir
     generator: Naming | None
@@ -57,33 +58,56 @@ class Readings:
 
 
 def read_names(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Readings:
-    """Return what transformers would load the base as. Imports torch and transformers.
+    """Return what transformers would load the base as, a causal LM or a sequence classifier. Imports torch and
+    transformers.
 
-    Of several classes the one is taken that has a module for every tensor of the adapters. Raises `MissingDependency`,
-    and `UnsupportedAdapter` for a model that this transformers cannot build.
+    Raises `MissingDependency`, and `UnsupportedAdapter` for a model that this transformers cannot build.
     """
-    if base.config is None:
-        raise AssertionError("a whole model has a config")
+    config = config_of(base)
     errors: list[LoraToolError] = []
-    found: dict[bool, Naming | None] = {}
-    for classifier in (False, True):
-        if classifier and found[False] is not None and not _may_classify(base, adapters, asked):
-            found[classifier] = None
+    generator = _fitting(base, adapters, candidates(config, "AutoModelForCausalLM"), errors)
+    classifier = None
+    if generator is None or _may_classify(base, adapters, asked):
+        classifier = _fitting(base, adapters, candidates(config, "AutoModelForSequenceClassification"), errors)
+    if generator is None and classifier is None:
+        raise errors[0] if errors else _unknown_type(config, "neither a causal LM nor a sequence classifier")
+    return Readings(base=base, generator=generator, classifier=classifier)
+
+
+def read_names_as(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> Readings:
+    """Return what transformers would load the base as for a task that is neither of the two. Raises as `read_names`."""
+    config = config_of(base)
+    if task.auto_class is not None:
+        names, what = tuple(candidates(config, task.auto_class)), f"no {task.auto_class}"
+    else:
+        wanted = trained_class(adapters, base) or ""
+        own = own_class(config, wanted)
+        names, what = (own,) if own else (), f"no {wanted or 'class'}"
+    errors: list[LoraToolError] = []
+    found = _fitting(base, adapters, names, errors)
+    if found is None:
+        raise errors[0] if errors else _unknown_type(config, what)
+    return Readings(base=base, generator=found, classifier=None)
+
+
+def _fitting(
+    base: ModelDir, adapters: Sequence[AdapterDir], names: Iterable[str], errors: list[LoraToolError]
+) -> Naming | None:
+    """Return the first of the classes that has a module for every tensor of the adapters, else the nearest to that.
+
+    Why a class cannot be built goes into `errors`.
+    """
+    fitting: list[tuple[int, Naming]] = []
+    for class_name in names:
+        try:
+            naming = Naming(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
+        except LoraToolError as error:
+            errors.append(error)
             continue
-        fitting: list[tuple[int, Naming]] = []
-        for class_name in candidates(base.config, classifier=classifier):
-            try:
-                naming = Naming(base.config, class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
-            except LoraToolError as error:
-                errors.append(error)
-                continue
-            fitting.append((sum(_strangers(adapter, naming) for adapter in adapters), naming))
-            if not fitting[-1][0]:
-                break
-        found[classifier] = min(fitting, key=lambda item: item[0])[1] if fitting else None
-    if not any(found.values()):
-        raise errors[0] if errors else _unknown_type(base.config)
-    return Readings(base=base, generator=found[False], classifier=found[True])
+        fitting.append((sum(_strangers(adapter, naming) for adapter in adapters), naming))
+        if not fitting[-1][0]:
+            break
+    return min(fitting, key=lambda item: item[0])[1] if fitting else None
 
 
 def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:
@@ -93,10 +117,9 @@ def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -
     return asked is not Task.CAUSAL_LM and (told != {"CAUSAL_LM"} or is_classifier(classes) or asked is not Task.AUTO)
 
 
-def _unknown_type(config: ModelConfig) -> UnsupportedAdapter:
+def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
     return UnsupportedAdapter(
-        f"{config.path}: model_type {config.model_type}: the installed transformers has neither a causal LM nor a "
-        "sequence classifier of it",
+        f"{config.path}: model_type {config.model_type}: the installed transformers has {what} of it",
         hint="install the release that has it: pip install -U transformers",
     )
 
@@ -165,6 +188,7 @@ class Mapped:
         if precision is Precision.PEFT:
             for adapter in self.adapters:
                 _require_pefts_reading(self.naming, adapter)
+        _require_as_in_memory(self, modules)
         lora = dict(modules.lora)
         parameters = dict(modules.parameters)
         per_expert: dict[str, tuple[LoraTerm, ...]] = {}
@@ -199,9 +223,9 @@ class Mapped:
 def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Mapped:
     """Return base and adapter in memory's names. Raises `IncompatibleBase` for mixed types in one parameter."""
     base = readings.base
-    naming = readings.generator if task is Task.CAUSAL_LM else readings.classifier
+    naming = readings.classifier if task in CLASSIFIERS else readings.generator
     if naming is None:
-        what = "causal LM" if task is Task.CAUSAL_LM else "sequence classifier"
+        what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
         raise UnsupportedAdapter(
             f"{base.root}: transformers has no {what} of model_type {readings.architecture.model_type}",
             hint=_WITH_PEFT,
@@ -213,14 +237,15 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
             as_stored[name] = base.tensors[made.sources[0]]
         else:
             tensors[name] = _parameter(name, made, base.tensors)
+    class_name = naming.facts.class_name
+    reasons = dict.fromkeys(naming.unexpected, f"{class_name} has no place for it; transformers leaves it out too")
+    for name in naming.facts.unsaved & tensors.keys():
+        of = tensors.pop(name)
+        sources = naming.parameters[name].sources
+        reasons |= dict.fromkeys(sources, f"{class_name} computes {of.name}, and does not save it")
     dropped = tuple(
-        Leftover(
-            path=base.tensors[name].path,
-            name=name,
-            fate=Fate.DROPPED,
-            reason=f"{naming.facts.class_name} has no place for it; transformers leaves it out too",
-        )
-        for name in naming.unexpected
+        Leftover(path=base.tensors[name].path, name=name, fate=Fate.DROPPED, reason=reason)
+        for name, reason in reasons.items()
     )
     return Mapped(
         naming=naming,
@@ -243,13 +268,14 @@ def _in_memory(adapter: AdapterDir, naming: Naming) -> AdapterDir:
 def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
     """Return the parameter as the bytes of the rows that it is made of."""
     pieces = made.pieces or ()
-    dtypes = {disk[piece.name].dtype for piece in pieces}
+    dtypes = {disk[piece.name].dtype for piece in pieces} or {disk[source].dtype for source in made.sources}
     if len(dtypes) != 1:
         raise IncompatibleBase(
             f"`{name}` is made of tensors of different types, {', '.join(sorted(map(str, dtypes)))}: "
             f"{pieces[0].name} and {len(pieces) - 1} others"
         )
     spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
+    spans = spans or [span for source in made.sources for span in disk[source].spans]  # of an empty tensor
     return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
 
 
@@ -257,6 +283,15 @@ def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
     """Return unless a parameter comes from nowhere: transformers would make up random values on every load."""
     made = {step.out.name for step in steps}
     lacking = [name for name in mapped.naming.missing if name not in made]
+    of_head = next((name for name in lacking if LABELS in mapped.facts.shapes[name]), None)
+    if of_head is not None:
+        module = of_head.rpartition(".")[0]
+        raise UnsupportedAdapter(
+            f"{mapped.adapters[0].root}: no `{of_head}` in the adapter nor in the base: the trained head of the "
+            f"{mapped.facts.class_name} was not saved, and a new one would be random",
+            hint="look for it in the training checkpoint (global_step…), or train again with "
+            f'modules_to_save=["{module.rpartition(".")[2]}"]',
+        )
     if lacking:
         raise IncompatibleBase(
             f"{mapped.base.root}: {mapped.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
@@ -272,8 +307,10 @@ def _stored(mapped: Mapped, written: Mapping[str, Made]) -> Iterator[Step]:
         tensor = mapped.disk.get(name)
         if tensor is None or tensor.shape != made.shape:
             raise UnsupportedAdapter(
-                f"{mapped.base.root}: `{name}` is stored transposed, and not as transformers would write it",
-                hint=_WITH_PEFT,
+                f"{mapped.base.root}: `{name}` {list(made.shape)} is stored transposed"
+                + (f", {list(tensor.shape)}" if tensor else "")
+                + ", and transformers would not write it so",
+                hint=_SAVE_AGAIN,
             )
         yield Step(out=tensor.spec, op=Copy(source=tensor), fate=Fate.COPIED, reason="as in the base")
 
@@ -317,6 +354,21 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",
             hint=_OWN_WAY,
+        )
+
+
+_SAVE_AGAIN = "write it as transformers does, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW"
+
+
+def _require_as_in_memory(mapped: Mapped, modules: AdapterModules) -> None:
+    """Return unless an adapted weight is stored transposed. Raises `UnsupportedAdapter`."""
+    adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
+    for name in sorted(adapted & mapped.as_stored.keys()):
+        tensor = mapped.as_stored[name]
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}; the adapter is for "
+            f"`{name}`, {list(mapped.facts.shapes[name])}",
+            hint=_SAVE_AGAIN,
         )
 
 

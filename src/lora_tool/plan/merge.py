@@ -21,6 +21,7 @@ from lora_tool.plan.ends import (
     without_tied_repeats,
 )
 from lora_tool.plan.features import require_mergeable
+from lora_tool.plan.head import Head, count_labels, find_head
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.model import ExpertLayout, LoraDelta, Plan, Precision, Step
 from lora_tool.plan.modules import AdapterModules, adapter_modules
@@ -33,8 +34,8 @@ from lora_tool.plan.steps import (
     require_all_consumed,
     require_whole_inits,
 )
-from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision
-from lora_tool.plan.task import Head, Task, decide_task, find_head
+from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision, require_transformers
+from lora_tool.plan.task import CLASSIFIERS, Task, decide_task, other_task
 from lora_tool.plan.tying import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.tensors import DType
 
@@ -83,10 +84,13 @@ def plan_merge(
         raise UnsupportedAdapter(
             f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=_WITH_PEFT
         )
-    if decided is not Task.CAUSAL_LM:
+    if decided in CLASSIFIERS:
         head = find_head(adapters[0], modules, found.base, arch, num_labels=wanted)
     modules, per_expert = found.parts_of_fused(modules, Precision(precision))
-    merge = _merge(found, adapted, modules, head=head, dtype=dtype, untie=untie)
+    labels = head.num_labels if head else None
+    if head is None and found.facts is not None:
+        labels = count_labels(found.facts, modules.saved, found.base, asked=num_labels)
+    merge = _merge(found, adapted, modules, head=head, labels=labels, dtype=dtype, untie=untie)
     prints = require_not_merged_before(base, adapters)
     require_no_lora_on_tied_ends(merge)
     steps = found.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
@@ -122,6 +126,12 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
 
 def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
     """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
+    other = other_task(task, adapters, base)
+    if other is not None:
+        require_transformers()
+        from lora_tool.plan.mapped import mapped, read_names_as  # noqa: PLC0415 - imports torch and transformers
+
+        return mapped(read_names_as(base, adapters, other), adapters, other)
     arch = plainly_stored(base, adapters, task)
     if arch is not None:
         return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
@@ -137,6 +147,7 @@ def _merge(
     modules: AdapterModules,
     *,
     head: Head | None,
+    labels: int | None,
     dtype: DType | None,
     untie: bool,
 ) -> Merge:
@@ -161,6 +172,7 @@ def _merge(
         arch=arch,
         modules=modules,
         head=head,
+        labels=labels,
         dtype=dtype,
         tied_copies=copies,
         facts=facts,

@@ -54,19 +54,33 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
 
 def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None) -> dict[str, Any]:
     """Return what `config.json` must say for `AutoModelForSequenceClassification` to build the same model."""
+    changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels)}
+    if pad_token_id is not None:
+        changes["pad_token_id"] = pad_token_id
+    return changes
+
+
+def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
+    """Return what `config.json` must say for a class with this number of labels; nothing where it says so now."""
+    said = base.config.num_labels if base.config else None
+    return {} if num_labels == (_TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
+
+
+_TRANSFORMERS_LABELS = 2
+"""What transformers assumes where the config names no labels."""
+
+
+def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
     raw = base.config.raw if base.config else {}
     labels = raw.get("id2label")
     if not isinstance(labels, dict) or len(labels) != num_labels:
         labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
     changes: dict[str, Any] = {
-        "architectures": [class_name],
         "id2label": labels,
         "label2id": {label: int(number) for number, label in labels.items()},
     }
     if "num_labels" in raw:
         changes["num_labels"] = num_labels
-    if pad_token_id is not None:
-        changes["pad_token_id"] = pad_token_id
     return changes
 
 

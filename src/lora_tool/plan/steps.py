@@ -10,11 +10,12 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.names.model import ModelFacts
+from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import MATRIX, TiedEnds, Vocabulary
 from lora_tool.plan.features import ALLOW_IN_MEMORY
+from lora_tool.plan.head import Head
 from lora_tool.plan.model import (
     Assemble,
     BiasDelta,
@@ -31,7 +32,6 @@ from lora_tool.plan.model import (
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.parameters import is_transposed
 from lora_tool.plan.side_files import model_dtype
-from lora_tool.plan.task import Head
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
@@ -47,6 +47,9 @@ class Merge:
     modules: AdapterModules
     """What all adapters do together."""
     head: Head | None
+    """A sequence classifier's; other classes' heads are parameters like any other."""
+    labels: int | None
+    """How many labels the merged model has; None for a class without any."""
     dtype: DType | None
     tied_copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors of the base that are tied copies of another, by name: the output has them once."""
@@ -237,11 +240,20 @@ def _home_dtype(merge: Merge, source: StoredTensor, name: str) -> DType:
     return home.dtype if home else model_dtype(merge.base) or source.dtype
 
 
+def _is_of_head(merge: Merge, name: str) -> bool:
+    """Return whether a tensor has a row per label."""
+    if merge.facts is not None:
+        return merge.facts.shapes.get(name, ())[:1] == (LABELS,)
+    return merge.head is not None and name.rpartition(".")[0] == merge.head.weight.name.rpartition(".")[0]
+
+
 def _require_same_shape(merge: Merge, found: StoredTensor, base: StoredTensor) -> None:
     expected = base.shape
     if merge.vocabulary is not None and base.name in merge.vocabulary.names:
         expected = (merge.vocabulary.size, *base.shape[1:])
-    if found.shape != expected:
+    # a head with other labels takes the place of the base's
+    other_labels = _is_of_head(merge, base.name) and found.shape == (merge.labels, *expected[1:])
+    if found.shape != expected and not other_labels:
         raise IncompatibleBase(
             f"{found.path}: `{found.name}` is {list(found.shape)}, the base's `{base.name}` is {list(base.shape)}",
             hint=_OTHER_BASE,

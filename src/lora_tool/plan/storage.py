@@ -84,12 +84,20 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
         ends = tied_ends(base, arch, None, {})
         if ends is None or len(ends.candidates) <= 1:
             return arch  # else transformers knows which of several matrices with a row per token is tied
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            if plain and not bare:
-                return arch  # what is wrong with the names is said by them
-            raise MissingDependency(package, extra="merge")
+    if plain and not bare and not all(map(find_spec, _MAPPERS)):
+        return arch  # what is wrong with the names is said by them
+    require_transformers()
     return None
+
+
+_MAPPERS = ("torch", "transformers")
+
+
+def require_transformers() -> None:
+    """Return if torch and transformers are there to be asked for names. Raises `MissingDependency`."""
+    for package in _MAPPERS:
+        if find_spec(package) is None:
+            raise MissingDependency(package, extra="merge")
 
 
 def _has_class(arch: Architecture, adapters: Sequence[AdapterDir], task: Task) -> bool:

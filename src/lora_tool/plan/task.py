@@ -1,66 +1,136 @@
-"""What the merged model is for: a causal language model, or a sequence classifier with its head."""
+"""What the merged model is for: a causal language model, a sequence classifier with its head, or another class."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.plan.architectures import Architecture
-from lora_tool.plan.modules import AdapterModules
-from lora_tool.tensors import StoredTensor
+from lora_tool.keys import Part
+from lora_tool.plan.architectures import Architecture, architecture_of
 
 
 @enum.unique
 class Task(str, enum.Enum):
-    """What `--task` takes. REWARD is SEQ_CLS with one label; AUTO is what adapter and base say."""
+    """What `--task` takes. REWARD is SEQ_CLS with one label; AUTO is what adapter and base say.
+
+    OWN_CLASS is the class that the adapter was trained on, which PEFT writes where there is no task type, or else the
+    base's own.
+    """
 
     AUTO = "auto"
     CAUSAL_LM = "causal-lm"
     SEQ_CLS = "seq-cls"
     REWARD = "reward"
+    TOKEN_CLS = "token-cls"  # noqa: S105 - no password
+    QUESTION_ANS = "question-ans"
+    SEQ_2_SEQ_LM = "seq-2-seq-lm"
+    FEATURE_EXTRACTION = "feature-extraction"
+    OWN_CLASS = "own-class"
 
     def __str__(self) -> str:
         return str(self.value)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """The classification head of the merged model: the tensors that have no place in a causal LM."""
-
-    module: str
-    weight: StoredTensor
-    num_labels: int
+    @property
+    def auto_class(self) -> str | None:
+        """The class of transformers that loads such a model; None where the model's own has to be named."""
+        return _AUTO_CLASSES.get(self)
 
 
-_LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
-"""Where in a head its last layer is, whose rows are the labels: RoBERTa's and BART's is `out_proj`, XLM's `summary`."""
-
-
-def head_names(arch: Architecture) -> tuple[str, ...]:
-    """Return the names that the weight of the head's last layer may have."""
-    return tuple(f"{arch.head}{last}.weight" for last in _LAST_LAYERS)
+CLASSIFIERS = frozenset({Task.SEQ_CLS, Task.REWARD})
+"""The tasks whose model is a sequence classifier."""
+_AUTO_CLASSES = {
+    Task.CAUSAL_LM: "AutoModelForCausalLM",
+    Task.SEQ_CLS: "AutoModelForSequenceClassification",
+    Task.REWARD: "AutoModelForSequenceClassification",
+    Task.TOKEN_CLS: "AutoModelForTokenClassification",
+    Task.QUESTION_ANS: "AutoModelForQuestionAnswering",
+    Task.SEQ_2_SEQ_LM: "AutoModelForSeq2SeqLM",
+    Task.FEATURE_EXTRACTION: "AutoModel",
+}
+_TASK_TYPES = {
+    "CAUSAL_LM": Task.CAUSAL_LM,
+    "SEQ_CLS": Task.SEQ_CLS,
+    "TOKEN_CLS": Task.TOKEN_CLS,
+    "QUESTION_ANS": Task.QUESTION_ANS,
+    "SEQ_2_SEQ_LM": Task.SEQ_2_SEQ_LM,
+    "FEATURE_EXTRACTION": Task.FEATURE_EXTRACTION,
+}
+_CLASSIFIER = "ForSequenceClassification"
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
 
 
 def is_classifier(class_names: tuple[str, ...]) -> bool:
     """Return whether `architectures` of a config names a sequence classifier."""
-    return any(name.endswith("ForSequenceClassification") for name in class_names)
+    return any(name.endswith(_CLASSIFIER) for name in class_names)
+
+
+def trained_class(adapters: Sequence[AdapterDir], base: ModelDir) -> str | None:
+    """Return the class that OWN_CLASS means: of the first adapter that names one, else of the base."""
+    named = [adapter.config.trained_class for adapter in adapters if adapter.config]
+    own = base.config.architectures if base.config else ()
+    return next(filter(None, (*named, *own)), None)
+
+
+def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
+    """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
+
+    None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where what was
+    asked for and the configs contradict each other.
+    """
+    told = {adapter.root: _told(adapter.config, base) for adapter in adapters if adapter.config}
+    if task is not Task.AUTO:
+        if task in {Task.CAUSAL_LM, *CLASSIFIERS}:
+            return None
+        for adapter in adapters if task is not Task.OWN_CLASS else ():
+            if adapter.config and adapter.config.task_type and told[adapter.root] is not task:
+                raise _contradiction(adapter.config, adapter.config.task_type, f"--task {task} was asked for")
+        return task
+    heard = set(told.values()) - {None}
+    if len(heard) > 1:
+        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in told.items())
+        raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
+    if heard:
+        return next(iter(heard - {Task.CAUSAL_LM, *CLASSIFIERS}), None)
+    own = next(iter(base.config.architectures), None) if base.config else None
+    # the head that an adapter brings is a sequence classifier's, if the base does not say that it has one of its own
+    brought = not ("Classification" in (own or "") or "Answering" in (own or "")) and any(map(_carries_head, adapters))
+    return Task.OWN_CLASS if own is not None and not brought and not _is_of_the_two(own, base) else None
+
+
+def _told(config: AdapterConfig | None, base: ModelDir) -> Task | None:
+    """Return what the config of an adapter says: its task type, else the class that it was trained on."""
+    if config is None:
+        return None
+    if config.task_type:
+        return _TASK_TYPES[config.task_type]
+    name = config.trained_class
+    if name is None or (_is_of_the_two(name, base) and not name.endswith(_CLASSIFIER)):
+        return None  # which of the two, its tensors tell
+    return Task.SEQ_CLS if name.endswith(_CLASSIFIER) else Task.OWN_CLASS
+
+
+def _is_of_the_two(class_name: str, base: ModelDir) -> bool:
+    row = architecture_of(base.config.model_type or "") if base.config else None
+    known = (row.causal_lm, row.sequence_classification) if row else ()
+    return class_name.endswith((*_CAUSAL, _CLASSIFIER)) or class_name in known
+
+
+def _carries_head(adapter: AdapterDir) -> bool:
+    keys = (key for key in adapter.keys.values() if key.part in (Part.PLAIN, Part.SAVED_MODULE))
+    return any(not _HEADS.isdisjoint(key.module.split(".")) for key in keys)
 
 
 def decide_task(task: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDir, arch: Architecture) -> Task:
     """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, if adapter and base do not contradict it.
 
-    Without being asked: the adapter's `task_type`, else a head among its tensors, else the base's own class.
-    Raises `UnsupportedAdapter` on a contradiction and for tasks that are neither.
+    Without being asked: the adapter's `task_type`, else the class that it was trained on or a head among its tensors,
+    else the base's own class. Raises `UnsupportedAdapter` on a contradiction.
     """
-    told = {"CAUSAL_LM": Task.CAUSAL_LM, "SEQ_CLS": Task.SEQ_CLS}.get(config.task_type or "")
-    if config.task_type and told is None:
-        raise UnsupportedAdapter(
-            f"{config.path}: task_type: expected SEQ_CLS or CAUSAL_LM, found {config.task_type}",
-            hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
-        )
+    told = _TASK_TYPES.get(config.task_type or "")
     classifier_base = base.config is not None and is_classifier(base.config.architectures)
     has_head = arch.head is not None and any(
         key.module == arch.head or key.module.startswith(f"{arch.head}.") for key in adapter.keys.values()
@@ -69,7 +139,7 @@ def decide_task(task: Task, adapter: AdapterDir, config: AdapterConfig, base: Mo
     if task is Task.AUTO:
         if told is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
             raise _contradiction(config, "CAUSAL_LM", f"the {'adapter' if has_head else 'base'} has a {arch.head} head")
-        return told or seen
+        return told or _told(config, base) or seen
     asked = Task.CAUSAL_LM if task is Task.CAUSAL_LM else Task.SEQ_CLS
     if told is not None and told is not asked:
         raise _contradiction(config, config.task_type or "", f"--task {task} was asked for")
@@ -83,45 +153,3 @@ def _contradiction(config: AdapterConfig, found: str, against: str) -> Unsupport
         f"{config.path}: task_type is {found}, but {against}",
         hint='a reward model needs "task_type": "SEQ_CLS" in adapter_config.json, and its trained score head',
     )
-
-
-def find_head(
-    adapter: AdapterDir,
-    modules: AdapterModules,
-    base: ModelDir,
-    arch: Architecture,
-    *,
-    num_labels: int | None,
-) -> Head:
-    """Return the head: from the adapter if it was saved or carried there, else from a base that has one.
-
-    `num_labels` is what was asked for; the head's rows decide. Raises `IncompatibleBase` where they differ, and
-    `UnsupportedAdapter` where there is no head: a merged model would then get a random one on every load.
-    """
-    if arch.head is None or arch.sequence_classification is None:
-        raise UnsupportedAdapter(
-            f"{base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
-            hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
-        )
-    names = head_names(arch)
-    places = (modules.saved, modules.frozen_base, base.tensors)
-    weight = next((place[name] for place in places for name in names if name in place), None)
-    if weight is None:
-        raise UnsupportedAdapter(
-            f"{adapter.root}: no `{names[0]}` in the adapter nor in the base: {_why_headless(arch.head, modules)}",
-            hint="look for it in the training checkpoint (global_step…), or train again with "
-            f'task_type="SEQ_CLS" or modules_to_save=["{arch.head}"]',
-        )
-    rows = weight.shape[0]
-    if num_labels is not None and rows != num_labels:
-        raise IncompatibleBase(
-            f"{weight.path}: `{weight.name}` has {rows} rows, so {rows} labels; asked for were {num_labels}",
-            hint=f"leave --num-labels and --rm out, or give --num-labels {rows} with --task seq-cls",
-        )
-    return Head(module=arch.head, weight=weight, num_labels=rows)
-
-
-def _why_headless(head: str, modules: AdapterModules) -> str:
-    if head in modules.lora:
-        return f"LoRA was put on a `{head}` whose frozen random base was never saved, so the rewards are lost"
-    return "the trained head was not saved, and a new one would be random"

@@ -33,6 +33,7 @@ try:
     import torch
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.utils import logging
 except ImportError as error:
     raise MissingDependency("transformers", extra="merge") from error
@@ -42,6 +43,9 @@ _POSITIONS = 4
 """Last positions of each prompt whose logits are compared: a vocabulary of 150,000 takes 0.6 MB each."""
 _NOISE = 1e-5
 """What float32 runs of one model may differ by, relative to the largest value; layers add roundoffs of 6e-8."""
+
+_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""The classes that AutoModelForCausalLM loads."""
 
 Told = Callable[[str], None]
 """Called with a word on what is being computed."""
@@ -78,6 +82,8 @@ class _Asking:
         self._config = AutoConfig.from_pretrained(merged, local_files_only=True, trust_remote_code=False)
         classes = provenance.merged.config.architectures if provenance.merged.config else ()
         self._classifier = is_classifier(classes)
+        if classes and not self._classifier and classes[0] not in _CAUSAL:
+            raise UnsupportedAdapter(f"{merged}: a {classes[0]} answers in its own way, which is not compared here")
         self._auto = AutoModelForSequenceClassification if self._classifier else AutoModelForCausalLM
         text = self._config.get_text_config()
         if getattr(text, "pad_token_id", None) is None:
