@@ -41,7 +41,11 @@ def test_names_are_those_of_trls_own_dataclasses(method: object) -> None:
     ours = option_names(method).trl
     assert set(ours) == set(theirs)
     # the type itself, its name, or what transformers' parser has made of it
-    flags = {name for name, kind in theirs.items() if kind is bool or str(kind) in ("bool", "bool | None", "typing.Optional[bool]")}
+    flags = {
+        name
+        for name, kind in theirs.items()
+        if kind is bool or str(kind) in ("bool", "bool | None", "typing.Optional[bool]")
+    }
     assert {name for name, flag in ours.items() if flag} == flags
 
 
