@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoint import open_checkpoint
 from tests.cli.calling import Caller
+from tests.hub.conftest import environment
+from tests.hub.server import Hub
 from tests.train.running import COMMON, QWEN2, pairs, texts, write_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,8 +44,8 @@ def config(tmp_path: Path, **options: Any) -> Path:
     return path
 
 
-def lora_tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def lora_tool(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
     return subprocess.run(
         [sys.executable, "-m", "lora_tool", *map(str, words)],
         capture_output=True,
@@ -54,11 +56,20 @@ def lora_tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_train_then_validate_then_merge_then_resume(tmp_path: Path) -> None:
-    block = {"after": {"validate": True, "merge": {"output": str(tmp_path / "merged"), "overwrite": True}}}
-    path = config(tmp_path, save_strategy="steps", save_steps=2, lora_tool=block)
-    done = lora_tool("train", "reward", "--config", path)
+def test_train_then_validate_then_merge_then_push_then_resume(tmp_path: Path) -> None:
+    merge = {"output": str(tmp_path / "merged"), "overwrite": True}
+    after = {"validate": True, "merge": merge, "push": {"repo": "me/reward", "private": True}}
+    path = config(tmp_path, save_strategy="steps", save_steps=2, lora_tool={"after": after})
+    with Hub() as hub:
+        done = lora_tool("train", "reward", "--config", path, **environment(hub, tmp_path, HF_HUB_OFFLINE="0"))
     assert done.returncode == 0, done.stderr
+    pushed = hub.repos["me/reward"]
+    assert pushed.private
+    assert pushed.history == ["Upload reward model with lora-tool", "initial commit"]
+    files = pushed.files("main")
+    for name in (path.name for path in (tmp_path / "merged").glob("*.safetensors")):
+        assert files[name] == (tmp_path / "merged" / name).read_bytes()
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
     assert "set lora_task_type: SEQ_CLS" in done.stderr
     assert "trained reward: 4 steps" in done.stdout
     assert "parameters moved by" in done.stdout
@@ -80,6 +91,9 @@ def test_train_then_validate_then_merge_then_resume(tmp_path: Path) -> None:
 
     broken = out / "checkpoint-4" / "optimizer.pt"
     broken.write_bytes(broken.read_bytes()[:100])
+    lines = yaml.safe_load(path.read_text())
+    del lines["lora_tool"]["after"]["push"]
+    path.write_text(yaml.safe_dump(lines))
     again = lora_tool("train", "reward", "--config", path, "--resume", "auto", "--json")
     assert again.returncode == 0, again.stderr
     assert f"going on from {out / 'checkpoint-2'}" in again.stderr
@@ -192,7 +206,8 @@ def test_guard_around_a_script(tmp_path: Path, rate: float, code: int) -> None:
     script.write_text(SCRIPT.format(out=str(tmp_path / "out"), data=str(data), base=str(QWEN2), rate=rate))
     done = lora_tool("guard", "--", sys.executable, str(script))
     assert done.returncode == code, done.stderr
-    assert ("saved" in done.stderr) is (code == 0)
+    assert done.stdout.endswith("saved\n") is (code == 0)  # stdout is the script's own, and nothing of ours
+    assert ("guarded" in done.stderr) is (code == 0)
     assert ("never-moved" in done.stderr) is (code == 1)
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() is (code == 0)
 
@@ -203,10 +218,17 @@ def test_guard_says_when_it_guarded_nothing(call: Caller) -> None:
     assert "no HF Trainer was seen" in done.err
 
 
-@pytest.mark.parametrize("words", [("--", "no-such-command"), ("--", sys.executable, "-c", "raise SystemExit(7)")])
-def test_guard_passes_on_what_fails(call: Caller, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--", "no-such-command"), 3),
+        (("--", sys.executable, "-c", "raise SystemExit(7)"), 7),
+        (("--", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"), 137),
+    ],
+)
+def test_guard_passes_on_what_fails(call: Caller, words: tuple[str, ...], code: int) -> None:
     done = call("guard", *words)
-    assert done.code == 3
+    assert done.code == code
     assert done.err.splitlines()[0].startswith("error: ")
 
 
@@ -239,6 +261,43 @@ def test_after_runs_on_the_first_machine_only(tmp_path: Path, launch: dict[str, 
     from lora_tool.train.methods import METHODS
 
     assert machine_rank(read_run_config(METHODS["sft"], config(tmp_path, **launch), ())) == rank
+
+
+def test_an_adapter_as_base_is_refused(tmp_path: Path, call: Caller) -> None:
+    adapter = QWEN2.parent / "adapter"
+    done = call("train", "reward", "--config", config(tmp_path), "--model_name_or_path", adapter)
+    assert done.code == 1
+    assert "error: adapter-as-base:" in done.err
+    assert f"hint: lora-tool merge {adapter} -o MERGED, then model_name_or_path: MERGED" in done.err
+
+
+def test_lora_options_without_lora_are_told(tmp_path: Path, call: Caller) -> None:
+    path = config(tmp_path)
+    lines = yaml.safe_load(path.read_text())
+    del lines["use_peft"]
+    path.write_text(yaml.safe_dump(lines))
+    done = call("train", "sft", "--config", path, "--dry-run", "static")
+    assert done.code == 0
+    assert "warning: peft-off:" in done.err
+    assert "peft-off" not in call("train", "sft", "--config", path, "--use_peft=false", "--dry-run", "static").err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("dataset_name", "data/train.jsonl", "datasets: [{path: json, data_files: "),
+        ("dataset_name", "./nowhere", "no such folder, and no Hub id"),
+        ("model_name_or_path", "out/model/here", "no such folder, and no Hub id"),
+        ("model_name_or_path", "data/train.jsonl", "is a file, not a model's folder"),
+    ],
+)
+def test_paths_that_cannot_be_used_are_told_before_torch(
+    tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch, option: str, value: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call("train", "sft", "--config", config(tmp_path), f"--{option}", value)
+    assert done.code == 3
+    assert said in done.err
 
 
 def test_what_after_runs_is_what_one_would_type(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_a_run_is_given_up_after_the_window_and_not_before() -> None:
     assert [cause.code if cause else None for cause in seen] == [None] * 9 + ["reward-constant"]
 
 
+def test_a_reward_that_may_be_rare_is_waited_for() -> None:
+    none_earned = {**CONSTANT, "reward": 0.0}
+    watch = Watch(method=GRPO, window=10, batch=8)
+    seen = [watch.observe(step, none_earned) for step in range(1, 33)]
+    assert [cause is not None for cause in seen] == [False] * 31 + [True]  # 256 completions
+    wide = Watch(method=GRPO, window=10, batch=512)
+    assert [wide.observe(step, none_earned) is not None for step in range(1, 11)] == [False] * 9 + [True]
+
+
 def test_one_log_of_many_steps_is_not_enough() -> None:
     watch = Watch(method=GRPO, window=10)
     assert watch.observe(100, CONSTANT) is None

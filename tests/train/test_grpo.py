@@ -113,3 +113,9 @@ def test_a_reward_that_is_infinite_is_stopped(train: Trainings) -> None:
     outcome = grpo(train, "endless")
     assert (outcome.status.value, codes(outcome)) == ("stopped", {"reward-infinite"})
     assert not list(train.output.glob("*.safetensors"))
+
+
+def test_a_run_shorter_than_its_logging_is_judged_too(train: Trainings) -> None:
+    assert codes(grpo(train, "constant", logging_steps=50)) == {"reward-constant"}
+    outcome = grpo(train, "varied", logging_steps=50)
+    assert (outcome.status.value, outcome.findings) == ("done", ())

@@ -138,3 +138,25 @@ def test_rows_that_are_cut_are_counted(train: Trainings, method: str) -> None:
     outcome = train(method, dry=True, model_name_or_path=str(QWEN2), rows=rows, max_length=100)
     assert (outcome.status.value, codes(outcome)) == ("checked", {"rows-truncated"})
     assert "5 of 24" in outcome.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "said"),
+    [
+        ("reward", lambda row, at: {**row, "chosen": None if at % 2 else row["chosen"]}, "null in 12 of 24 rows"),
+        ("dpo", lambda row, _: {**row, "rejected": 3}, "int in 24 of 24 rows"),
+        ("dpo", lambda row, _: {**row, "prompt": [{"role": "user", "content": "x"}]}, "prompt is messages"),
+        ("sft", lambda row, _: {"prompt": row["prompt"], "completion": [{"role": "user", "content": "x"}]}, "messages"),
+    ],
+)
+def test_values_that_cannot_be_read_are_refused(train: Trainings, method: str, change: Any, said: str) -> None:
+    rows = [change(row, at) for at, row in enumerate(pairs())]
+    outcome = train(method, model_name_or_path=str(QWEN2), rows=rows)
+    assert (outcome.status.value, codes(outcome)) == ("refused", {"values"})
+    assert said in outcome.findings[0].message
+
+
+def test_rows_tokenised_into_blocks_of_max_length_are_not_cut(train: Trainings) -> None:
+    rows = [{"input_ids": list(range(3, 19))}] * 16
+    assert train("sft", model_name_or_path=str(QWEN2), rows=rows, max_length=16).findings == ()
+    assert codes(train("sft", model_name_or_path=str(QWEN2), rows=rows, max_length=12)) == {"rows-truncated"}

@@ -5,6 +5,8 @@ They run when all workers have ended, so the accelerator's memory is free, and o
 
 from __future__ import annotations
 
+import importlib
+import os
 import shlex
 import subprocess
 import sys
@@ -15,9 +17,46 @@ from typing import Any
 import click
 
 from lora_tool.display import printable
+from lora_tool.errors import BadRunConfig
+from lora_tool.report import Finding, Severity
+from lora_tool.train.codes import finding
 from lora_tool.train.config import RunConfig
 
-_OPTIONS = {"max_shard_size": "--max-shard-size", "create_pr": "--create-pr"}
+_OPPOSITES = {"private": "--public", "verify": "--no-verify"}
+
+
+def foreseen(run: RunConfig, output: Path) -> Iterator[Finding]:
+    """Yield what would make a command fail that is run when training has ended. Raises `BadRunConfig` for a bad value."""
+    for name, *arguments in commands(run, output):
+        command: click.Command = importlib.import_module(f"lora_tool.cli.{name}").command
+        try:
+            command.make_context(name, arguments).close()
+        except click.UsageError as error:
+            raise BadRunConfig(f"lora_tool.after.{name}: {error.format_message()}") from error
+    merged = merged_folder(run, output)
+    if run.after.merge is not None and merged.exists() and not run.after.merge.get("overwrite"):
+        yield finding(
+            "merge-output",
+            Severity.ERROR,
+            "exists, and merge would not replace it when training has ended",
+            hint="lora_tool: {after: {merge: {overwrite: true}}}, or another output",
+            where=str(merged),
+        )
+    if run.after.push is not None and not _has_token(run):
+        yield finding(
+            "no-token",
+            Severity.WARNING,
+            "there is no token, and push will fail without one when training has ended",
+            hint="hf auth login, or HF_TOKEN in the environment",
+            where="after",
+            subject="push",
+        )
+
+
+def _has_token(run: RunConfig) -> bool:
+    from huggingface_hub import get_token  # noqa: PLC0415 - only where something is pushed
+
+    return bool({"HF_TOKEN", "HF_OIDC_RESOURCE"} & {*run.env, *os.environ} or get_token())
 
 
 def carry_on(run: RunConfig, output: Path, *, stdout: int | None = None) -> int:
@@ -25,14 +64,25 @@ def carry_on(run: RunConfig, output: Path, *, stdout: int | None = None) -> int:
 
     `stdout` is a file descriptor for what they print, by default our own.
     """
-    for arguments in commands(run, output):
-        click.echo(f"$ lora-tool {printable(shlex.join(arguments))}", err=True)
-        code = subprocess.run([sys.executable, "-m", "lora_tool", *arguments], check=False, stdout=stdout).returncode  # noqa: S603
+    left = list(commands(run, output))
+    while left:
+        click.echo(f"$ lora-tool {printable(shlex.join(left[0]))}", err=True)
+        words = [sys.executable, "-m", "lora_tool", *left[0]]
+        try:
+            code = subprocess.run(words, check=False, stdout=stdout, env={**os.environ, **run.env}).returncode  # noqa: S603
+        except KeyboardInterrupt:
+            _say_how_to_go_on(left)
+            raise
         if code:
-            again = shlex.join(arguments)
-            click.echo(f"hint: the training is done and safe; go on with: lora-tool {printable(again)}", err=True)
-            return code
+            _say_how_to_go_on(left)
+            return code if code > 0 else 128 - code
+        left = left[1:]
     return 0
+
+
+def _say_how_to_go_on(left: list[list[str]]) -> None:
+    again = " && ".join(f"lora-tool {printable(shlex.join(arguments))}" for arguments in left)
+    click.echo(f"hint: the training is done and safe; go on with: {again}", err=True)
 
 
 def commands(run: RunConfig, output: Path) -> Iterator[list[str]]:
@@ -60,12 +110,10 @@ def _options(given: Mapping[str, Any], *, leave: tuple[str, ...]) -> list[str]:
     for name, value in given.items():
         if name in leave or value is None:
             continue
-        option = _OPTIONS.get(name, f"--{name}")
+        option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            if name == "private":
-                arguments.append("--private" if value else "--public")
-            elif value:
-                arguments.append(option)
+            if value or name in _OPPOSITES:
+                arguments.append(option if value else _OPPOSITES[name])
         else:
             arguments += [option, str(value)]
     return arguments

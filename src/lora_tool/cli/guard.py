@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from lora_tool.display import printable
 from lora_tool.errors import TrainingFailed, TrainingStopped
-from lora_tool.report import Severity
+from lora_tool.report import Finding, Severity
 
 if TYPE_CHECKING:
+    from lora_tool.train.config import GuardSettings
     from lora_tool.train.job import Outcome
     from lora_tool.train.rescue import Saved
 
@@ -43,7 +45,8 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.
 
     The command may be `trl`, `accelerate launch`, `torchrun`, `deepspeed` or a Python script, in the environment that
-    has lora-tool. What it saved is checked when it ends. Needs lora-tool[train].
+    has lora-tool. What it saved is checked when it ends. Its output stays its own, and so does its exit code where it
+    fails by itself; 1: a guard stopped it, or its result is bad. Needs lora-tool[train].
     """
     from lora_tool.train.codes import CODES  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.train.config import GuardSettings  # noqa: PLC0415
@@ -57,7 +60,8 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         raise click.UsageError(f"unknown guard {unknown[0]!r}; they are: {', '.join(CODES)}")
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="lora-tool-guard-") as folder:
-        code = _run(words, Path(folder), GuardSettings(mode=mode, window=window, ignore=tuple(ignore)))
+        settings = GuardSettings(mode=mode, window=window, ignore=tuple(ignore))
+        code = _run(words, Path(folder), settings, own_stdout=not as_json)
         outcomes = read_outcomes(Path(folder))
     stopped = next((outcome for outcome in outcomes if outcome.status is Status.STOPPED), None)
     outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts.get("outputs", ())})
@@ -68,7 +72,9 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     if stopped is not None:
         raise TrainingStopped(f"training was stopped: {stopped.error}", hint=stopped.hint)
     if code:
-        raise TrainingFailed(f"{words[0]} ended with exit code {code}", hint="the lines above are its own")
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        click.echo(f"error: {printable(words[0])} ended with {how}; the lines above are its own", err=True)
+        return code if code > 0 else 128 - code  # as a shell has it
     bad = [item for item in saved if item.errors]
     if bad:
         found = bad[0].errors[0]
@@ -80,14 +86,19 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
             hint="run it with the Python environment that has lora-tool",
         )
     if not as_json:
-        warnings = sum(item.severity is Severity.WARNING for item in outcomes[0].findings)
-        click.echo(
-            f"guarded {printable(words[0])}: {warnings or 'no'} warning{'' if warnings == 1 else 's'}, {len(saved)} results checked"
-        )
+        warnings = sum(item.severity is Severity.WARNING for item in _findings(outcomes))
+        told = f"{warnings or 'no'} warning{'' if warnings == 1 else 's'}"
+        results = f"{len(saved) or 'no'} result{'' if len(saved) == 1 else 's'} checked"
+        click.echo(f"guarded {printable(words[0])}: {told}, {results}", err=True)
     return 0
 
 
-def _run(words: tuple[str, ...], folder: Path, settings: Any) -> int:  # noqa: ANN401 - GuardSettings
+def _findings(outcomes: list[Outcome]) -> tuple[Finding, ...]:
+    """Return what was found, once: every rank of a training says the same."""
+    return tuple(dict.fromkeys(found for outcome in outcomes for found in outcome.findings))
+
+
+def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_stdout: bool) -> int:
     """Run the command with the guard's settings in `folder`, and return its exit code."""
     import lora_tool.train  # noqa: PLC0415
     from lora_tool.train.config import RunConfig  # noqa: PLC0415
@@ -100,7 +111,7 @@ def _run(words: tuple[str, ...], folder: Path, settings: Any) -> int:  # noqa: A
     paths = [str(attach), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), FOLDER_VARIABLE: str(folder)}
     try:
-        return run_group(words, environment)
+        return run_group(words, environment, own_stdout=own_stdout)
     except (FileNotFoundError, PermissionError) as error:
         raise TrainingFailed(
             f"{words[0]}: {error.strerror}", hint=f"is this the command? {shlex.join(words)}"
@@ -118,19 +129,28 @@ def _rescue(item: Saved) -> Path | None:
     return out if consolidate(checkpoint, out) else None
 
 
+def _status(outcomes: list[Outcome], saved: list[Saved]) -> str:
+    from lora_tool.train.job import Status  # noqa: PLC0415
+
+    if any(outcome.status is Status.STOPPED for outcome in outcomes):
+        return Status.STOPPED.value
+    if any(item.errors for item in saved):
+        return Status.BAD_RESULT.value
+    return Status.DONE.value if outcomes else "unguarded"
+
+
 def _print_json(
     words: tuple[str, ...], code: int, outcomes: list[Outcome], saved: list[Saved], rescued: list[Path | None]
 ) -> None:
     from lora_tool.report import Report  # noqa: PLC0415
     from lora_tool.report.json import report_json  # noqa: PLC0415
 
-    findings = tuple(found for outcome in outcomes[:1] for found in outcome.findings)
-    found = (*findings, *(error for item in saved for error in item.errors))
+    found = (*_findings(outcomes), *(error for item in saved for error in item.errors))
     table = {
         **report_json(Report(findings=found)),
         "command": list(words),
         "exit_code": code,
-        "status": outcomes[0].status.value if outcomes else "unguarded",
+        "status": _status(outcomes, saved),
         "results": [str(item.path) for item in saved],
         "consolidated": [str(path) for path in rescued if path],
     }

@@ -65,10 +65,11 @@ def command(
     require_training()
     run, settings = with_settings(read_run_config(METHODS[method], config, options))
     require_inputs(run)
+    after = _after_findings(run)
     run, choice = _resume(run, resume)
     _tell(settings)
     found = static_findings(run) if run.guard.mode != "off" else ()
-    found = (*choice.skipped, *found)
+    found = (*choice.skipped, *after, *found)
     _show(found)
     if choice.path is not None:
         click.echo(f"going on from {printable(str(choice.path))}", err=True)
@@ -86,6 +87,18 @@ def command(
     if not (as_json or quiet or dry_run == "static"):
         _summarise(run, outcome)
     return _after(run, outcome, as_json=as_json) if not dry_run else None
+
+
+def _after_findings(run: RunConfig) -> tuple[Any, ...]:
+    """Return what stands in the way of `after:`, before days are spent on what comes first."""
+    from lora_tool.train.launch import machine_rank  # noqa: PLC0415
+
+    if not run.after.any or machine_rank(run) != 0:
+        return ()
+    from lora_tool.cli.after_training import foreseen  # noqa: PLC0415
+
+    output = Path(run.text("output_dir") or "trainer_output")
+    return tuple(item for item in foreseen(run, output) if item.code not in run.guard.ignore)
 
 
 def _outcome(run: RunConfig, choice: Choice, found: tuple[Any, ...], *, dry_run: str | None) -> Outcome:

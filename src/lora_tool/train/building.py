@@ -90,12 +90,13 @@ def load_data(arguments: Arguments) -> Mapping[str, Any]:
     return splits
 
 
-def split(data: Mapping[str, Any], name: str) -> Any:
-    """Return one split. Raises `TrainingFailed` naming those that are there."""
+def split(data: Mapping[str, Any], name: str, option: str) -> Any:
+    """Return the split that `option` names. Raises `TrainingFailed` naming those that are there."""
     if name not in data:
+        no_evaluation = ", or eval_strategy: no" if option == "dataset_test_split" else ""
         raise TrainingFailed(
             f"the data has no split {name!r}, it has: {', '.join(data)}",
-            hint=f"dataset_train_split: {next(iter(data), 'NAME')}",
+            hint=f"{option}: {next(iter(data), 'NAME')}{no_evaluation}",
         )
     return data[name]
 
@@ -172,10 +173,10 @@ def _trl_reward(name: str) -> Callable[..., Any]:
 
 def _imported(name: str) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
-    if not module:
+    if not module or "/" in name:
         raise TrainingFailed(
             f"reward_funcs: {name!r} is neither an import path nor one of: {', '.join(REWARD_FUNCTIONS)}",
-            hint="reward_funcs: [my_module.my_reward]",
+            hint=f"reward_model_name_or_path: {name}" if "/" in name else "reward_funcs: [my_module.my_reward]",
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

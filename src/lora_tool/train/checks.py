@@ -10,7 +10,7 @@ from typing import Any
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import BadRunConfig, TrainingFailed
 from lora_tool.report import Finding, Severity
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import adapter_as_base, finding
 from lora_tool.train.config import RunConfig
 
 _HALF = ("float16", "fp16", "half", "torch.float16")
@@ -47,22 +47,56 @@ def _settings(run: RunConfig) -> Iterator[Setting]:
 
 
 def require_inputs(run: RunConfig) -> None:
-    """Return if a model and data are named. Raises `BadRunConfig`, and `TrainingFailed` for a path that is not there."""
+    """Return if a model and data are named. Raises `BadRunConfig`, and `TrainingFailed` for a path that cannot be used."""
     model = run.text("model_name_or_path")
     if model is None:
         raise BadRunConfig("no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID")
     if run.text("dataset_name") is None and not run.options.get("datasets"):
         hint = "dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]"
         raise BadRunConfig("no data: neither dataset_name nor datasets is given", hint=hint)
-    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
+    _require_folder(run, "model_name_or_path", "MODEL")
+    _require_folder(run, "reward_model_name_or_path", "REWARD_MODEL")
+    _require_data(run)
+
+
+def _require_folder(run: RunConfig, option: str, example: str) -> None:
+    named = run.text(option)
+    if named is None or Path(named).expanduser().is_dir():
+        return
+    if Path(named).expanduser().is_file():
+        hint = run.line(option, Path(named).parent)
+        raise TrainingFailed(f"{option}: {named} is a file, not a model's folder", hint=hint)
+    if _is_path(named):
+        raise TrainingFailed(f"{option}: {named}: no such folder, and no Hub id", hint=run.line(option, example))
+
+
+def _require_data(run: RunConfig) -> None:
+    named = run.text("dataset_name")
+    if named is None or run.options.get("datasets"):
+        return
+    path = Path(named).expanduser()
+    if path.is_file() and path.suffix != ".py":
+        kind = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}.get(path.suffix, "json")
         raise TrainingFailed(
-            f"model_name_or_path: {model}: no such folder", hint=run.line("model_name_or_path", "MODEL")
+            f"dataset_name: {named} is a file; TRL takes a folder or a Hub id there",
+            hint=f"datasets: [{{path: {kind}, data_files: {named}, split: train}}] instead of dataset_name",
         )
+    if _is_path(named) and not path.exists():
+        hint = run.line("dataset_name", "FOLDER_OR_HUB_ID")
+        raise TrainingFailed(f"dataset_name: {named}: no such folder, and no Hub id", hint=hint)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name cannot be one of the Hub: ``owner/name`` has one slash and no dots before it."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:
     """Return what is wrong with the configuration itself."""
-    checks = (_task_type, _half_precision, _nan_filter, _attention, _packing, _old_checkpoints)
+    checks = (
+        *(_task_type, _without_peft, _adapter_as_base, _half_precision, _nan_filter, _attention, _packing),
+        _old_checkpoints,
+    )
     return tuple(found for check in checks for found in check(run) if found.code not in run.guard.ignore)
 
 
@@ -102,6 +136,32 @@ def _task_type(run: RunConfig) -> Iterator[Finding]:
         where=_at(run),
         subject="lora_task_type",
     )
+
+
+def _without_peft(run: RunConfig) -> Iterator[Finding]:
+    """TRL reads its ``lora_`` options only with ``use_peft``, and trains the whole model without a word."""
+    unread = [name for name in run.options if name.startswith("lora_")]
+    if unread and "use_peft" not in run.options:
+        yield finding(
+            "peft-off",
+            Severity.WARNING,
+            f"is given, but not use_peft: TRL does not read it and trains the whole model, {len(unread)} such options",
+            hint=f"{run.line('use_peft', 'true')}; use_peft: false, if the whole model is meant",
+            where=_at(run),
+            subject=unread[0],
+        )
+
+
+def _adapter_as_base(run: RunConfig) -> Iterator[Finding]:
+    named = run.text("model_name_or_path")
+    folder = Path(named).expanduser() if named else None
+    if (
+        folder
+        and run.flag("use_peft")
+        and (folder / "adapter_config.json").is_file()
+        and not (folder / "config.json").is_file()
+    ):
+        yield adapter_as_base(run.line("model_name_or_path", "MERGED"), where=_at(run), adapter=str(folder))
 
 
 def _dtype(run: RunConfig) -> tuple[str | None, str]:

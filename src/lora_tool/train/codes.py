@@ -6,6 +6,8 @@ from lora_tool.report import Finding, Severity
 
 CODES = {
     "task-type": "the adapter's task type is not the method's; a reward model's head would not be saved",
+    "peft-off": "LoRA options are given, and LoRA is off",
+    "adapter-as-base": "the base model is itself an adapter, which the result would not name",
     "fp16-weights": "weights are trained in float16, where activations above 65504 become infinite",
     "nan-filter": "NaN losses are shown as 0.0",
     "no-clipping": "float16 without gradient clipping",
@@ -16,6 +18,7 @@ CODES = {
     "padding-free-off": "padding-free was asked for and is not in effect",
     "packing-wrapped": "documents are cut and joined without a border",
     "columns": "the data has other columns than the method reads",
+    "values": "a column holds values that the method cannot read",
     "no-rows": "there are no rows to train on",
     "rows-dropped": "rows were dropped because they are longer than max_length",
     "rows-truncated": "rows are cut at max_length",
@@ -38,6 +41,8 @@ CODES = {
     "never-moved": "no trained parameter changed",
     "bad-result": "what was saved does not pass `lora-tool validate`",
     "unusable-checkpoint": "a checkpoint cannot be resumed from",
+    "merge-output": "the folder that the merged model is to be written to exists",
+    "no-token": "there is no token to push with",
     "old-checkpoints": "the output folder has checkpoints of an earlier run",
 }
 """Code → what it means, in one line."""
@@ -50,3 +55,15 @@ def finding(
     if code not in CODES:
         raise ValueError(f"{code} is not in the table of codes")
     return Finding(code=code, severity=severity, path=where, subject=subject, message=message, hint=hint)
+
+
+def adapter_as_base(line: str, *, where: str, adapter: str = "ADAPTER") -> Finding:
+    """Return the finding that a new adapter is trained on top of another: `line` names the merged model instead."""
+    return finding(
+        "adapter-as-base",
+        Severity.ERROR,
+        "is an adapter, not a model: the new adapter would name the base under both, and be loaded without the first",
+        hint=f"lora-tool merge {adapter} -o MERGED, then {line}",
+        where=where,
+        subject="model_name_or_path",
+    )

@@ -236,8 +236,12 @@ def _guard(block: Mapping[str, Any]) -> GuardSettings:
     return GuardSettings(mode=mode, window=window, ignore=tuple(ignore))
 
 
-_MERGE = ("output", "dtype", "precision", "base", "max_shard_size", "overwrite")
+_MERGE = (
+    *("output", "dtype", "precision", "base", "max_shard_size", "overwrite", "verify"),
+    *("untie", "moe_b_layout", "allow_in_memory", "jobs"),
+)
 _PUSH = ("repo", "private", "revision", "create_pr", "tag", "message", "what")
+_PUSHED = ("merged", "adapter")
 
 
 def _after(block: Mapping[str, Any]) -> AfterSettings:
@@ -249,5 +253,10 @@ def _after(block: Mapping[str, Any]) -> AfterSettings:
         _checked(merge, _MERGE, f"{BLOCK}.after.merge")
     if push is not None and not _checked(push, _PUSH, f"{BLOCK}.after.push").get("repo"):
         raise BadRunConfig(f"{BLOCK}.after.push: needs `repo`", hint="push: {repo: owner/name}")
+    what = (push or {}).get("what")
+    if what not in (None, *_PUSHED):
+        raise BadRunConfig(f"{BLOCK}.after.push.what: expected {' or '.join(_PUSHED)}, found {what!r}")
+    if what == "merged" and merge is None:
+        raise BadRunConfig(f"{BLOCK}.after.push.what: merged, but nothing is merged", hint="merge: true beside push")
     consolidate = str(block.get("consolidate", False)).lower() in (*_TRUE, "auto")
     return AfterSettings(validate=bool(block.get("validate", False)), consolidate=consolidate, merge=merge, push=push)

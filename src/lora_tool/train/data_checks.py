@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,10 @@ def row_findings(method: Method, data: Any) -> Iterator[Finding]:
         return
     rows = data.select(range(0, total, -(-total // SCANNED)))
     columns = set(data.column_names)
+    unreadable = _value_findings(method, rows, columns)
+    if unreadable:  # what follows reads them
+        yield from unreadable
+        return
     for chosen, rejected in _PAIRS:
         if {chosen, rejected} <= columns:
             yield from _pairs(rows[chosen], rows[rejected])
@@ -72,6 +77,48 @@ def row_findings(method: Method, data: Any) -> Iterator[Finding]:
             where="train data",
             subject="label",
         )
+
+
+def _value_findings(method: Method, rows: Any, columns: set[str]) -> list[Finding]:
+    """Return what no text or messages in the columns that the method reads; TRL would end in an AttributeError."""
+    if columns & set(_PREPARED):
+        return []
+    matching = [names for names in method.columns if set(names) <= columns]
+    read = [names for names in matching if not any(set(names) < set(others) for others in matching)]
+    found = [list(_unreadable(rows, names)) for names in read]
+    return min(found, key=len) if found else []
+
+
+def _unreadable(rows: Any, names: Sequence[str]) -> Iterator[Finding]:
+    kinds = {name: Counter(map(_kind, rows[name])) for name in names if name != "label"}
+    for name, counts in kinds.items():
+        if set(counts) - {"text", "messages"}:
+            others = {kind: count for kind, count in counts.items() if kind not in ("text", "messages")}
+            told = ", ".join(f"{kind} in {count} of {len(rows)} rows" for kind, count in others.items())
+            yield _values(name, f"is {told}; expected text or messages", "fill or filter these rows out of the data")
+    if not any(set(counts) - {"text", "messages"} for counts in kinds.values()):
+        mixed = {name: " and ".join(sorted(counts)) for name, counts in kinds.items()}
+        if len(set(mixed.values())) > 1:
+            told = ", ".join(f"{name} is {kind}" for name, kind in mixed.items())
+            yield _values(names[-1], f"{told}: TRL reads all of them as one or the other", "make all of them the same")
+    if "label" in names:
+        labels = sorted({str(type(label).__name__) for label in rows["label"]} - {"bool", "int", "float"})
+        if labels:
+            yield _values("label", f"is {labels[0]}; expected true or false", "dataset.map to true and false")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list):
+        return "messages" if all(isinstance(item, Mapping) for item in value) else "a list"
+    return type(value).__name__
+
+
+def _values(subject: str, message: str, hint: str) -> Finding:
+    return finding("values", Severity.ERROR, message, hint=hint, where="train data", subject=subject)
 
 
 def _pairs(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[Finding]:
@@ -114,12 +161,13 @@ def _is_empty(value: Any) -> bool:
 
 
 def length_findings(
-    method: Method, raw_rows: int, data: Any, max_length: int | None, *, packed: bool
+    method: Method, given: Any, data: Any, max_length: int | None, *, packed: bool
 ) -> Iterator[Finding]:
-    """Yield what TRL dropped or will cut: `raw_rows` before, the prepared `data` after."""
-    if packed or not hasattr(data, "__len__"):
+    """Yield what TRL dropped or will cut: the rows `given` to it, and the prepared `data` it made of them."""
+    if packed or not hasattr(data, "__len__") or not hasattr(given, "__len__"):
         return
     line = f"max_length: {2 * max_length}" if max_length else "max_length"
+    raw_rows = len(given)
     dropped = raw_rows - len(data)
     # KTO makes two rows of a pair
     if dropped > 0:
@@ -133,7 +181,7 @@ def length_findings(
         )
     if not max_length or not len(data):
         return
-    cut, seen = _cut_rows(data, max_length)
+    cut, seen = _cut_rows(given, data, max_length)
     if cut:
         yield finding(
             "rows-truncated",
@@ -146,8 +194,11 @@ def length_findings(
         )
 
 
-def _cut_rows(data: Any, max_length: int) -> tuple[int, int]:
+def _cut_rows(given: Any, data: Any, max_length: int) -> tuple[int, int]:
     """Return how many of the rows looked at are cut, and how many those are."""
+    if "input_ids" in given.column_names:  # tokenised beforehand, perhaps into blocks of just this length
+        lengths = [len(ids) for ids in given.select(range(0, len(given), -(-len(given) // SCANNED)))["input_ids"]]
+        return sum(length > max_length for length in lengths), len(lengths)
     rows = data.select(range(0, len(data), -(-len(data) // SCANNED)))
     columns = set(data.column_names)
     if "prompt_ids" in columns:  # cut by the collator: prompt and completion together are too long

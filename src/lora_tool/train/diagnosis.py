@@ -18,6 +18,10 @@ NO_GRADIENT = 1e-6
 
 _NOTHING = 1e-9
 
+RARE = 256
+"""Completions that may all be without a reward before it is called constant: a task that succeeds in 2 % of them is not
+yet hopeless when 1 % of such runs see none (0.98 ** 256 = 0.6 %)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -26,6 +30,8 @@ class Cause:
     code: str
     message: str
     hint: str
+    rare: bool = False
+    """Whether it may be luck: a reward of nothing, which the next completion may earn."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +40,8 @@ class Watch:
 
     method: Method | None = None
     window: int = 10
+    batch: int = 1
+    """Rows, or completions, of one optimizer step."""
     mask_truncated: bool = False
     healthy: int = 0
     """Logs that showed learning."""
@@ -61,8 +69,9 @@ class Watch:
             self.last = cause
         self.last_step = step
         lasted = step - self.first_bad if self.first_bad is not None else 0
+        enough = lasted >= self.window and not (cause and cause.rare and lasted * self.batch < RARE)
         # a run that has learned may have finished learning: all its rewards are equal because all are right
-        return self.last if not self.healthy and self.bad_logs > 1 and lasted >= self.window else None
+        return self.last if not self.healthy and self.bad_logs > 1 and enough else None
 
     def verdict(self) -> Cause | None:
         """Return why the whole run taught nothing, None if a part of it did."""
@@ -161,6 +170,7 @@ def _equal_rewards(logs: Mapping[str, Any]) -> Cause | None:
             hint="reward_weights: give them weights that do not cancel",
         )
     return Cause(
+        rare=(_number(logs.get("reward")) or 0.0) <= 0.0,
         code="reward-constant",
         message=f"all completions of a prompt get the same reward (mean {reward}), so no advantage and no gradient",
         hint="a reward in reward_funcs that tells completions apart; more num_generations or a higher temperature",

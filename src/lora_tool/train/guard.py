@@ -66,6 +66,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         self.output_dir = Path(args.output_dir)
         self.watch.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
+        self.watch.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._sharded = _is_sharded(args)
         if model is not None and not self._sharded:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -96,7 +97,9 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             message = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
             self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step >= state.max_steps and not self.watch.last_step and self.settings.mode != "off":
+            control.should_log = True  # a run shorter than logging_steps would end without a figure to judge it by
         engine = getattr(self.trainer, "deepspeed", None)
         if engine is None or self.settings.mode == "off" or _has_scaler(args):
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,15 +99,20 @@ def read_job(folder: Path) -> Job:
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
     """Write how this process ended, whole or not at all."""
-    part = folder / f"outcome-{rank}.part"
+    name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
+    part = folder / f"{name}.part"
     part.write_text(json.dumps(asdict(outcome), default=str), encoding="utf-8")
-    part.replace(folder / f"outcome-{rank}.json")
+    part.replace(folder / f"{name}.json")
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """Return the outcomes of the processes on this machine, that of the lowest rank first."""
+    """Return the outcomes of the processes on this machine, that of the lowest rank first, its newest first."""
+
+    def place(path: Path) -> tuple[int, float]:
+        return int(path.stem.split("-")[1]), -path.stat().st_mtime
+
     found = []
-    for path in sorted(folder.glob("outcome-*.json"), key=lambda path: int(path.stem.partition("-")[2])):
+    for path in sorted(folder.glob("outcome-*.json"), key=place):
         raw = json.loads(path.read_text(encoding="utf-8"))
         findings = tuple(Finding(**item | {"severity": Severity(item["severity"])}) for item in raw["findings"])
         found.append(

@@ -45,13 +45,13 @@ def launch(run: RunConfig, *, dry_run: bool = False, resume: Path | None = None,
         return outcomes[0]
 
 
-def run_group(arguments: Sequence[str], environment: dict[str, str]) -> int:
-    """Run a command in a process group of its own, stdout on our stderr, and return its exit code.
+def run_group(arguments: Sequence[str], environment: dict[str, str], *, own_stdout: bool = False) -> int:
+    """Run a command in a process group of its own and return its exit code; its stdout is our stderr, or `own_stdout`.
 
     Ctrl-C and SIGTERM reach every process of the group once, which then has time to end. Raises `KeyboardInterrupt`.
     """
     process = subprocess.Popen(  # noqa: S603 - our own command line
-        list(arguments), env=environment, stdout=_stderr(), start_new_session=True
+        list(arguments), env=environment, stdout=None if own_stdout else _stderr(), start_new_session=True
     )
     try:
         return process.wait()

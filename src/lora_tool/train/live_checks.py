@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lora_tool.report import Finding, Severity
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import adapter_as_base, finding
 from lora_tool.train.leak_probe import probe
 
 _LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -61,6 +61,8 @@ def batch_note(trainer: Any) -> tuple[str, int]:
 def model_findings(model: Any, asked_attention: str | None = None) -> Iterator[Finding]:
     """Yield what is wrong with a model about to be trained, whoever built it."""
     yield from _frozen(model)
+    if hasattr(model, "get_base_model") and getattr(model.get_base_model(), "_hf_peft_config_loaded", False):
+        yield adapter_as_base("load MERGED as the base", where="model")
     yield from _headless(model)
     yield from _half(model)
     in_effect = getattr(model.config, "_attn_implementation", None)

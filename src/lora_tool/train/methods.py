@@ -74,7 +74,7 @@ METHODS = {
         _stable("reward", "Reward", Feedback.PREFERENCE, _PAIRS, task_type="SEQ_CLS"),
         _stable("sft", "SFT", Feedback.TEXT, (("messages",), ("text",), ("prompt", "completion"))),
         _stable("dpo", "DPO", Feedback.PREFERENCE, _PAIRS),
-        _stable("kto", "KTO", Feedback.LABEL, (("prompt", "completion", "label"), ("prompt", "chosen", "rejected"))),
+        _stable("kto", "KTO", Feedback.LABEL, (("prompt", "completion", "label"), *_PAIRS)),
         _stable("grpo", "GRPO", Feedback.REWARD, (("prompt",),), script="trl.scripts.grpo.GRPOScriptArguments"),
         _stable("rloo", "RLOO", Feedback.REWARD, (("prompt",),), script="trl.scripts.rloo.RLOOScriptArguments"),
         _experimental("cpo", "CPO"),

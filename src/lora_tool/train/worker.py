@@ -58,6 +58,16 @@ _HINTS = (
     ("`kernels`", "attn_implementation: sdpa, or pip install kernels"),
     ("Target modules", "lora_target_modules: all-linear"),
     (
+        "is incompatible with Mamba-based models",
+        "lora_target_modules: [in_proj, x_proj, dt_proj], without those named above",
+    ),
+    ("does not work with lora_dropout", "lora_dropout: 0 (TRL's default is 0.05)"),
+    (
+        "dataloader does not have a length",
+        "max_steps: N for streamed data; else a smaller per_device_train_batch_size: there is no whole batch of rows",
+    ),
+    ("Repo id must be in the form", "a folder that is there, or a Hub id of the form owner/name"),
+    (
         "out of memory",
         "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
     ),
@@ -104,9 +114,9 @@ class Run:
 
     def _data(self, arguments: building.Arguments) -> Any:
         data = building.load_data(arguments)
-        train = building.split(data, arguments.script.dataset_train_split)
+        train = building.split(data, arguments.script.dataset_train_split, "dataset_train_split")
         self.evaluation = (
-            building.split(data, arguments.script.dataset_test_split)
+            building.split(data, arguments.script.dataset_test_split, "dataset_test_split")
             if str(getattr(arguments.training.eval_strategy, "value", arguments.training.eval_strategy)) != "no"
             else None
         )
@@ -189,13 +199,12 @@ class Run:
         found = list(live_checks.model_findings(model, asked))
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         found += live_checks.packing_findings(model, trainer.data_collator, args, sharded=sharded)
-        raw = len(train) if hasattr(train, "__len__") else 0
         prepared = trainer.train_dataset
         packed = bool(getattr(args, "packing", False))
         limit = getattr(args, "max_length", None) or getattr(trainer, "max_length", None)  # CPO has one of its own
-        found += data_checks.length_findings(method, raw, prepared, limit, packed=packed)
-        if hasattr(prepared, "__len__"):
-            self.facts["rows"] = {"given": raw, "trained": len(prepared)}
+        found += data_checks.length_findings(method, train, prepared, limit, packed=packed)
+        if hasattr(prepared, "__len__") and hasattr(train, "__len__"):
+            self.facts["rows"] = {"given": len(train), "trained": len(prepared)}
         return found
 
     def _report(self, findings: Any) -> None:
