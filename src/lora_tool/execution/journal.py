@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,16 @@ _SAMPLE_BYTES = 1 << 16
 
 def digest_of(plan: Plan) -> str:
     """Return a sha256 that is the same for plans that write the same bytes from the same files."""
+    torch = None
+    if plan.precision is Precision.PEFT:
+        from importlib.metadata import version  # noqa: PLC0415 - it takes longer to import than an adapter to plan
+
+        torch = version("torch")
     content = {
         "plan": plan_json(plan),
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
-        "versions": [__version__, np.__version__, version("torch") if plan.precision is Precision.PEFT else None],
+        "versions": [__version__, np.__version__, torch],
     }
     text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
