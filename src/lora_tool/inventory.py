@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections import defaultdict
@@ -49,6 +50,8 @@ class Listed:
     sizes: Mapping[Content, int]
     best: bool = False
     """Whether it is the best of its run that is whole: by the metric, or the latest where nothing was evaluated."""
+    pointed_at: bool = False
+    """Whether a link under the folder that was listed leads to it: `best`, or another run's `checkpoint-N`."""
 
     @property
     def belongs_to_run(self) -> bool:
@@ -76,6 +79,7 @@ def inventory(root: Path) -> Iterator[Inventory]:
         one = _judged(folder)
         if one is not None:
             runs[folder.parent if _STEP.match(folder.name) else folder].append(one)
+    pointed_at = set(_link_targets(root))
     for parent, found in runs.items():
         judged = [item for item, _ in found]
         table = run_table(parent, judged)
@@ -89,6 +93,7 @@ def inventory(root: Path) -> Iterator[Inventory]:
                     row=row,
                     sizes=sizes_of(item.root),
                     best=row.path == table.best,
+                    pointed_at=item.root.resolve() in pointed_at,
                 )
                 for row, item, kind in zip(table.checkpoints, judged, (kind for _, kind in found), strict=True)
             ),
@@ -103,10 +108,16 @@ def _checkpoints_under(root: Path) -> Iterator[Path]:
         yield root
     for where, folders, _ in os.walk(root):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
-        inside = [name for name in folders if not _is_part(name) and _may_be_one(Path(where, name))]
-        yield from (Path(where, name) for name in inside)
+        inside = [Path(where, name) for name in folders if not _is_part(name) and _may_be_one(Path(where, name))]
+        yield from (path for path in inside if _STEP.match(path.name) or not path.is_symlink())
         # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
         folders[:] = [name for name in folders if not (_STEP.match(name) or _is_part(name))]
+
+
+def _link_targets(root: Path) -> Iterator[Path]:
+    for where, folders, _ in os.walk(root):
+        yield from (path.resolve() for name in folders if (path := Path(where, name)).is_symlink())
+        folders[:] = [name for name in folders if not _STEP.match(name)]
 
 
 def _by_step(name: str) -> tuple[str, int]:
@@ -175,6 +186,7 @@ class Why(str, enum.Enum):
     NONE_VALID = "no checkpoint of the run is valid; one may still be rescued"
     NEWER = "newer than the last valid one"
     LINK = "a link"
+    POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor the best"
 
@@ -205,33 +217,34 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
     """
     for run in runs:
         listed = [item for item in run.checkpoints if item.belongs_to_run]
-        valid = [item for item in listed if item.row.whole]
-        best = _by_metric(run, valid)[:keep_best]
+        valid = [item for item in listed if item.row.whole and not item.root.is_symlink()]
+        best = _by_metric(valid)[:keep_best]
         last = valid[max(0, len(valid) - keep_last) :] or ([] if best else valid[-1:])
         newer = listed[listed.index(valid[-1]) :] if valid else listed
         for item in listed:
             yield Choice(checkpoint=item, why=_why(item, valid=valid, last=last, best=best, newer=newer))
 
 
-def _by_metric(run: Inventory, valid: list[Listed]) -> list[Listed]:
+def _by_metric(valid: list[Listed]) -> list[Listed]:
     """Return the valid checkpoints that have the metric, best first; without a metric, the latest alone."""
     leader = next((item for item in valid if item.best), None)
-    if run.metric is None or leader is None or leader.row.metric is None:
+    measured = [
+        (item.row.metric, item) for item in valid if item.row.metric is not None and math.isfinite(item.row.metric)
+    ]
+    if leader is None or leader not in [item for _, item in measured]:
         return [leader] if leader else []
-    measured = [(item.row.metric, item) for item in valid if item.row.metric is not None]
-    lower = leader.row.metric <= min(value for value, _ in measured)  # the run's best tells which way is better
+    lower = leader.row.metric == min(value for value, _ in measured)  # the run's best tells which way is better
     return [item for _, item in sorted(measured, key=lambda pair: (pair[0] if lower else -pair[0], not pair[1].best))]
 
 
 def _why(item: Listed, *, valid: list[Listed], last: list[Listed], best: list[Listed], newer: list[Listed]) -> Why:
-    if item.root.is_symlink():
-        return Why.LINK
-    if not valid:
-        return Why.NONE_VALID
-    if item in best:
-        return Why.BEST
-    if item in last:
-        return Why.LAST
-    if item.row.whole:
-        return Why.OLDER
-    return Why.NEWER if item in newer else Why.INVALID
+    reasons = {
+        Why.LINK: item.root.is_symlink(),
+        Why.NONE_VALID: not valid,
+        Why.BEST: item in best,
+        Why.LAST: item in last,
+        Why.POINTED_AT: item.pointed_at,
+        Why.OLDER: item.row.whole,
+        Why.NEWER: item in newer,
+    }
+    return next((why for why, holds in reasons.items() if holds), Why.INVALID)

@@ -53,6 +53,23 @@ def test_prune_into_a_trash_folder(call: Caller, run: Path, tmp_path: Path) -> N
     assert (tmp_path / "trash" / "checkpoint-2" / "adapter_model.safetensors").is_file()
 
 
+def test_the_trash_keeps_runs_apart(call: Caller, run: Path, tmp_path: Path) -> None:
+    root, trash = tmp_path / "all my runs", tmp_path / "all my runs" / "trash"
+    for name in ("one", "two ü"):
+        shutil.copytree(run, root / name)
+    done = call("prune", root, "--apply", "--trash", trash)
+    assert done.code == 0
+    assert sorted(str(path.relative_to(trash)) for path in trash.glob("*/*")) == [
+        "one/checkpoint-2",
+        "two ü/checkpoint-2",
+    ]
+    shutil.copytree(trash / "one" / "checkpoint-2", root / "one" / "checkpoint-2")
+    shutil.copytree(run / "checkpoint-2", root / "two ü" / "checkpoint-1")
+    done = call("prune", root, "--apply", "--trash", trash)
+    assert done.code == 6  # one of them has its place taken: none is touched
+    assert (root / "two ü" / "checkpoint-1").is_dir()
+
+
 def test_usage(call: Caller, run: Path) -> None:
     assert call("prune", run, "--trash", run).code == 2
     assert call("ls", run / "missing").code == 3

@@ -89,7 +89,7 @@ def test_other_factors_of_the_same_product_are_no_distance_apart(pair: tuple[Pat
     wider = {f"{module}.lora_A.weight": turned @ a, f"{module}.lora_B.weight": b @ turned.T}
     edit(pair[1], wider)
     item = named(adapters(*pair))["model.layers.0.self_attn.q_proj"]
-    assert item.change is Change.CHANGED
+    assert item.change is Change.ALIKE
     assert item.first is not None
     assert item.apart is not None
     assert item.apart < 1e-6 * item.first
@@ -106,6 +106,20 @@ def test_config_scaling_and_absent_modules(pair: tuple[Path, Path]) -> None:
     doubled = items["model.layers.0.mlp.up_proj"]
     assert doubled.relative == pytest.approx(1)
     assert doubled.cosine == pytest.approx(1)
+
+
+def test_base_models_are_compared_as_what_they_mean(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for name in ("base", "two/base", "far/base"):
+        (tmp_path / name).mkdir(parents=True)
+    edit(pair[0], {}, base_model_name_or_path="../base")
+    edit(pair[1], {}, base_model_name_or_path=str(tmp_path / "base"))
+    assert adapters(*pair).same
+    edit(pair[0], {}, base_model_name_or_path="./base")
+    (pair[0] / "base").mkdir()
+    edit(pair[1], {}, base_model_name_or_path="./base")  # the same words, another folder
+    assert adapters(*pair).fields == {"base_model": (str(pair[0] / "base"), str(pair[1] / "base"))}
+    edit(pair[1], {}, base_model_name_or_path="me/other")
+    assert adapters(*pair).fields["base_model"][1] == "me/other"
 
 
 def test_nan_is_no_number_and_no_error(pair: tuple[Path, Path]) -> None:

@@ -129,3 +129,41 @@ def test_inventory_is_data() -> None:
     (run,) = inventory(RUN)
     assert isinstance(run, Inventory)
     assert run == next(iter(inventory(RUN)))
+
+
+def test_a_metric_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+    make_run(tmp_path, {1: float("nan"), 2: 0.3, 3: 0.5, 4: float("nan")})
+    assert chosen(tmp_path, last=0, best=1) == {1: Why.OLDER, 2: Why.BEST, 3: Why.OLDER, 4: Why.OLDER}
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", dict.fromkeys((1, 2, 3, 4)))
+    (run / "best").symlink_to("checkpoint-2")
+    other = make_run(tmp_path / "other", {9: None})
+    (other / "checkpoint-1").symlink_to(run / "checkpoint-3")
+    found = {
+        item.checkpoint.root.relative_to(tmp_path): item.why
+        for item in choose(inventory(tmp_path), keep_last=1, keep_best=0)
+    }
+    assert {str(path): why for path, why in found.items()} == {
+        "run/checkpoint-1": Why.OLDER,
+        "run/checkpoint-2": Why.POINTED_AT,
+        "run/checkpoint-3": Why.POINTED_AT,
+        "run/checkpoint-4": Why.LAST,
+        "other/checkpoint-1": Why.LINK,
+        "other/checkpoint-9": Why.LAST,
+    }
+
+
+def test_a_link_is_no_valid_checkpoint_of_the_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "elsewhere", {5: None})
+    run = make_run(tmp_path / "run", {1: None})
+    (run / "checkpoint-5").symlink_to(tmp_path / "elsewhere" / "checkpoint-5")
+    assert chosen(run, last=1, best=0) == {1: Why.LAST, 5: Why.LINK}
+
+
+def test_what_a_killed_removal_left_is_cleaned_up(tmp_path: Path) -> None:
+    make_run(tmp_path, dict.fromkeys((1, 2)))
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1.77.lora-tool-removed")
+    remove(tmp_path / "checkpoint-2")
+    assert list(tmp_path.iterdir()) == []

@@ -103,6 +103,11 @@ def test_nan_is_shown_and_breaks_nothing() -> None:
     assert "layer 0: NaN" in text
 
 
+def test_an_untrained_adapter_is_drawn_without_a_warning() -> None:
+    items = [spectrum("a", 0.0, 0.0), spectrum("b", 0.0, 0.0, layer=1)]
+    assert "layer 0: 0" in page("t", [], grids(items), items, {})
+
+
 def test_picture_shows_something(tmp_path: Path) -> None:
     path = draw(open_checkpoint(TRAINED), tmp_path / "out.png")
     picture = imread(path)

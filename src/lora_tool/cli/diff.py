@@ -43,7 +43,7 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
             comparison = compare_models(pair[0], pair[1], progress)
         else:
             raise NotACheckpoint(
-                f"{first} is a {pair[0].kind}, {second} is a {pair[1].kind}: only like things can be compared",
+                f"{first} is {_a(pair[0])}, {second} is {_a(pair[1])}: only like things can be compared",
                 hint="compare two adapters or two models; merge the adapter first: lora-tool merge ADAPTER",
             )
     if as_json:
@@ -66,3 +66,7 @@ def _open(reference: str) -> AdapterDir | ModelDir:
         )
     require_whole(checkpoint)
     return checkpoint
+
+
+def _a(checkpoint: Checkpoint) -> str:
+    return f"{'an' if checkpoint.kind.value[0] in 'aeiou' else 'a'} {checkpoint.kind}"

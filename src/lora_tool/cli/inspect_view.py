@@ -136,7 +136,7 @@ def _target_table(targets: Sequence[Target]) -> Table:
             Text(printable(target.name)),
             str(len(target.modules)),
             ranges(target.layers),
-            Text("differs", style="red") if target.rank is None else str(target.rank),
+            _rank(target),
             "?" if target.scaling is None else f"{target.scaling:.4g}",
             _sizes(target),
             target.dtype,
@@ -145,8 +145,17 @@ def _target_table(targets: Sequence[Target]) -> Table:
     return table
 
 
+def _rank(target: Target) -> Text:
+    if target.rank is not None:
+        return Text(str(target.rank))
+    known = target.a_shape and target.b_shape and target.parameters
+    return Text("differs" if known else "?", style="red")
+
+
 def _sizes(target: Target) -> str:
     a, b = target.a_shape, target.b_shape
+    if a is not None and b is not None and not target.parameters:
+        return "no values"
     if a is None or b is None:
         return f"{'A' if a is None else 'B'} is missing"
     if len(a) == _MATRIX and len(b) == _MATRIX:

@@ -10,6 +10,7 @@ import click
 
 from lora_tool.cli.inspect import plain
 from lora_tool.cli.options import json_option
+from lora_tool.display import printable
 
 
 @click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
@@ -18,25 +19,39 @@ from lora_tool.cli.options import json_option
 @click.option("--keep-best", type=click.IntRange(min=0), default=1, show_default=True, help="Best valid ones of a run.")
 @click.option("--apply", "apply_", is_flag=True, help="Remove them. Without it nothing is touched.")
 @click.option(
-    "--trash", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Move them there instead."
+    "--trash",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="With --apply: move them there instead.",
 )
 @json_option
 def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: Path | None, as_json: bool) -> None:
     """Show which checkpoint-N folders under ROOT (by default this folder) could go, and with --apply remove them.
 
     Of every run the last and the best valid ones stay, what is newer than the last valid one, and everything where
-    nothing is valid. Finished weights, adapters and models are never touched, and links are not followed.
+    nothing is valid. Finished weights, adapters and models are never touched, nor links and what they lead to.
     """
-    from lora_tool.execution.removal import remove  # noqa: PLC0415 - the rules, only now
+    from lora_tool.execution.removal import remove, require_room  # noqa: PLC0415 - the rules, only now
     from lora_tool.inventory import choose, inventory  # noqa: PLC0415
 
     if trash is not None and not apply_:
         raise click.UsageError("--trash says where to move them, so it needs --apply")
-    choices = list(choose(inventory(root), keep_last=keep_last, keep_best=keep_best))
+    choices = [
+        choice
+        for choice in choose(inventory(root), keep_last=keep_last, keep_best=keep_best)
+        if trash is None or not choice.checkpoint.root.resolve().is_relative_to(trash.resolve())
+    ]
     if apply_:
-        for choice in choices:
-            if choice.goes:
-                remove(choice.checkpoint.root, trash=trash)
+        # runs have folders of the same names: in the trash each keeps its place below ROOT
+        going = [
+            (choice.checkpoint.root, _place(choice.checkpoint.root, root, trash)) for choice in choices if choice.goes
+        ]
+        for folder, place in going:
+            if place is not None:
+                require_room(folder, place)
+        for folder, place in going:
+            remove(folder, trash=place)
+            click.echo(f"{'moved' if place else 'removed'} {printable(str(folder))}", err=True)
     if as_json:
         rows = [
             {
@@ -54,3 +69,7 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
     from lora_tool.cli.inventory_view import show_choices  # noqa: PLC0415 - rich, only for people
 
     show_choices(choices, root, sys.stdout, done=apply_)
+
+
+def _place(folder: Path, root: Path, trash: Path | None) -> Path | None:
+    return None if trash is None else trash / folder.parent.relative_to(root)

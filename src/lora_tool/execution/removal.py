@@ -17,14 +17,24 @@ def remove(folder: Path, *, trash: Path | None = None) -> None:
     """
     hidden = folder.with_name(f".{folder.name}.{os.getpid()}.lora-tool-removed")
     try:
+        for left in folder.parent.glob(".*.lora-tool-removed"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
         if trash is None:
             folder.rename(hidden)
             shutil.rmtree(hidden)
             return
+        require_room(folder, trash)
         trash.mkdir(parents=True, exist_ok=True)
-        target = trash / folder.name
-        if os.path.lexists(target):
-            raise OutputExists(f"{target} exists already", hint="give another folder: --trash DIR")
-        shutil.move(folder, target)
+        # on another disk it is copied: until all of it is there, it does not have its name
+        partial = trash / hidden.name
+        shutil.move(folder, partial)
+        partial.rename(trash / folder.name)
     except OSError as error:
         raise ExecutionError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from error
+
+
+def require_room(folder: Path, trash: Path) -> None:
+    """Return if `folder` can be moved into `trash` under its name. Raises `OutputExists`."""
+    target = trash / folder.name
+    if os.path.lexists(target):
+        raise OutputExists(f"{target} exists already", hint="give another folder: --trash DIR")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,8 @@ class Change(str, enum.Enum):
 
     SAME = "same"
     """The same bytes; for LoRA, the same bytes of both factors and the same scaling."""
+    ALIKE = "alike in effect"
+    """Another rank, other factors, and the same ΔW but for rounding in float64."""
     CHANGED = "changed"
     FIRST_ONLY = "only in the first"
     SECOND_ONLY = "only in the second"
@@ -80,7 +82,9 @@ class Comparison:
         return not self.fields and all(item.change is Change.SAME for item in self.differences)
 
 
-_FIELDS = ("base_model", "revision", "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
+_ALIKE = 1e-12
+"""Far above what QR and products in float64 leave of a difference of nothing, far below any type that is stored."""
+_FIELDS = ("revision", "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
 _MODEL_FIELDS = ("model_type", "architectures", "num_labels", "tie_word_embeddings", "quantization")
 
 
@@ -101,7 +105,7 @@ def compare_adapters(first: AdapterDir, second: AdapterDir, progress: Progress =
         for adapter in (first, second)
     ]
     return Comparison(
-        fields=_fields(first.config, second.config, _FIELDS),
+        fields=_base_fields(first, second) | _fields(first.config, second.config, _FIELDS),
         differences=(*differences, *_tensors(whole[0], whole[1], progress)),
     )
 
@@ -114,7 +118,18 @@ def compare_models(first: ModelDir, second: ModelDir, progress: Progress = lambd
     )
 
 
-def _fields(first: object, second: object, names: tuple[str, ...]) -> Mapping[str, tuple[str, str]]:
+def _base_fields(first: AdapterDir, second: AdapterDir) -> dict[str, tuple[str, str]]:
+    """Return the base models where they differ; a relative path means what it means from its adapter."""
+    named = [adapter.config.base_model if adapter.config else None for adapter in (first, second)]
+    folders = [adapter.root / (name or "") for adapter, name in zip((first, second), named, strict=True)]
+    meant = [
+        str(folder.resolve()) if name and folder.is_dir() else str(name)
+        for name, folder in zip(named, folders, strict=True)
+    ]
+    return {"base_model": (meant[0], meant[1])} if meant[0] != meant[1] else {}
+
+
+def _fields(first: object, second: object, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     if first is None or second is None:
         return {} if first is second else {"config": ("there" if first else "none", "there" if second else "none")}
     pairs = {name: (str(getattr(first, name)), str(getattr(second, name))) for name in names}
@@ -144,7 +159,9 @@ def _lora(name: str, first: LoraModule | None, second: LoraModule | None) -> Dif
             name=name, kind="LoRA", change=Change.SAME, first=norms[0], second=norms[1], apart=0.0, cosine=1.0
         )
     apart = _product_norm(np.hstack((left[0], -right[0])), np.hstack((left[1], right[1])))
-    return _changed(name, "LoRA", norms[0] or 0.0, norms[1] or 0.0, apart, note)
+    norm, other = norms[0] or 0.0, norms[1] or 0.0
+    found = _changed(name, "LoRA", norm, other, apart, note)
+    return replace(found, change=Change.ALIKE) if apart <= _ALIKE * max(norm, other) else found
 
 
 def _factors(module: LoraModule) -> tuple[Matrix, Matrix] | None:

@@ -19,6 +19,7 @@ try:
     from matplotlib import color_sequences, colormaps
     from matplotlib.colors import to_hex
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise MissingDependency("matplotlib", extra="plot") from error
 
@@ -111,7 +112,7 @@ def _by_target(spectra: Sequence[Spectrum]) -> Mapping[str, list[Spectrum]]:
     return groups
 
 
-def _lines(axes: Axes, spectra: Sequence[Spectrum], values: Mapping[str, list[list[float]]]) -> None:
+def _lines(axes: Axes, values: Mapping[str, list[list[float]]]) -> None:
     """Draw the median over modules of each target, with the range from least to most behind it."""
     colours = color_sequences["tab10" if len(values) <= 10 else "tab20"]  # noqa: PLR2004 - as their names say
     for at, (name, rows) in enumerate(values.items()):
@@ -132,7 +133,8 @@ def _lines(axes: Axes, spectra: Sequence[Spectrum], values: Mapping[str, list[li
             k, np.nanmin(table, axis=0), np.nanmax(table, axis=0), color=colours[at % len(colours)], alpha=0.12
         )
     axes.grid(alpha=0.3)
-    if spectra:
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.lines:
         axes.legend(fontsize=7, ncols=2)
 
 
@@ -150,7 +152,7 @@ def _singular_values(axes: Axes, spectra: Sequence[Spectrum]) -> None:
     values = {name: [list(map(shown, item.singular_values)) for item in items] for name, items in groups.items()}
     if any(not math.isnan(value) for rows in values.values() for row in rows for value in row):
         axes.set_yscale("log")
-    _lines(axes, spectra, values)
+    _lines(axes, values)
     axes.set_title("singular values of ΔW", loc="left")
     axes.set_xlabel("k")
 
@@ -159,7 +161,6 @@ def _energy(axes: Axes, spectra: Sequence[Spectrum]) -> None:
     groups = _by_target(spectra)
     _lines(
         axes,
-        spectra,
         {name: [[item.energy(k) for k in range(1, item.rank + 1)] for item in items] for name, items in groups.items()},
     )
     axes.set_ylim(0, 1.02)
