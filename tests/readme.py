@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from lora_tool.cli.exit_codes import MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
 from lora_tool.rules.registry import RULES
 from lora_tool.rules.validation import validate
@@ -41,7 +42,13 @@ def rule_table() -> str:
     return "\n".join(["| code | severity | what it means |", "|---|---|---|", *rows])
 
 
-TABLES = {"commands": command_table, "rules": rule_table}
+def exit_code_table() -> str:
+    """Return every exit code with its meaning, as `lora-tool --help` has it."""
+    rows = [f"| {code} | {meaning} |" for code, meaning in MEANINGS.items()]
+    return "\n".join(["| exit code | means |", "|---|---|", *rows])
+
+
+TABLES = {"commands": command_table, "exit codes": exit_code_table, "rules": rule_table}
 
 
 def rewritten(text: str) -> str:

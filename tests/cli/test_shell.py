@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
 from tests.cli.calling import Caller
 
@@ -87,3 +88,8 @@ def test_the_example_is_one_line(call: Caller, name: str) -> None:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
     assert f"  {command.epilog}\n" in call(name, "--help").out
+
+
+def test_every_exit_code_is_explained(call: Caller) -> None:
+    assert {code for _, code in _BY_ERROR} <= MEANINGS.keys()
+    assert all(meaning in " ".join(call("--help").out.split()) for meaning in MEANINGS.values())

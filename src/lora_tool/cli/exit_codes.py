@@ -11,6 +11,19 @@ CANNOT = 3
 FAILED_CHECK = 5
 INTERRUPTED = 130
 
+MEANINGS = {
+    DONE: "done",
+    FINDINGS: "findings; of `train` a run that was refused, stopped, or ended badly",
+    USAGE: "usage: an unknown option or key, with the closest one",
+    CANNOT: "cannot be read or cannot be done, said by name",
+    4: "the Hub refused",
+    FAILED_CHECK: "what was written is not what should have been",
+    6: "conflict: the output exists, or somebody else changed the repository",
+    7: "network or overload: a later try may do",
+    INTERRUPTED: "interrupted",
+}
+"""Exit code → what it says; help and README print it."""
+
 # the most specific class first: the first that matches decides
 _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.FindingsFound, FINDINGS),

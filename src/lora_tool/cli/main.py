@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, exit_code
+from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, exit_code
 from lora_tool.display import printable, shortened
 from lora_tool.errors import LoraToolError
 
@@ -92,6 +92,8 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS.items()])
 
 
 def _variable(command: str, option: click.Option) -> str:
@@ -121,7 +123,11 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
 )
 def cli() -> None:
-    """Check, merge and publish LoRA checkpoints."""
+    """Check, merge and publish LoRA checkpoints.
+
+    Results go to stdout, progress and errors to stderr. Every option can be set in the environment:
+    LORA_TOOL_MERGE_DTYPE is --dtype of merge. `lora-tool COMMAND --help` tells the rest.
+    """
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
