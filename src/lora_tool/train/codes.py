@@ -41,6 +41,7 @@ CODES = {
     "never-moved": "no trained parameter changed",
     "bad-result": "what was saved does not pass `lora-tool validate`",
     "unusable-checkpoint": "a checkpoint cannot be resumed from",
+    "processes": "another number of processes runs than was asked for",
     "merge-output": "the folder that the merged model is to be written to exists",
     "no-token": "there is no token to push with",
     "old-checkpoints": "the output folder has checkpoints of an earlier run",

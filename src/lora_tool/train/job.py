@@ -51,6 +51,8 @@ class Job:
     resume: str | None = None
     told: tuple[str, ...] = ()
     """Codes that the parent has reported already."""
+    processes: int | None = None
+    """How many processes the launcher was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,17 @@ def read_job(folder: Path) -> Job:
             "guard": GuardSettings(mode=guard["mode"], window=guard["window"], ignore=tuple(guard["ignore"])),
         }
     )
+
+
+def write_begun(folder: Path, rank: int) -> None:
+    """Leave a sign that this process came to life: one that leaves no outcome then was killed."""
+    (folder / f"begun-{rank}").touch()
+
+
+def ended_silently(folder: Path) -> list[int]:
+    """Return the ranks of processes on this machine that began and told nothing about their end."""
+    begun = {int(path.name.split("-")[1]) for path in folder.glob("begun-*")}
+    return sorted(begun - {int(path.stem.split("-")[1]) for path in folder.glob("outcome-*.json")})
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
