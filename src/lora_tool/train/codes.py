@@ -30,6 +30,7 @@ CODES = {
     "nan-gradients": "gradients are NaN or infinite",
     "nan-logits": "the model's answers are NaN or infinite, so no completion can be drawn",
     "nan-loss": "the loss is NaN or infinite",
+    "reward-head": "the reward model has no head, so its rewards would be random",
     "reward-none": "no reward function returned a reward",
     "reward-infinite": "a reward function returned infinity, which takes the advantage from its whole group",
     "reward-constant": "all completions of a prompt get the same reward",
