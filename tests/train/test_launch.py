@@ -48,10 +48,12 @@ def test_a_worker_that_says_nothing_is_said_to_be_killed(
         ended(monkeypatch, script)
 
 
-def test_the_cause_is_that_of_the_worker_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # its launcher ends the other one, which says nothing
+@pytest.mark.parametrize("other", ["", "fails(0, 'RuntimeError: [gloo] Connection closed by peer');"])
+def test_the_cause_is_that_of_the_worker_that_failed(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    # its launcher ends the other one, which says nothing, or that its peer has left
     outcome = ended(
-        monkeypatch, "write_begun(folder, 0); write_begun(folder, 1); fails(1, 'ValueError: mine'); sys.exit(1)"
+        monkeypatch,
+        f"write_begun(folder, 0); write_begun(folder, 1); {other} fails(1, 'ValueError: mine'); sys.exit(1)",
     )
     assert isinstance(outcome, Outcome)
     assert (outcome.status, outcome.error) == (Status.FAILED, "ValueError: mine")

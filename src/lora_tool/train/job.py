@@ -15,6 +15,7 @@ from lora_tool.train.config import GuardSettings, RunConfig
 from lora_tool.train.methods import METHODS, Method
 
 JOB_FILE = "job.json"
+TRACEBACK = "traceback-{rank}.txt"
 FOLDER_VARIABLE = "LORA_TOOL_JOB"
 """Environment variable that names the folder to a worker, or to a command under `lora-tool guard`."""
 
@@ -65,6 +66,7 @@ class Outcome:
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     hint: str | None = None
+    rank: int = 0
 
 
 def write_job(run: RunConfig, folder: Path, **rest: Any) -> Job:
@@ -114,7 +116,7 @@ def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
     """Write how this process ended, whole or not at all."""
     name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
     part = folder / f"{name}.part"
-    part.write_text(json.dumps(asdict(outcome), default=str), encoding="utf-8")
+    part.write_text(json.dumps(asdict(outcome) | {"rank": rank}, default=str), encoding="utf-8")
     part.replace(folder / f"{name}.json")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lora_tool.errors import BadRunConfig, TrainingFailed, TrainingStopped
 from lora_tool.train.config import RunConfig
-from lora_tool.train.job import FOLDER_VARIABLE, Outcome, Status, ended_silently, read_outcomes, write_job
+from lora_tool.train.job import FOLDER_VARIABLE, TRACEBACK, Outcome, Status, ended_silently, read_outcomes, write_job
 
 WORKER = "lora_tool.train.worker"
 _PATIENCE = 20.0
@@ -44,9 +44,9 @@ def launch(run: RunConfig, *, dry_run: bool = False, resume: Path | None = None,
         code = run_group(command(run), environment)
         outcomes = read_outcomes(folder)
         failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
+        failed.sort(key=lambda outcome: bool(_PEER_LOST.search(outcome.error or "")))  # the cause before its effects
         silent = ended_silently(folder)
-        left_alone = silent and all(_PEER_LOST.search(outcome.error or "") for outcome in failed)
-        if code and failed and not left_alone:
+        if code and failed and not (silent and _PEER_LOST.search(failed[0].error or "")):
             return _kept_traceback(folder, failed[0])
         if code and silent:
             sys.stderr.write("\n")  # it may have died within the line of a progress bar
@@ -109,7 +109,7 @@ def _died(code: int) -> str:
 
 def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
     """Return the outcome with the traceback moved to a file that outlives the job's folder."""
-    found = folder / "traceback.txt"
+    found = folder / TRACEBACK.format(rank=outcome.rank)
     if not found.is_file():
         return outcome
     handle, kept = tempfile.mkstemp(prefix="lora-tool-train-", suffix=".txt")

@@ -18,9 +18,16 @@ from lora_tool.train import building, data_checks, live_checks, saving
 from lora_tool.train.cards import clean_card
 from lora_tool.train.codes import finding
 from lora_tool.train.guard import Guard
-from lora_tool.train.job import FOLDER_VARIABLE, Job, Outcome, Status, read_job, write_begun, write_outcome
-
-TRACEBACK = "traceback.txt"
+from lora_tool.train.job import (
+    FOLDER_VARIABLE,
+    TRACEBACK,
+    Job,
+    Outcome,
+    Status,
+    read_job,
+    write_begun,
+    write_outcome,
+)
 
 
 def main() -> int:
@@ -44,7 +51,7 @@ def main() -> int:
     except LoraToolError as error:
         outcome = run.outcome(Status.FAILED, error=str(error), hint=error.hint)
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
-        (folder / TRACEBACK).write_text(traceback.format_exc(), encoding="utf-8")
+        (folder / TRACEBACK.format(rank=rank)).write_text(traceback.format_exc(), encoding="utf-8")
         write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error), hint=_hint(error)))
         return 1
     write_outcome(folder, rank, outcome)
