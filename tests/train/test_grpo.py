@@ -119,3 +119,8 @@ def test_a_run_shorter_than_its_logging_is_judged_too(train: Trainings) -> None:
     assert codes(grpo(train, "constant", logging_steps=50)) == {"reward-constant"}
     outcome = grpo(train, "varied", logging_steps=50)
     assert (outcome.status.value, outcome.findings) == ("done", ())
+
+
+def test_a_reward_model_without_a_head_is_refused(train: Trainings) -> None:
+    outcome = grpo(train, reward_funcs=..., reward_model_name_or_path=str(LLAMA))
+    assert (outcome.status.value, codes(outcome)) == ("refused", {"reward-head"})

@@ -160,3 +160,10 @@ def test_rows_tokenised_into_blocks_of_max_length_are_not_cut(train: Trainings) 
     rows = [{"input_ids": list(range(3, 19))}] * 16
     assert train("sft", model_name_or_path=str(QWEN2), rows=rows, max_length=16).findings == ()
     assert codes(train("sft", model_name_or_path=str(QWEN2), rows=rows, max_length=12)) == {"rows-truncated"}
+
+
+def test_a_tool_call_is_not_empty(train: Trainings) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    rows = [{"messages": [{"role": "user", "content": "x"}, call]}] * 8
+    outcome = train("sft", model_name_or_path=str(QWEN2), rows=rows, dry=True)
+    assert outcome.findings == ()

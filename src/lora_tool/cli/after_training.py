@@ -38,15 +38,15 @@ def foreseen(run: RunConfig, output: Path) -> Iterator[Finding]:
         yield finding(
             "merge-output",
             Severity.ERROR,
-            "exists, and merge would not replace it when training has ended",
+            f"{merged} exists, and merge would not replace it when training has ended",
             hint="lora_tool: {after: {merge: {overwrite: true}}}, or another output",
-            where=str(merged),
+            where="after",
         )
     if run.after.push is not None and not _has_token(run):
         yield finding(
             "no-token",
             Severity.WARNING,
-            "there is no token, and push will fail without one when training has ended",
+            "has no token, and will fail without one when training has ended",
             hint="hf auth login, or HF_TOKEN in the environment",
             where="after",
             subject="push",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,9 @@ from lora_tool.errors import BadRunConfig, TrainingFailed
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import adapter_as_base, finding
 from lora_tool.train.config import RunConfig
+
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How classes end that have no head for a reward."""
 
 _HALF = ("float16", "fp16", "half", "torch.float16")
 
@@ -94,8 +98,8 @@ def _is_path(name: str) -> bool:
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:
     """Return what is wrong with the configuration itself."""
     checks = (
-        *(_task_type, _without_peft, _adapter_as_base, _half_precision, _nan_filter, _attention, _packing),
-        _old_checkpoints,
+        *(_task_type, _without_peft, _adapter_as_base, _reward_model, _half_precision, _nan_filter, _attention),
+        *(_packing, _old_checkpoints),
     )
     return tuple(found for check in checks for found in check(run) if found.code not in run.guard.ignore)
 
@@ -162,6 +166,29 @@ def _adapter_as_base(run: RunConfig) -> Iterator[Finding]:
         and not (folder / "config.json").is_file()
     ):
         yield adapter_as_base(run.line("model_name_or_path", "MERGED"), where=_at(run), adapter=str(folder))
+
+
+def _reward_model(run: RunConfig) -> Iterator[Finding]:
+    """Yield a finding if the reward model is a language model: transformers would give it a head of random numbers."""
+    named = run.text("reward_model_name_or_path")
+    config = Path(named).expanduser() / "config.json" if named else None
+    if config is None or not config.is_file():
+        return
+    try:
+        raw = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # transformers says what is wrong with it
+    classes = raw.get("architectures") if isinstance(raw, dict) else None
+    if isinstance(classes, list) and classes and all(str(name).endswith(_LANGUAGE_MODELS) for name in classes):
+        yield finding(
+            "reward-head",
+            Severity.ERROR,
+            f"is a {classes[0]}, which has no head that gives a reward: it would get a random one",
+            hint=run.line("reward_model_name_or_path", "REWARD_MODEL")
+            + " (lora-tool merge --rm makes one of an adapter)",
+            where=_at(run),
+            subject="reward_model_name_or_path",
+        )
 
 
 def _dtype(run: RunConfig) -> tuple[str | None, str]:

@@ -155,6 +155,8 @@ def _is_empty(value: Any) -> bool:
         return False
     if isinstance(value, list):
         last = value[-1] if value else None
+        if isinstance(last, Mapping) and any(last.get(name) for name in last if name not in ("role", "content")):
+            return False  # a tool call, or thoughts
         content = last.get("content") if isinstance(last, Mapping) else None
         return last is None or (content is not None and not isinstance(content, list) and not str(content).strip())
     return value is None

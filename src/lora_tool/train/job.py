@@ -15,6 +15,7 @@ from lora_tool.train.config import GuardSettings, RunConfig
 from lora_tool.train.methods import METHODS, Method
 
 JOB_FILE = "job.json"
+TRACEBACK = "traceback-{rank}.txt"
 FOLDER_VARIABLE = "LORA_TOOL_JOB"
 """Environment variable that names the folder to a worker, or to a command under `lora-tool guard`."""
 
@@ -51,6 +52,8 @@ class Job:
     resume: str | None = None
     told: tuple[str, ...] = ()
     """Codes that the parent has reported already."""
+    processes: int | None = None
+    """How many processes the launcher was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class Outcome:
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     hint: str | None = None
+    rank: int = 0
 
 
 def write_job(run: RunConfig, folder: Path, **rest: Any) -> Job:
@@ -97,11 +101,22 @@ def read_job(folder: Path) -> Job:
     )
 
 
+def write_begun(folder: Path, rank: int) -> None:
+    """Leave a sign that this process came to life: one that leaves no outcome then was killed."""
+    (folder / f"begun-{rank}").touch()
+
+
+def ended_silently(folder: Path) -> list[int]:
+    """Return the ranks of processes on this machine that began and told nothing about their end."""
+    begun = {int(path.name.split("-")[1]) for path in folder.glob("begun-*")}
+    return sorted(begun - {int(path.stem.split("-")[1]) for path in folder.glob("outcome-*.json")})
+
+
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
     """Write how this process ended, whole or not at all."""
     name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
     part = folder / f"{name}.part"
-    part.write_text(json.dumps(asdict(outcome), default=str), encoding="utf-8")
+    part.write_text(json.dumps(asdict(outcome) | {"rank": rank}, default=str), encoding="utf-8")
     part.replace(folder / f"{name}.json")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from lora_tool.errors import BadRunConfig, TrainingFailed, TrainingStopped
 from lora_tool.train.config import RunConfig
-from lora_tool.train.job import FOLDER_VARIABLE, Outcome, Status, read_outcomes, write_job
+from lora_tool.train.job import FOLDER_VARIABLE, TRACEBACK, Outcome, Status, ended_silently, read_outcomes, write_job
 
 WORKER = "lora_tool.train.worker"
 _PATIENCE = 20.0
@@ -23,6 +24,10 @@ _PATIENCE = 20.0
 
 _LAST_WORDS = 5.0
 """Seconds that workers have after their launcher: trackers say goodbye. What they were saving, `--resume auto` judges."""
+
+
+_PEER_LOST = re.compile(r"connection (closed|reset)|gloo|nccl|socket|broken pipe", re.IGNORECASE)
+"""What a worker says whose peer has died; the peer's end is the cause."""
 
 
 def command(run: RunConfig) -> list[str]:
@@ -33,15 +38,25 @@ def command(run: RunConfig) -> list[str]:
 def launch(run: RunConfig, *, dry_run: bool = False, resume: Path | None = None, told: Sequence[str] = ()) -> Outcome:
     """Return how the run ended. What workers print goes to stderr. Raises `TrainingFailed` if they died silently."""
     with _job_folder() as folder:
-        write_job(run, folder, dry_run=dry_run, resume=str(resume) if resume else None, told=tuple(told))
+        resumed = str(resume) if resume else None
+        write_job(run, folder, dry_run=dry_run, resume=resumed, told=tuple(told), processes=_processes(run))
         environment = {**os.environ, **run.env, FOLDER_VARIABLE: str(folder)}
         code = run_group(command(run), environment)
         outcomes = read_outcomes(folder)
         failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
-        if code and failed:
+        failed.sort(key=lambda outcome: bool(_PEER_LOST.search(outcome.error or "")))  # the cause before its effects
+        silent = ended_silently(folder)
+        if code and failed and not (silent and _PEER_LOST.search(failed[0].error or "")):
             return _kept_traceback(folder, failed[0])
+        if code and silent:
+            sys.stderr.write("\n")  # it may have died within the line of a progress bar
+            ranks = "" if silent == [0] else f" of rank {', '.join(map(str, silent))}"
+            raise TrainingFailed(
+                f"the worker{ranks} ended without a word: killed from outside (out of memory?), or by os._exit",
+                hint="the kernel's log (dmesg) tells whether memory ran out; --resume auto goes on from the last whole checkpoint",
+            )
         if code or not outcomes:
-            raise TrainingFailed(_died(code), hint="the lines above are the launcher's and the worker's own")
+            raise TrainingFailed(_died(code), hint="the lines above are the launcher's own")
         return outcomes[0]
 
 
@@ -89,12 +104,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _died(code: int) -> str:
     if code < 0:
         return f"the launcher was ended by {signal.Signals(-code).name}"
-    return f"accelerate ended with exit code {code} before a worker could report: it refused the launch, or they were killed"
+    return f"accelerate ended with exit code {code} before a worker began: it refused the launch"
 
 
 def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
     """Return the outcome with the traceback moved to a file that outlives the job's folder."""
-    found = folder / "traceback.txt"
+    found = folder / TRACEBACK.format(rank=outcome.rank)
     if not found.is_file():
         return outcome
     handle, kept = tempfile.mkstemp(prefix="lora-tool-train-", suffix=".txt")
@@ -137,13 +152,24 @@ def require_good(outcome: Outcome) -> None:
 
 def machine_rank(run: RunConfig) -> int:
     """Return which machine of a multi-node run this is: from the launch options, or accelerate's config file."""
+    return _launch_number(run, "machine_rank") or 0
+
+
+def _processes(run: RunConfig) -> int | None:
+    """Return how many processes were asked for, on all machines together; None where that is left to accelerate."""
+    return _launch_number(run, "num_processes")
+
+
+def _launch_number(run: RunConfig, name: str) -> int | None:
     launch = list(run.launch)
-    if "--machine_rank" in launch:
-        return int(launch[launch.index("--machine_rank") + 1])
+    if f"--{name}" in launch:
+        given = launch[launch.index(f"--{name}") + 1]
+        return int(given) if given.isdigit() else None  # accelerate says what is wrong with it
     if "--config_file" in launch:
         import yaml  # noqa: PLC0415 - comes with the extra
 
         path = Path(launch[launch.index("--config_file") + 1])
         raw = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-        return int(raw.get("machine_rank") or 0) if isinstance(raw, dict) else 0
-    return 0
+        value = raw.get(name) if isinstance(raw, dict) else None
+        return value if isinstance(value, int) else None
+    return None

@@ -58,6 +58,20 @@ def batch_note(trainer: Any) -> tuple[str, int]:
     return words + (f", {generations} completions per prompt" if generations else ""), total
 
 
+def process_findings(asked: int | None, running: int) -> Iterator[Finding]:
+    """Yield a finding if accelerate started another number of processes than it was asked for."""
+    if asked is not None and asked != running:
+        yield finding(
+            "processes",
+            Severity.WARNING,
+            f"{asked} processes were asked for, {running} run: the effective batch size is another",
+            hint=f"num_processes: {running}; accelerate starts one alone with cpu: true (multi_gpu: true with TRL's "
+            "use_cpu: true starts several)",
+            where="launch",
+            subject="num_processes",
+        )
+
+
 def model_findings(model: Any, asked_attention: str | None = None) -> Iterator[Finding]:
     """Yield what is wrong with a model about to be trained, whoever built it."""
     yield from _frozen(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -17,9 +18,16 @@ from lora_tool.train import building, data_checks, live_checks, saving
 from lora_tool.train.cards import clean_card
 from lora_tool.train.codes import finding
 from lora_tool.train.guard import Guard
-from lora_tool.train.job import FOLDER_VARIABLE, Job, Outcome, Status, read_job, write_outcome
-
-TRACEBACK = "traceback.txt"
+from lora_tool.train.job import (
+    FOLDER_VARIABLE,
+    TRACEBACK,
+    Job,
+    Outcome,
+    Status,
+    read_job,
+    write_begun,
+    write_outcome,
+)
 
 
 def main() -> int:
@@ -29,6 +37,8 @@ def main() -> int:
     """
     folder, rank = Path(os.environ[FOLDER_VARIABLE]), int(os.environ.get("RANK", "0"))
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    write_begun(folder, rank)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     run = Run(read_job(folder), main_process=rank == 0)
     try:
         outcome = run.whole()
@@ -41,7 +51,7 @@ def main() -> int:
     except LoraToolError as error:
         outcome = run.outcome(Status.FAILED, error=str(error), hint=error.hint)
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
-        (folder / TRACEBACK).write_text(traceback.format_exc(), encoding="utf-8")
+        (folder / TRACEBACK.format(rank=rank)).write_text(traceback.format_exc(), encoding="utf-8")
         write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error), hint=_hint(error)))
         return 1
     write_outcome(folder, rank, outcome)
@@ -196,7 +206,8 @@ class Run:
         asked = (
             (args.model_init_kwargs or {}).get("attn_implementation") if hasattr(args, "model_init_kwargs") else None
         )
-        found = list(live_checks.model_findings(model, asked))
+        found = list(live_checks.process_findings(self.job.processes, trainer.accelerator.num_processes))
+        found += live_checks.model_findings(model, asked)
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         found += live_checks.packing_findings(model, trainer.data_collator, args, sharded=sharded)
         prepared = trainer.train_dataset

@@ -1,0 +1,82 @@
+"""What the parent makes of workers that end in one way or another; they are played by scripts, so that it costs nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_tool.errors import TrainingFailed
+from lora_tool.train import launch
+from lora_tool.train.config import RunConfig, read_run_config
+from lora_tool.train.job import Outcome, Status
+from lora_tool.train.methods import METHODS
+
+BEGIN = """
+import os, signal, sys
+from pathlib import Path
+from lora_tool.train.job import Outcome, Status, write_begun, write_outcome
+folder = Path(os.environ["LORA_TOOL_JOB"])
+def fails(rank, error):
+    write_outcome(folder, rank, Outcome(status=Status.FAILED, error=error))
+"""
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, script: str) -> object:
+    monkeypatch.setattr(launch, "command", lambda _: [sys.executable, "-c", BEGIN + script])
+    return launch.launch(RunConfig(method=METHODS["sft"], path=None, options={}))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sys.exit(1)", "before a worker began"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM"),
+        ("write_begun(folder, 0); os.kill(os.getpid(), signal.SIGKILL)", "the worker ended without a word"),
+        ("write_begun(folder, 0); os._exit(5)", "the worker ended without a word"),
+        (
+            "write_begun(folder, 0); write_begun(folder, 1); fails(0, 'RuntimeError: Connection closed by peer'); sys.exit(1)",
+            "the worker of rank 1 ended without a word",
+        ),
+    ],
+)
+def test_a_worker_that_says_nothing_is_said_to_be_killed(
+    monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    with pytest.raises(TrainingFailed, match=said):
+        ended(monkeypatch, script)
+
+
+@pytest.mark.parametrize("other", ["", "fails(0, 'RuntimeError: [gloo] Connection closed by peer');"])
+def test_the_cause_is_that_of_the_worker_that_failed(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    # its launcher ends the other one, which says nothing, or that its peer has left
+    outcome = ended(
+        monkeypatch,
+        f"write_begun(folder, 0); write_begun(folder, 1); {other} fails(1, 'ValueError: mine'); sys.exit(1)",
+    )
+    assert isinstance(outcome, Outcome)
+    assert (outcome.status, outcome.error) == (Status.FAILED, "ValueError: mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [("", None), ("num_processes: 2", 2), ("num_processes: many", None), ("accelerate_config: c.yaml", 3)],
+)
+def test_the_processes_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, asked: int | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("num_processes: 3\n")
+    Path("run.yaml").write_text(text)
+    assert launch._processes(read_run_config(METHODS["sft"], Path("run.yaml"), ())) == asked
+
+
+@pytest.mark.filterwarnings("default")
+def test_accelerate_starting_fewer_is_told() -> None:
+    from lora_tool.train.live_checks import process_findings
+
+    (found,) = process_findings(2, 1)
+    assert (found.code, found.severity.value) == ("processes", "warning")
+    assert not list(process_findings(2, 2))
+    assert not list(process_findings(None, 2))
