@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,16 @@ def test_several_adapters_need_a_name_and_are_all_in_the_manifest(copies: Path, 
     again = call("merge", second, "--base", copies / "out", "-o", copies / "again")
     assert again.code == 3
     assert "this very adapter" in again.err
+
+
+def test_peft_precision_without_torch_names_the_extra(
+    copies: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("lora_tool.execution.journal.version", absent)
+    called = call("merge", copies / "causal-llama" / "adapter", "-o", copies / "out", "--precision", "peft")
+    assert (called.code, called.err.startswith("error: torch is not installed")) == (3, True), called.err
+    assert "lora-tool[merge]" in called.err
+    assert not list(copies.glob("*out*"))

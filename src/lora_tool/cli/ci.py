@@ -23,7 +23,7 @@ from lora_tool.cli.options import (
     wants_colour,
 )
 from lora_tool.cli.progress import progress_bar
-from lora_tool.cli.push import Repository
+from lora_tool.cli.push import repository
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
 from lora_tool.cli.writing import DTYPES, asked_task
 from lora_tool.display import printable
@@ -66,7 +66,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 )
 @ignore_option()
 @fail_on_option
-@click.option("--push", type=Repository(), metavar="REPO", help="Publish the result there: owner/name.")
+@click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
 @click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
 @click.option("--revision", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")

@@ -22,27 +22,21 @@ _REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revis
 _LONGEST_NAME = 96
 
 
-class Repository(click.ParamType[tuple[str, str | None]]):
-    """`owner/name`, `name`, or `hf://owner/name@revision`, as repository and revision."""
-
-    name = "REPO"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, str | None]:
-        match = _REPO.match(str(value))
-        repo = match["repo"] if match else ""
-        parts = repo.split("/")
-        if match is None or len(repo) > _LONGEST_NAME or any("--" in part or ".." in part for part in parts):
-            self.fail(f"{value!r} is no repository such as owner/name or hf://owner/name@branch", param, ctx)
-        if any(part.endswith((".", "-", ".git")) for part in parts):
-            self.fail(f"{value!r}: a repository's name ends in a letter or digit, and not in .git", param, ctx)
-        return repo, match["revision"]
+def repository(value: object) -> tuple[str, str | None]:
+    """Return repository and revision of `owner/name`, `name`, or `hf://owner/name@revision`."""
+    match = _REPO.match(str(value))
+    repo = match["repo"] if match else ""
+    parts = repo.split("/")
+    if match is None or len(repo) > _LONGEST_NAME or any("--" in part or ".." in part for part in parts):
+        raise click.BadParameter(f"{value!r} is no repository such as owner/name or hf://owner/name@branch")
+    if any(part.endswith((".", "-", ".git")) for part in parts):
+        raise click.BadParameter(f"{value!r}: a repository's name ends in a letter or digit, and not in .git")
+    return repo, match["revision"]
 
 
 @click.command("push", epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.argument("repo", type=Repository())
+@click.argument("repo", type=repository)
 @click.option(
     "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
 )

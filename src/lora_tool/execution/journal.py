@@ -10,12 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lora_tool.errors import MissingDependency
 from lora_tool.plan.model import Plan, Precision, Shard
 from lora_tool.plan.text import plan_json
 from lora_tool.version import __version__
@@ -26,15 +27,25 @@ _SAMPLE_BYTES = 1 << 16
 
 
 def digest_of(plan: Plan) -> str:
-    """Return a sha256 that is the same for plans that write the same bytes from the same files."""
+    """Return a sha256 that is the same for plans that write the same bytes from the same files.
+
+    Raises `MissingDependency` where the plan computes with torch, and there is none.
+    """
     content = {
         "plan": plan_json(plan),
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
-        "versions": [__version__, np.__version__, version("torch") if plan.precision is Precision.PEFT else None],
+        "versions": [__version__, np.__version__, _torch_version() if plan.precision is Precision.PEFT else None],
     }
     text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError as error:
+        raise MissingDependency("torch", extra="merge") from error
 
 
 class Journal:
