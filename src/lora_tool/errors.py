@@ -35,6 +35,7 @@ The command line maps each class to its exit code in one place.
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass
 
 
@@ -192,10 +193,17 @@ class UnknownRule(LoraToolError, ValueError):
     """A code or the beginning of codes that no rule has; the message names the closest."""
 
 
+_NEED_PYTHON_3_11 = ("merge", "train", "all")
+"""Extras with transformers 5.23. The rest of lora-tool runs on 3.10."""
+
+
 class MissingDependency(LoraToolError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, *, extra: str) -> None:
-        super().__init__(f"{package} is not installed", hint=f"pip install 'lora-tool[{extra}]'")
+        command = f"pip install 'lora-tool[{extra}]'"
+        too_old = extra in _NEED_PYTHON_3_11 and sys.version_info < (3, 11)
+        hint = f"install Python 3.11 or newer, which transformers needs, then: {command}" if too_old else command
+        super().__init__(f"{package} is not installed", hint=hint)
         self.package = package
         self.extra = extra

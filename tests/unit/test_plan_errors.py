@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import BadConfig, IncompatibleBase, LoraToolError, OnlyInMemory, UnsupportedAdapter
+from lora_tool.errors import (
+    BadConfig,
+    IncompatibleBase,
+    LoraToolError,
+    MissingDependency,
+    OnlyInMemory,
+    UnsupportedAdapter,
+)
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.safetensors import build_header
@@ -389,3 +396,10 @@ def test_two_plans_of_the_same_inputs_are_equal(tmp_path: Path) -> None:
     assert isinstance(adapter, AdapterDir)
     assert plan_merge(open_model(once.root / "base"), adapter) == first
     assert "q_proj" in str(first)
+
+
+def test_a_missing_extra_says_which_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MissingDependency("torch", extra="merge").hint == "pip install 'lora-tool[merge]'"
+    monkeypatch.setattr("sys.version_info", (3, 10, 13))
+    assert "Python 3.11" in (MissingDependency("torch", extra="merge").hint or "")
+    assert MissingDependency("jinja2", extra="plot").hint == "pip install 'lora-tool[plot]'"

@@ -13,20 +13,25 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-)
 
+from lora_tool.errors import MissingDependency
 from lora_tool.names.model import Made, Shape
 from lora_tool.names.rows import numbered, pieces_of
+
+try:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+        dot_natural_key,
+        rename_source_key,
+    )
+except ImportError as error:
+    raise MissingDependency("transformers>=5.23", extra="merge") from error
 
 Shapes = Mapping[str, Shape]
 Rename = Callable[[str], tuple[str, str | None]]

@@ -21,7 +21,6 @@ try:
 except ImportError as error:  # pragma: no cover - the test environment has transformers
     raise MissingDependency("transformers", extra="merge") from error
 try:
-    from transformers.conversion_mapping import get_model_conversion_mapping as _  # noqa: F401 - asked in `conversion`
     from transformers.core_model_loading import build_glob_alternation
 except ImportError as error:  # pragma: no cover - the test environment has it
     raise MissingDependency("transformers>=5.23", extra="merge") from error

@@ -20,7 +20,10 @@ try:
     import peft
 except ImportError as error:  # pragma: no cover - the test environment has peft
     raise MissingDependency("peft", extra="merge") from error
-from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+try:
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+except ImportError as error:  # pragma: no cover - the test environment has it
+    raise MissingDependency("peft>=0.21", extra="merge") from error
 
 _PREFIX = "base_model.model."
 
