@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from lora_tool.formats.safetensors import build_header, read_file
-from tests.hostile.folders import assert_refused, copy_pair, lora_tool
+from tests.hostile.folders import assert_refused, copy_pair, environment, lora_tool
 
 NASTY = "\x1b]0;owned\x07\r\n::error file=x::boom\u202egnp.exe\x9b31m\0\u2028"
 
@@ -64,3 +67,23 @@ def test_json_output_stays_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert any(file["filename"].startswith("LICENSE") for file in json.loads(done.stdout)["side_files"])
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("redirected", [">&-", ">&- 2>&-", ">&- 2>&- <&-"])
+def test_closed_streams_take_nothing_from_the_result(redirected: str, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    command = shlex.join([sys.executable, "-m", "lora_tool", *pair.arguments])
+    done = subprocess.run(["sh", "-c", f"{command} {redirected}"], env=environment(), capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    code = subprocess.run([sys.executable, "-m", "lora_tool", "verify", str(pair.out)], env=environment(), check=False)
+    assert code.returncode == 0
+
+
+def test_what_the_terminal_cannot_write_is_escaped() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lora_tool", "rules"],
+        env={**environment(), "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, rb"W + \u0394W" in done.stdout) == (0, True), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -57,6 +58,9 @@ class Context(click.Context):
     """The context of every command."""
 
     formatter_class = Formatter
+
+
+_STDERR = 2
 
 
 class LazyGroup(click.Group):
@@ -133,6 +137,7 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that design and README document."""
     signal.signal(signal.SIGTERM, _as_interrupt)
+    _open_streams()
     # a short command makes no cycles worth looking for, and looking takes a tenth of its time
     gc.set_threshold(100_000)
     try:
@@ -156,6 +161,19 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         show_error(LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}"))
         code = CANNOT
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_streams() -> None:
+    """Make stdout and stderr take any text: a closed one is /dev/null, what its encoding lacks is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # a file that is written later must not get the number of a standard stream
+            while (number := os.open(os.devnull, os.O_RDWR)) < _STDERR:
+                pass
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def show_error(error: LoraToolError) -> None:
