@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 
 from lora_tool.errors import CorruptFile
 from lora_tool.formats.pickles import Stub
-from lora_tool.formats.torch_zip import LazyTensor, read_torch_file
+from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import DType
 
 DTYPES = {
@@ -28,42 +28,42 @@ DTYPES = {
 }
 
 
-def raw(tensor: LazyTensor) -> bytes:
-    stored = tensor.stored("x")
+def raw(file: TorchFile, tensor: LazyTensor) -> bytes:
+    stored = file.stored(tensor, "x")
     (span,) = stored.spans
-    with span.path.open("rb") as file:
-        return os.pread(file.fileno(), span.nbytes, span.offset)
+    return span.path.read_bytes()[span.offset : span.offset + span.nbytes]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_type_is_found_with_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randn(3, 5).to(dtype)
     torch.save({"deep": [{"x": tensor}]}, tmp_path / "file.pt")
-    read = read_torch_file(tmp_path / "file.pt").value["deep"][0]["x"]
+    file = read_torch_file(tmp_path / "file.pt")
+    read = file.value["deep"][0]["x"]
     assert (read.dtype, read.shape) == (DTYPES[dtype], (3, 5))
-    assert raw(read) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    assert raw(file, read) == tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def test_a_view_is_read_at_its_place(tmp_path: Path) -> None:
     whole = torch.arange(20.0)
     torch.save([whole[4:10].view(2, 3)], tmp_path / "file.pt")
-    (read,) = read_torch_file(tmp_path / "file.pt").value
-    assert raw(read) == whole[4:10].numpy().tobytes()
+    file = read_torch_file(tmp_path / "file.pt")
+    assert raw(file, file.value[0]) == whole[4:10].numpy().tobytes()
 
 
 def test_an_archive_inside_a_file_is_read(tmp_path: Path) -> None:
     torch.save(torch.arange(7), tmp_path / "inner.pt")
     inner = (tmp_path / "inner.pt").read_bytes()
     (tmp_path / "outer").write_bytes(b"x" * 100 + inner + b"y" * 33)
-    read = read_torch_file(tmp_path / "outer", offset=100, nbytes=len(inner)).value
-    assert raw(read) == torch.arange(7).numpy().tobytes()
+    file = read_torch_file(tmp_path / "outer", offset=100, nbytes=len(inner))
+    assert raw(file, file.value) == torch.arange(7).numpy().tobytes()
 
 
 def test_a_transposed_tensor_is_refused_when_it_is_wanted(tmp_path: Path) -> None:
     torch.save(torch.ones(3, 4).T, tmp_path / "file.pt")
-    read = read_torch_file(tmp_path / "file.pt").value
+    file = read_torch_file(tmp_path / "file.pt")
     with pytest.raises(CorruptFile, match="strides"):
-        read.stored("x")
+        file.stored(file.value, "x")
 
 
 def test_unknown_classes_become_stubs(tmp_path: Path) -> None:
@@ -79,3 +79,36 @@ def test_the_archive_remembers_the_name_it_was_written_under(tmp_path: Path) -> 
     torch.save([1], tmp_path / "rank_0.pt")
     (tmp_path / "rank_0.pt").rename(tmp_path / "rank_1.pt")
     assert read_torch_file(tmp_path / "rank_1.pt").root == "rank_0"
+
+
+def test_files_with_one_pickle_share_what_it_says_and_keep_their_bytes(tmp_path: Path) -> None:
+    memory, files = PickleMemory(), []
+    for rank in range(3):
+        tensor = torch.full((4,), float(rank))
+        path = tmp_path / f"{rank}.pt"
+        torch.save({"x": tensor, "name": "y" if rank == 2 else "x"}, path)
+        saved_on_gpu(path, rank)
+        files.append(read_torch_file(path, memory=memory))
+        assert raw(files[rank], files[rank].value["x"]) == tensor.numpy().tobytes()
+    assert files[0].value is files[1].value
+    assert files[2].value["name"] == "y"
+
+
+def test_a_shared_pickle_is_held_against_each_file(tmp_path: Path) -> None:
+    memory = PickleMemory()
+    torch.save(torch.ones(4), tmp_path / "a.pt")
+    read_torch_file(tmp_path / "a.pt", memory=memory)
+    with zipfile.ZipFile(tmp_path / "a.pt") as good, zipfile.ZipFile(tmp_path / "b.pt", "w") as bad:
+        for info in good.infolist():
+            bad.writestr(info.filename, good.read(info)[:-4] if info.filename.endswith("/data/0") else good.read(info))
+    with pytest.raises(CorruptFile, match="should be 4"):
+        read_torch_file(tmp_path / "b.pt", memory=memory)
+
+
+def saved_on_gpu(path: Path, rank: int) -> None:
+    """Let the file say that its tensors were on the GPU number `rank`, as the files of a real run do."""
+    with zipfile.ZipFile(path) as archive:
+        members = [(info.filename, archive.read(info)) for info in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members:
+            archive.writestr(name, data.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:%d" % rank))

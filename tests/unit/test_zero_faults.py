@@ -192,8 +192,10 @@ def masters(change: Callable[[torch.Tensor], None]) -> Callable[[Path], None]:
 def bytes_of_masters(path: Path) -> bytes:
     from lora_tool.formats.torch_zip import read_torch_file
 
-    value = read_torch_file(path).value["optimizer_state_dict"]
-    (span,) = (value.get("fp32_flat_groups") or value["single_partition_of_fp32_groups"])[0].stored("x").spans
+    file = read_torch_file(path)
+    value = file.value["optimizer_state_dict"]
+    groups = value.get("fp32_flat_groups") or value["single_partition_of_fp32_groups"]
+    (span,) = file.stored(groups[0], "x").spans
     return path.read_bytes()[span.offset : span.offset + span.nbytes]
 
 

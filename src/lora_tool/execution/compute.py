@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
+from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.fidelity import Survival
@@ -196,14 +196,21 @@ class Computer:
             return self._wide_rows(term.b, rows.start, rows.stop)
         if self._stack is None or self._stack[0] is not term.b:
             # every expert's columns are scattered over all of B, and its experts come one after the other
-            self._stack = (term.b, self._sources.rows(term.b, 0, term.b.shape[0]))
+            self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
         grouped = term.layout is ExpertLayout.GROUPED_BY_EXPERT
         own = slice(term.expert * term.rank, (term.expert + 1) * term.rank)
         columns = own if grouped else slice(term.expert, None, term.experts)
         return np.ascontiguousarray(self._stack[1][rows, columns]).astype(self._wide, copy=False)
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
-        return self._sources.rows(tensor, first, last).astype(self._wide, copy=False)
+        return self._rows(tensor, first, last).astype(self._wide, copy=False)
+
+    def _rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
+        """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
+        out = np.empty((last - first, *tensor.shape[1:]), kernels.STORAGE[tensor.dtype])
+        row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+        self._sources.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
+        return out
 
     def _stored(self, tensor: StoredTensor, first: int, last: int) -> Array:
         """Return the rows as they are stored, flat, in this worker's buffer."""
@@ -248,13 +255,6 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
 def bytes_of(array: Array) -> memoryview:
     """Return the bytes of a contiguous array, to read into or write from."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def write_exactly(out: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` to the descriptor `out` at `offset`."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(out, data[done:], offset + done)
 
 
 def refuse_nonfinite(step: Step) -> NoReturn:

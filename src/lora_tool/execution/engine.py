@@ -12,14 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threadpoolctl import threadpool_limits
-
 from lora_tool.cores import available_cores
 from lora_tool.errors import ExecutionError, LoraToolError, OutOfSpace
-from lora_tool.execution.compute import Computer, write_exactly
 from lora_tool.execution.folder import check_output, check_space, new_folder, write_file
 from lora_tool.execution.journal import Journal
-from lora_tool.execution.output import MOST_OPEN, ShardFile
+from lora_tool.execution.output import MOST_OPEN, ShardFile, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
@@ -30,6 +27,7 @@ from lora_tool.plan.model import LoraDelta, Plan, Precision, Shard, SideFile
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from lora_tool.execution.compute import Computer
     from lora_tool.execution.torch_compute import TorchComputer
 
 Progress = Callable[[int], None]
@@ -167,6 +165,8 @@ class _Writing:
             from lora_tool.execution.torch_compute import TorchComputer  # noqa: PLC0415 - torch only when asked for
 
             return TorchComputer(self._sources, self._stop.is_set)
+        from lora_tool.execution.compute import Computer  # noqa: PLC0415 - a plan of copies needs no arithmetic
+
         return Computer(self._sources, self._plan.precision, self._stop.is_set)
 
     def _finish(self, out: ShardFile) -> None:
@@ -246,7 +246,9 @@ def _one_thread_each(plan: Plan) -> Iterator[None]:
     Not where an init is recomputed: the bits of a decomposition depend on the number of threads, and PEFT has them all.
     """
     with contextlib.ExitStack() as limits:
-        if not plan.recomputes_inits:
+        if not plan.recomputes_inits and not plan.only_copies:
+            from threadpoolctl import threadpool_limits  # noqa: PLC0415 - it looks through every loaded library
+
             limits.enter_context(threadpool_limits(limits=1, user_api="blas"))
         if plan.precision is Precision.PEFT and not plan.recomputes_inits:
             from lora_tool.execution.torch_compute import one_thread  # noqa: PLC0415 - torch only when asked for

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,9 @@ def digest_of(plan: Plan) -> str:
 
 
 def _torch_version() -> str:
+    # it takes as long to import as an adapter to consolidate
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
     try:
         return version("torch")
     except PackageNotFoundError as error:

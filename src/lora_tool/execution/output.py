@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from lora_tool.execution.compute import write_exactly
 from lora_tool.execution.units import Unit
 from lora_tool.plan.model import Shard
 
@@ -87,3 +86,10 @@ class ShardFile:
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._slots.release()
+
+
+def write_exactly(out: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` to the descriptor `out` at `offset`."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(out, data[done:], offset + done)

@@ -6,13 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
-from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.tensors import FileStamp, StoredTensor
 
@@ -81,10 +77,3 @@ class Sources:
                 if count == 0:
                     raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")
                 done += count
-
-    def rows(self, tensor: StoredTensor, first: int, last: int) -> NDArray[Any]:
-        """Return rows `first` to `last` of the tensor as a new array of its storage type, [last - first, ...]."""
-        out = np.empty((last - first, *tensor.shape[1:]), STORAGE[tensor.dtype])
-        row_bytes = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        self.read_into(tensor, first * row_bytes, out.reshape(-1).view(np.uint8).data)
-        return out

@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from lora_tool.errors import MissingDependency
-from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, survival, write_exactly
+from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, survival
+from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.fidelity import Survival

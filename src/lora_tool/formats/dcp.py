@@ -11,12 +11,12 @@ import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import inside, open_regular
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Stub, load
-from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, read_torch_file, refuse
+from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
@@ -188,17 +188,24 @@ def uncovered(tensor: DcpTensor) -> str | None:
     return None if row == rows or 0 in tensor.shape else f"rows {row} to {rows} are in no file"
 
 
-Pieces = Mapping[str, tuple[LazyTensor, ...]]
+class Piece(NamedTuple):
+    """What one chunk holds: its bytes, and the record that they are in."""
+
+    stored: StoredTensor
+    record: Record
+
+
+Pieces = Mapping[str, tuple[Piece, ...]]
 """Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
 
 
 def read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     """Return the tensors inside the `.distcp` files that are there, and the first problem of each broken file."""
-    pieces: dict[str, tuple[LazyTensor, ...]] = {}
+    pieces: dict[str, tuple[Piece, ...]] = {}
     problems: dict[str, Problem] = {}
     missing = set(missing_files(found))
     for name, tensor in found.tensors.items():
-        read: list[LazyTensor] = []
+        read: list[Piece] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
@@ -217,14 +224,15 @@ def missing_files(found: DcpFolder) -> tuple[str, ...]:
     return tuple(name for name in found.filenames if not (found.folder / name).exists())
 
 
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> LazyTensor:
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
     path = folder / chunk.filename
     if not inside(folder, path):
         refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
-    lazy = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes).value
+    file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
+    lazy = file.value
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         refuse(path, Defect.WRONG_SIZE, f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}", name)
-    return lazy
+    return Piece(file.stored(lazy, name), file.record(lazy))
 
 
 def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> dict[str, StoredTensor]:
@@ -241,7 +249,7 @@ def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> di
                 f"{found.folder}: `{name}` {list(tensor.shape)} is not whole",
                 hint="copy the .distcp files from the machines that wrote them: every node writes its own ranks",
             )
-        spans = tuple(span for lazy in pieces[name] for span in lazy.stored(name).spans)
+        spans = tuple(span for piece in pieces[name] for span in piece.stored.spans)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         tensors[name] = StoredTensor(spec=spec, spans=spans or (_nothing(found.folder),))
     return tensors

@@ -127,7 +127,7 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
             )
         if not any(name in wanted for name in shapes):
             continue
-        flats = [states.groups[number].stored(f"group {number}") for states in ranks]
+        flats = [states.file.stored(states.groups[number], f"group {number}") for states in ranks]
         cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
         found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
     return found
@@ -209,7 +209,7 @@ def _others(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
         if entry.role is Role.FROZEN and tag.stage == 3:  # noqa: PLR2004 - the stage
             found[name] = _frozen_by_rank(tag, name, entry.shape)
         else:
-            found[name] = _whole(first.frozen, first.module, name).stored(name)
+            found[name] = first.file.stored(_whole(first.frozen, first.module, name), name)
     return found
 
 
@@ -226,7 +226,7 @@ def _frozen_by_rank(tag: ZeroTag, name: str, shape: Shape) -> StoredTensor:
             raise IncompleteCheckpoint(
                 f"{tag.model[rank].file.path}: frozen `{name}` is not in it, other ranks have it"
             )
-        pieces.append(fragment.stored(name))
+        pieces.append(tag.model[rank].file.stored(fragment, name))
     piece = _piece(numel, tag.world_size)
     parts = [(flat, 0, _owned(numel, piece, rank)) for rank, flat in enumerate(pieces)]
     return _joined(name, pieces[0].dtype, shape, parts)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
-from lora_tool.formats.torch_zip import LazyTensor, read_torch_file
+from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_torch_file
 from lora_tool.tensors import FileStamp, StoredTensor
 
 
@@ -37,9 +37,10 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
     with open_regular(path):
         stamp = FileStamp.of(path)
     try:
-        value = read_torch_file(path).value
+        file = read_torch_file(path)
     except CorruptFile as error:
         return TorchWeightsFile(stamp=stamp, problems=(error.problem,))
+    value = file.value
     if not isinstance(value, dict):
         message = f"holds a {type(value).__name__}, expected a dict of tensors"
         return TorchWeightsFile(stamp=stamp, problems=(_problem(path, Defect.BAD_HEADER, message),))
@@ -48,20 +49,20 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
     tensors: dict[str, StoredTensor] = {}
     for name, item in value.items():
         try:
-            tensors[name] = _tensor(path, name, item)
+            tensors[name] = _tensor(file, name, item)
         except CorruptFile as error:
             problems.append(error.problem)
     return TorchWeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
 
 
-def _tensor(path: Path, name: object, item: object) -> StoredTensor:
+def _tensor(file: TorchFile, name: object, item: object) -> StoredTensor:
     if not isinstance(name, str):
-        raise CorruptFile(_problem(path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name"))
+        raise CorruptFile(_problem(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name"))
     if not isinstance(item, LazyTensor):
         kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"
         message = f"is {kind}, expected a tensor: it is no model's or adapter's state dict"
-        raise CorruptFile(_problem(path, Defect.BAD_HEADER, message, name))
-    return item.stored(name)
+        raise CorruptFile(_problem(file.path, Defect.BAD_HEADER, message, name))
+    return file.stored(item, name)
 
 
 def _problem(path: Path, defect: Defect, message: str, subject: str | None = None, *, fatal: bool = True) -> Problem:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import struct
 import zipfile
 import zlib
@@ -62,12 +63,13 @@ class Record(NamedTuple):
 
 
 class LazyTensor(NamedTuple):
-    """A tensor of the archive that was not read: its type, shape and place.
+    """A tensor of the archive that was not read: its type, shape and place. `TorchFile` says where that is on disk.
 
     A tuple, as everything is that a pickle may hold: nothing in the pickle can change its fields.
     """
 
-    record: Record
+    key: str
+    """Of the storage that holds it."""
     dtype: DType
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -91,17 +93,6 @@ class LazyTensor(NamedTuple):
             expected *= size
         return True
 
-    def stored(self, name: str) -> StoredTensor:
-        """Return it as a stored tensor called `name`. Raises `CorruptFile`, also where it is no single span."""
-        if not self.is_contiguous:
-            message = (
-                f"is stored with strides {list(self.stride)} for shape {list(self.shape)}: only contiguous is read"
-            )
-            refuse(self.record.path, Defect.BAD_HEADER, message, name)
-        spec = TensorSpec(name=name, dtype=self.dtype, shape=self.shape)
-        offset = self.record.data_at() + self.start * self.dtype.bits // 8
-        return StoredTensor(spec=spec, spans=(Span(path=self.record.path, offset=offset, nbytes=spec.nbytes),))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFile:
@@ -120,11 +111,49 @@ class TorchFile:
     def path(self) -> Path:
         return self.stamp.path
 
+    def record(self, tensor: LazyTensor) -> Record:
+        """Return the record that holds a tensor of this file."""
+        return self.records[tensor.key]
 
-def read_torch_file(path: Path, *, offset: int = 0, nbytes: int | None = None) -> TorchFile:
+    def stored(self, tensor: LazyTensor, name: str) -> StoredTensor:
+        """Return a tensor of this file, called `name`. Raises `CorruptFile`, also where it is no single span."""
+        if not tensor.is_contiguous:
+            message = (
+                f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: only contiguous is read"
+            )
+            refuse(self.path, Defect.BAD_HEADER, message, name)
+        spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
+        offset = self.record(tensor).data_at() + tensor.start * tensor.dtype.bits // 8
+        return StoredTensor(spec=spec, spans=(Span(path=self.path, offset=offset, nbytes=spec.nbytes),))
+
+
+class PickleMemory:
+    """The last pickle that was read, and what it says: every rank's file has the same one, but for its own device."""
+
+    def __init__(self) -> None:
+        self._pickled = b""
+        self._value: Any = None
+        self._storages: Mapping[str, _Storage] = {}
+
+    def value(self, pickled: bytes, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
+        """Return what `pickled` says. Raises ValueError as `load` does, and where it does not fit the `records`."""
+        same = _DEVICE.sub(b"", pickled)
+        if same != self._pickled or not same:
+            storages: dict[str, _Storage] = {}
+            self._value = load(pickled, known=KNOWN, persistent=_storages(records, storages))
+            self._pickled, self._storages = same, storages
+        else:
+            for storage in self._storages.values():
+                _require_record(storage, records)
+        return self._value
+
+
+def read_torch_file(
+    path: Path, *, offset: int = 0, nbytes: int | None = None, memory: PickleMemory | None = None
+) -> TorchFile:
     """Return the object in the torch file `path`, or in the archive of `nbytes` bytes embedded in it at `offset`.
 
-    No tensor is read, no code runs. Raises `CorruptFile` for what is no such archive, is truncated, has compressed
+    With the `memory` of the file before, what both say is one object. No tensor is read, no code runs. Raises `CorruptFile` for what is no such archive, is truncated, has compressed
     or encrypted members or two of one name, and for a pickle that refers to what is not there.
     """
     with open_regular(path) as fd:
@@ -138,7 +167,7 @@ def read_torch_file(path: Path, *, offset: int = 0, nbytes: int | None = None) -
         _require_zip(path, os.pread(fd, len(_LEGACY_MAGIC), offset), length)
         try:
             with zipfile.ZipFile(window) as archive:
-                return _read_archive(archive, stamp, offset)
+                return _read_archive(archive, stamp, offset, memory or PickleMemory())
         except _ZIP_ERRORS as error:
             refuse(path, Defect.TRUNCATED, f"is no whole torch file ({error}): truncated?")
 
@@ -188,7 +217,7 @@ def _require_zip(path: Path, head: bytes, length: int) -> None:
         refuse(path, Defect.PICKLE if head[:1] == b"\x80" else Defect.BAD_HEADER, f"is {what}; it is not read")
 
 
-def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int) -> TorchFile:
+def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memory: PickleMemory) -> TorchFile:
     path, infos = stamp.path, archive.infolist()
     members = {info.filename: info for info in infos}
     if len(members) != len(infos):
@@ -214,7 +243,7 @@ def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int) -> To
     return TorchFile(
         stamp=stamp,
         root=root,
-        value=_unpickled(archive, members[f"{root}/data.pkl"], path, records),
+        value=_unpickled(archive, members[f"{root}/data.pkl"], path, records, memory),
         records=records,
         serialization_id=_text(archive, members, f"{root}/.data/serialization_id"),
     )
@@ -226,19 +255,25 @@ def _text(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], name
     return None if info is None or info.file_size > 200 else archive.read(info).decode("latin-1").strip()  # noqa: PLR2004
 
 
-def _unpickled(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
+def _unpickled(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record], memory: PickleMemory
+) -> Any:  # noqa: ANN401
     if info.file_size > MAX_PICKLE_BYTES:
         refuse(
             path, Defect.PICKLE, f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
         )
     try:
-        return load(archive.read(info), known=KNOWN, persistent=_storages(records))
+        return memory.value(archive.read(info), records)
     except ValueError as error:
         refuse(path, Defect.PICKLE, str(error))
 
 
+_DEVICE = re.compile(rb"X[\x05\x06]\0\0\0[a-z]{3,4}:\d")
+"""The text in a pickle that says where a tensor was: `cuda:3`."""
+
+
 class _Storage(NamedTuple):
-    record: Record
+    key: str
     dtype: DType
     numel: int
 
@@ -249,21 +284,30 @@ class ElementType(NamedTuple):
     dtype: DType
 
 
-def _storages(records: Mapping[str, Record]) -> Callable[[Any], _Storage]:
+def _storages(records: Mapping[str, Record], found: dict[str, _Storage]) -> Callable[[Any], _Storage]:
+    """Return what turns a persistent id into a storage, and puts it into `found`."""
+
     def storage(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
         kind, of, key, _, numel = pid
-        if kind != "storage" or not isinstance(of, ElementType) or type(numel) is not int:
+        if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
             raise ValueError(f"persistent id {pid!r:.80} is no storage")
-        record = records.get(key)
-        if record is None:
-            raise ValueError(f"storage {key!r:.40} is not in the archive")
-        if record.nbytes * 8 != numel * of.dtype.bits:
-            raise ValueError(
-                f"storage {key!r:.40} should be {numel:,} × {of.dtype}, its record has {record.nbytes:,} bytes"
-            )
-        return _Storage(record, of.dtype, numel)
+        storage = _Storage(key, of.dtype, numel)
+        _require_record(storage, records)
+        found[key] = storage
+        return storage
 
     return storage
+
+
+def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
+    record = records.get(storage.key)
+    if record is None:
+        raise ValueError(f"storage {storage.key!r:.40} is not in the archive")
+    if record.nbytes * 8 != storage.numel * storage.dtype.bits:
+        raise ValueError(
+            f"storage {storage.key!r:.40} should be {storage.numel:,} × {storage.dtype}, "
+            f"its record has {record.nbytes:,} bytes"
+        )
 
 
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
@@ -282,7 +326,7 @@ def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> La
         raise ValueError(f"a tensor of shape {list(shape)} at element {start:,} lies beyond its storage of {held:,}")
     if math.prod(shape) > MAX_BYTES:
         raise ValueError(f"a tensor of shape {list(shape)} is larger than any file")
-    return LazyTensor(storage.record, dtype, tuple(shape), tuple(stride), start)
+    return LazyTensor(storage.key, dtype, tuple(shape), tuple(stride), start)
 
 
 def _is_sizes(values: tuple[Any, ...]) -> bool:
@@ -338,12 +382,12 @@ KNOWN: dict[Global, Any] = {
 _SCALARS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}
 
 
-def read_scalar(tensor: LazyTensor) -> float | None:
-    """Return the value of a tensor of one element, None where it is none or of a type that counts nothing."""
+def read_scalar(file: TorchFile, tensor: LazyTensor) -> float | None:
+    """Return the value of a tensor of one element of `file`, None where it is none or of a type that counts nothing."""
     layout = _SCALARS.get(tensor.dtype)
     if tensor.numel != 1 or layout is None:
         return None
-    (span,) = tensor.stored("scalar").spans
+    (span,) = file.stored(tensor, "scalar").spans
     with open_regular(span.path) as fd:
         (value,) = struct.unpack(layout, os.pread(fd, span.nbytes, span.offset))
     return float(value)

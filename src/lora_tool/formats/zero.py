@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, Unsup
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickles import Stub
-from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_scalar, read_torch_file, refuse
+from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
 from lora_tool.tensors import MAX_BYTES, MERGEABLE
 
 Shape = tuple[int, ...]
@@ -184,27 +184,35 @@ class _Reading:
         self._folder = folder
         self.problems: list[Problem] = []
 
-    def all(self, files: Iterable[tuple[int, str]], interpret: Callable[[TorchFile, int], States]) -> dict[int, States]:
-        """Return rank → what `interpret` makes of its file, without those that cannot be read."""
-        found = {}
+    def all(
+        self, files: Iterable[tuple[int, str]], interpret: Callable[[TorchFile, int, States | None], States]
+    ) -> dict[int, States]:
+        """Return rank → what `interpret` makes of its file, without those that cannot be read.
+
+        It is also given the rank before.
+        """
+        found: dict[int, States] = {}
+        memory, before = PickleMemory(), None
         for rank, name in files:
             try:
-                found[rank] = interpret(self._file(name), rank)
+                found[rank] = before = interpret(self._file(name, memory), rank, before)
             except CorruptFile as error:
                 self.problems.append(error.problem)
         return found
 
-    def _file(self, name: str) -> TorchFile:
+    def _file(self, name: str, memory: PickleMemory) -> TorchFile:
         path = self._folder / name
         if not inside(self._folder, path):
             refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
-        file = read_torch_file(path)
+        file = read_torch_file(path, memory=memory)
         if not isinstance(file.value, dict):
             refuse(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
         return file
 
 
-def _model_states(file: TorchFile, rank: int) -> ModelStates:
+def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
+    if before is not None and before.file.value is file.value:
+        return replace(before, file=file, rank=rank)
     table = file.value
     shapes = table.get("param_shapes")
     if shapes is None:
@@ -238,7 +246,7 @@ def _configured_stage(config: Mapping[str, Any]) -> int:
     return stage if type(stage) is int and stage in (1, 2) else 0
 
 
-def _optim_states(file: TorchFile, rank: int) -> OptimStates:
+def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStates:
     table = file.value.get("optimizer_state_dict")
     if not isinstance(table, dict):
         refuse(file.path, Defect.BAD_HEADER, "has no `optimizer_state_dict`: not written by ZeRO")
@@ -259,7 +267,7 @@ def _optim_states(file: TorchFile, rank: int) -> OptimStates:
         stage=stage,
         groups=tuple(groups),
         partition_count=_count_of_ranks(table.get("partition_count")),
-        step=_step(optimizer),
+        step=_step(file, optimizer),
         config=file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {},
     )
 
@@ -316,7 +324,7 @@ def _count_of_ranks(value: object) -> int | None:
     return max((count for count in counts if type(count) is int and 0 < count < _MAX_RANKS), default=None)
 
 
-def _step(optimizer: object) -> float | None:
+def _step(file: TorchFile, optimizer: object) -> float | None:
     """Torch's Adam counts in the state of each parameter, some fused ones in the parameter groups."""
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
     for part in parts:
@@ -327,7 +335,7 @@ def _step(optimizer: object) -> float | None:
         for entry in entries:
             step = entry.get("step") if isinstance(entry, dict) else None
             if isinstance(step, LazyTensor):
-                return read_scalar(step)
+                return read_scalar(file, step)
             if is_number(step):
                 return float(step)
     return None

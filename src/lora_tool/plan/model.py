@@ -249,6 +249,11 @@ class Plan:
         return sum(shard.data_bytes for shard in self.shards)
 
     @property
+    def only_copies(self) -> bool:
+        """Whether every output tensor is the bytes of an input."""
+        return all(isinstance(step.op, Copy) for step in self.steps)
+
+    @property
     def recomputes_inits(self) -> bool:
         """Whether a base weight must be changed as PEFT changes it when it builds its layers."""
         return any(isinstance(step.op, LoraDelta) and step.op.init is not None for step in self.steps)

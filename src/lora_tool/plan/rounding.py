@@ -38,9 +38,11 @@ def rounding_faults(root: Path, tag: ZeroTag, tensors: Tensors) -> Iterator[Find
         if known[name].role is Role.TRAINED and tensor.dtype is DType.F32
     }
     if tag.stage in (1, 2) and tag.first is not None:
-        held = tag.first.module
+        file, held = tag.first.file, tag.first.module
         copies = {
-            name: held[name].stored(name) for name in masters if name in held and held[name].shape == known[name].shape
+            name: file.stored(held[name], name)
+            for name in masters
+            if name in held and held[name].shape == known[name].shape
         }
         yield from _disagreeing(masters, copies, Severity.ERROR)
     elif tag.stage == 3:  # noqa: PLR2004 - the stage

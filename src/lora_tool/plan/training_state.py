@@ -132,7 +132,7 @@ def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Fi
     def look_at(tensors: Tensors, watch: Watch) -> list[Finding]:
         from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415 - numpy, only where values are read
 
-        records = [lazy.record for name in tensors for lazy in pieces[name]]
+        records = [piece.record for name in tensors for piece in pieces[name]]
         return value_faults(tensors, records, masters=frozenset(), watch=watch)
 
     return TrainingState(
@@ -192,9 +192,9 @@ def _records(tag: ZeroTag, tensors: Tensors) -> list[Record]:
     records = []
     names = set(tensors)
     if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
-        records += [group.record for states in tag.optim.values() for group in states.groups]
+        records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
     for states in tag.model.values():
         held = {**states.module, **(states.frozen or {})}
-        records += [held[name].record for name in names if name in held and held[name].numel]
+        records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
     used = {span.path for tensor in tensors.values() for span in tensor.spans}
     return [record for record in records if record.path in used]

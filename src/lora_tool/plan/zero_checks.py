@@ -84,7 +84,7 @@ def copied_rank_files(tag: ZeroTag) -> Iterator[Finding]:
     for states in tag.optim.values():
         if not any(group.numel for group in states.groups):
             continue
-        crcs = tuple(group.record.crc for group in states.groups)
+        crcs = tuple(states.file.record(group).crc for group in states.groups)
         other = seen.setdefault((states.file.serialization_id, crcs), states)
         if other is not states:
             yield _fault("LT405", states.file.path, f"has the same content as {other.file.path.name}, of another rank")
@@ -109,12 +109,14 @@ def different_runs(tag: ZeroTag) -> Iterator[Finding]:
             yield _fault(
                 "LT407", path, "was written under another DeepSpeed config than the other ranks' files", hint=hint
             )
-    layouts = {
-        s.file.path: _comparable([list(map(list, group.items())) for group in (*s.param_shapes, s.frozen_shapes or {})])
-        for s in tag.model.values()
-    }
+    layouts = {s.file.path: _layout(s) for s in tag.model.values()}
     for path, _, _ in _odd_ones_out(layouts):
         yield _fault("LT407", path, "lists other parameters, or in another order, than the other ranks", hint=hint)
+
+
+def _layout(states: ModelStates) -> tuple[object, ...]:
+    """Return the names and shapes in their order, in a form that can be compared."""
+    return tuple(tuple(group.items()) for group in (*states.param_shapes, states.frozen_shapes or {}))
 
 
 def _comparable(value: object) -> str:
