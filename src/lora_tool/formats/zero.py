@@ -284,7 +284,7 @@ def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
         refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
     for name, shape in table.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}: tensor parallel?", key)
+            refuse(file.path, Defect.BAD_HEADER, f"gives `{name!s:.80}` no shape: tensor parallel?", key)
         if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
             refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
     return table
