@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import inside, open_regular
-from lora_tool.formats.pickles import MAX_PICKLE_BYTES, MOST_DIMENSIONS, Stub, load
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
-from lora_tool.formats.pickles import MAX_PICKLE_BYTES, MOST_DIMENSIONS, Global, Known, load
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.tensors import MAX_BYTES, DType, FileStamp, Span, StoredTensor, TensorSpec
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
-from lora_tool.formats.pickles import Stub
+from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
 from lora_tool.tensors import MAX_BYTES, MERGEABLE
 
