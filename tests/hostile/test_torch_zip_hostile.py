@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from lora_tool.errors import CorruptFile
+from lora_tool.formats.dcp import read_dcp
 from lora_tool.formats.torch_zip import KNOWN, read_torch_file
 from lora_tool.tensors import DType
 
@@ -162,6 +164,71 @@ def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_broken_pickles_are_refused(tmp_path: Path, pickled: bytes) -> None:
     with pytest.raises(CorruptFile, match="pickle"):
         read_torch_file(write(tmp_path / "file.pt", pickled))
+
+
+def doubled(times: int, both: Callable[[bytes], bytes]) -> bytes:
+    """Return instructions that leave an object with 2^`times` parts on the stack; `both` makes one of two equal ones."""
+    program = b"K\x01\x85q\x000"
+    for at in range(times):
+        program += both(b"h%c" % at) + b"q%c0" % (at + 1)
+    return program + b"h%c" % times
+
+
+TUPLE = doubled(60, lambda one: one + one + b"\x86")
+BOMBS = {
+    "a tuple": TUPLE + b".",
+    "a list": doubled(60, lambda one: b"](" + one + one + b"e") + b".",
+    "a dictionary": doubled(60, lambda one: b"}(K\x01" + one + b"K\x02" + one + b"u") + b".",
+    "a key, which would be hashed for ever": b"}" + TUPLE + b"Ns.",
+    "two equal keys, which would be compared for ever": b"}(" + TUPLE + b"N" + TUPLE + b"Nu.",
+    "an element of a set": b"c__builtin__\nset\n](" + TUPLE + b"e\x85R.",
+    "an element of a frozen set": b"(" + TUPLE + b"\x91.",
+    "a key of an ordered dictionary": b"ccollections\nOrderedDict\n](" + TUPLE + b"N\x86e\x85R.",
+    "an unknown object": b"cfoo\nBar\n" + TUPLE + b"\x85\x81.",
+    "the state of an unknown object": b"cfoo\nBar\n)\x81" + TUPLE + b"b.",
+    "a persistent id": TUPLE + b"Q.",
+    "a persistent id of five": b"(" + TUPLE + b"NNNNtQ.",
+    "a size": b"ctorch\nSize\n" + TUPLE + b"\x85R.",
+    "a tensor's arguments": b"ctorch._utils\n_rebuild_tensor_v2\n(" + TUPLE + b"NNNtR.",
+    "a parameter": b"}ctorch._utils\n_rebuild_parameter\n" + TUPLE + b"\x85RNs.",
+    "a deep key, whose hash would need all of the stack": b"}K\x01" + b"\x85" * 100_000 + b"Ns.",
+    "a deep list": b"]" * 300 + b"a" * 299 + b".",
+    "many marks": b"(" * 100_000 + b".",
+    "a number of a megabyte as a key": b"}\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20) + b"Ns.",
+    "numbers with one hash": b"}("
+    + b"".join(b"\x8a\x0a" + ((2**61 - 1) * n).to_bytes(10, "little") + b"N" for n in range(1, 20_000))
+    + b"u.",
+    "many classes": b"".join(b"ca\nb%d\n0" % n for n in range(20_000)) + b"N.",
+    "one long list, made a set again and again": b"c__builtin__\nset\nq\x000]("
+    + b"K\x01" * 20_000
+    + b"e\x85q\x010"
+    + b"h\x00h\x01R0" * 9_000
+    + b".",
+    "duplicates": b"K\x01" + b"2" * 9 + b"\x86" * 9 + b".",
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_bombs_are_refused_at_once(tmp_path: Path, what: str) -> None:
+    start = time.process_time()
+    with pytest.raises(CorruptFile, match="pickle"):
+        read_torch_file(write(tmp_path / "file.pt", b"\x80\x02" + BOMBS[what]))
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + BOMBS[what])
+    with pytest.raises(CorruptFile, match="pickle"):
+        read_dcp(tmp_path)
+    assert time.process_time() - start < 10
+
+
+def test_what_two_objects_share_is_no_bomb(tmp_path: Path) -> None:
+    betas, shape = (0.9, 0.999), torch.Size((3, 4))
+    value = {
+        "param_groups": [{"betas": betas, "params": [at]} for at in range(1000)],
+        "shapes": {f"layer.{at}": shape for at in range(1000)},
+        (1, ("a", 2)): {3, "x"},
+        2**40: frozenset({"y"}),
+    }
+    torch.save(value, tmp_path / "file.pt")
+    assert read_torch_file(tmp_path / "file.pt").value == value
 
 
 def test_a_record_whose_size_is_a_lie_is_refused(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from lora_tool.checkpoint import (
     ZeroDir,
     open_checkpoint,
     open_model,
+    open_sharded,
     require_whole,
 )
+from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import BadConfig, CorruptFile, Defect, NotACheckpoint
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -205,3 +207,37 @@ def test_nothing_known_is_said_so(make: object, words: str, tmp_path: Path) -> N
 def test_an_adapter_is_no_model() -> None:
     with pytest.raises(NotACheckpoint, match="is not a model folder but: adapter"):
         open_model(FIXTURES / "causal-llama" / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("rank_file", "adapter", "command"),
+    [
+        ("global_step2/mp_rank_00_model_states.pt", "adapter", " --adapter-config {adapter}"),
+        ("epoch_1/mp_rank_00_model_states.pt", "adapter", " --adapter-config {adapter}"),
+        (
+            "_actor/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt",
+            "adapter",
+            "/_actor --adapter-config {adapter}",
+        ),
+        ("checkpoint-9/global_step9/mp_rank_00_model_states.pt", "adapter", "/checkpoint-9 --adapter-config {adapter}"),
+        ("checkpoint-9/pytorch_model_fsdp_0/.metadata", "adapter", "/checkpoint-9 --adapter-config {adapter}"),
+        ("dcp/.metadata", "adapter", "/dcp --adapter-config {adapter}"),
+        ("global_step2/mp_rank_00_model_states.pt", ".", ""),
+        ("_actor/global_step2/mp_rank_00_model_states.pt", ".", "/_actor"),
+    ],
+)
+def test_an_adapter_without_weights_names_the_command_that_makes_them(
+    rank_file: str, adapter: str, command: str, tmp_path: Path
+) -> None:
+    files(tmp_path, rank_file, f"{adapter}/adapter_config.json")
+    found = consolidate_command(tmp_path / adapter)
+    assert found == f"lora-tool consolidate {tmp_path}{command.format(adapter=tmp_path / adapter)}"
+
+
+def test_the_newest_checkpoint_is_named(tmp_path: Path) -> None:
+    for step in (9, 10):
+        files(tmp_path, f"checkpoint-{step}/global_step{step}/mp_rank_00_model_states.pt")
+    files(tmp_path, "final/adapter_config.json", "checkpoint-10/adapter_config.json")
+    with pytest.raises(NotACheckpoint) as caught:
+        open_sharded(tmp_path / "final")
+    assert caught.value.hint == f"lora-tool consolidate {tmp_path / 'checkpoint-10'}"

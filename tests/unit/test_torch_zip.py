@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lora_tool.errors import CorruptFile
-from lora_tool.formats.pickles import Stub
+from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import DType
 

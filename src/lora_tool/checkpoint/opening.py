@@ -24,6 +24,7 @@ from lora_tool.checkpoint.folders import (
     ZeroDir,
     read_folder,
 )
+from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import (
     BadConfig,
     CheckpointError,
@@ -123,7 +124,10 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
     if below:
         raise _several(folder, below)
     _refuse_other_rank_files(folder)
-    raise NotACheckpoint(f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)")
+    raise NotACheckpoint(
+        f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)",
+        hint=consolidate_command(folder.root),
+    )
 
 
 def _several(folder: Folder, found: list[ZeroDir | DcpDir]) -> NotACheckpoint:

@@ -41,7 +41,8 @@ def digest_of(plan: Plan) -> str:
 
 
 def _torch_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - slow, and only needed here
+    # it takes as long to import as an adapter to consolidate
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
 
     try:
         return version("torch")

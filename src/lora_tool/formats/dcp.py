@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import inside, open_regular
-from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Stub, load
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
@@ -98,9 +99,9 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     if len(set(names.values())) != len(names):
         raise ValueError("gives two tensors one name")
     places = {
-        (str(key.get("fqn")), key.get("offset")): info
+        (key.get("fqn"), key.get("offset")): info
         for key, info in storage.items()
-        if isinstance(key, Stub) and _is_sizes(key.get("offset"))
+        if isinstance(key, Stub) and type(key.get("fqn")) is str and _is_sizes(key.get("offset"))
     }
     tensors = {name: _tensor(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta")
@@ -115,12 +116,18 @@ def _module_names(entries: Mapping[str, Stub], planner: object) -> dict[str, str
     """
     paths = {fqn: (fqn,) for fqn in entries}
     if isinstance(planner, dict):
-        paths |= {fqn: path for fqn, path in planner.items() if fqn in entries and isinstance(path, tuple) and path}
+        paths |= {fqn: path for fqn, path in planner.items() if fqn in entries and _is_path(path)}
     for key in _MODEL_KEYS:
         under = {fqn: path[1:] for fqn, path in paths.items() if path[0] == key and len(path) > 1}
         if under:
             return {fqn: ".".join(map(str, path)) for fqn, path in under.items()}
     return {fqn: ".".join(map(str, path)) for fqn, path in paths.items()}
+
+
+def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
+    """Whether it is the keys that lead to a tensor; a name is as long as a file's may be."""
+    parts = path if isinstance(path, tuple) else ()
+    return bool(parts) and sum(len(part) if type(part) is str else 20 for part in parts[:4096]) <= 4096 >= len(parts)  # noqa: PLR2004
 
 
 def _tensor(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
@@ -156,7 +163,9 @@ def _dtype(properties: object) -> DType | None:
 
 
 def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(values, tuple) and all(type(n) is int and n >= 0 for n in values)
+    return (
+        isinstance(values, tuple) and len(values) <= MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in values)
+    )
 
 
 def _chunk(

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
-from lora_tool.formats.pickles import MAX_PICKLE_BYTES, Global, Known, load
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.tensors import MAX_BYTES, DType, FileStamp, Span, StoredTensor, TensorSpec
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -290,7 +291,7 @@ def _storages(records: Mapping[str, Record], found: dict[str, _Storage]) -> Call
     def storage(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
         kind, of, key, _, numel = pid
         if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
-            raise ValueError(f"persistent id {pid!r:.80} is no storage")
+            raise ValueError("a persistent id is that of no storage")
         storage = _Storage(key, of.dtype, numel)
         _require_record(storage, records)
         found[key] = storage
@@ -313,8 +314,9 @@ def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
 def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
     """`torch._utils._rebuild_tensor_v2`, and v3, whose seventh argument is the type of an untyped storage's tensor."""
     # a checkpoint has thousands of tensors: this is written for speed
-    sizes = (start, *shape, *stride)
-    if not isinstance(storage, _Storage) or not _is_sizes(sizes) or len(shape) != len(stride):
+    if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_DIMENSIONS:
+        raise ValueError("a tensor is not built from a shape and strides")
+    if not isinstance(storage, _Storage) or not _is_sizes((start, *shape, *stride)):
         raise ValueError("a tensor is not built from a storage, an offset, a shape and strides")
     dtype = storage.dtype
     for extra in rest:
@@ -326,7 +328,7 @@ def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> La
         raise ValueError(f"a tensor of shape {list(shape)} at element {start:,} lies beyond its storage of {held:,}")
     if math.prod(shape) > MAX_BYTES:
         raise ValueError(f"a tensor of shape {list(shape)} is larger than any file")
-    return LazyTensor(storage.key, dtype, tuple(shape), tuple(stride), start)
+    return LazyTensor(storage.key, dtype, shape, stride, start)
 
 
 def _is_sizes(values: tuple[Any, ...]) -> bool:
@@ -334,20 +336,22 @@ def _is_sizes(values: tuple[Any, ...]) -> bool:
     return not values or (set(map(type, values)) == {int} and min(values) >= 0)
 
 
-def _first(value: Any, *_: Any) -> Any:  # noqa: ANN401
+def _parameter(value: Any, *_: Any) -> LazyTensor:  # noqa: ANN401
     """`_rebuild_parameter`: the tensor, whatever else is said about it."""
+    if not isinstance(value, LazyTensor):
+        raise ValueError("a parameter is no tensor")  # noqa: TRY004 - of the file, not of Python
     return value
 
 
 def _call(build: Any, _type: Any, args: Any, _state: Any) -> Any:  # noqa: ANN401
     """`torch._tensor._rebuild_from_type_v2`: what its function would build. Everything callable here is harmless."""
-    if not isinstance(build, Known):
-        raise ValueError("a tensor subclass is built by an unknown function")  # noqa: TRY004 - of the file, not of Python
-    return build(*args)
+    if not isinstance(build, Known) or type(args) is not tuple:
+        raise ValueError("a tensor subclass is built by an unknown function")
+    return build.build(*args[: 2 * MOST_DIMENSIONS])
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:  # noqa: ANN401
-    if not _is_sizes(tuple(values)):
+    if not isinstance(values, list | tuple) or len(values) > MOST_DIMENSIONS or not _is_sizes(tuple(values)):
         raise ValueError("a torch.Size is not made of sizes")
     return tuple(values)
 
@@ -372,8 +376,8 @@ KNOWN: dict[Global, Any] = {
     ("torch._utils", "_rebuild_tensor"): Known(_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Known(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Known(_tensor),
-    ("torch._utils", "_rebuild_parameter"): Known(_first),
-    ("torch._utils", "_rebuild_parameter_with_state"): Known(_first),
+    ("torch._utils", "_rebuild_parameter"): Known(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Known(_parameter),
     ("torch._tensor", "_rebuild_from_type_v2"): Known(_call),
 }
 """The names of torch's own that say how a tensor is built; everything else in a pickle becomes a `Stub`."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
-from lora_tool.formats.pickles import Stub
+from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
 from lora_tool.tensors import MAX_BYTES, MERGEABLE
 
@@ -284,7 +284,7 @@ def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
         refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
     for name, shape in table.items():
         if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}: tensor parallel?", key)
+            refuse(file.path, Defect.BAD_HEADER, f"gives `{name!s:.80}` no shape: tensor parallel?", key)
         if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
             refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
     return table

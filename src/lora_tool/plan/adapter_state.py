@@ -90,7 +90,7 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
             )
         elif key.part not in _LORA and entries[name].role is Role.TRAINED:
             names[key.canonical] = name
-    _require_ranks(entries, parsed, config)
+    _require_ranks(entries, {name: parsed[name] for name in names.values()}, config)
     heads = find_heads(state, config)
     notes = tuple(
         f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in heads.names

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
+from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.errors import CorruptFile
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.torch_weights import scan_torch_weights
@@ -18,7 +17,6 @@ from lora_tool.rules.subject import AdapterSubject, Layer
 
 _LORA_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
 _MATRIX = 2
-_TAG = re.compile(r"global_step\d{1,18}\Z")
 
 
 @rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
@@ -179,9 +177,9 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     """Return where the values still are: in a training checkpoint, or in a pickle beside the empty file."""
-    state = _training_state(subject.checkpoint.root)
+    state = training_state_near(subject.checkpoint.root)
     if state:
-        return f"the values are in {state}: lora-tool consolidate {state.parent}"
+        return f"the values are in {state}: {consolidate_command(subject.checkpoint.root)}"
     pickle = subject.checkpoint.root / ADAPTER_PICKLE
     if subject.checkpoint.weights.files and subject.checkpoint.weights.files[0].path == pickle:
         return None
@@ -192,20 +190,6 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     # OpenRLHF gathers the adapter into a .bin, and PEFT loads the empty .safetensors before it
     if all(name in held and held[name].spec.numel for name in empty):
         return f"{ADAPTER_PICKLE} beside it has all their values: PEFT loads it once {ADAPTER_WEIGHTS} is moved away"
-    return None
-
-
-def _training_state(root: Path) -> Path | None:
-    """Return a `global_stepN` folder in, beside or above the adapter, or in a folder there (OpenRLHF's `_actor`)."""
-    for near in (root, root.resolve().parent):
-        try:
-            tags = [
-                tag for pattern in ("", "*/") for tag in near.glob(f"{pattern}global_step*") if _TAG.match(tag.name)
-            ]
-        except OSError:
-            continue
-        if tags:
-            return max(tags, key=lambda tag: int(tag.name.removeprefix("global_step")))
     return None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.errors import Defect
 from lora_tool.formats.files import broken_json, inside
 from lora_tool.report import Severity
@@ -334,5 +336,11 @@ def no_weights(subject: Subject) -> Iterator[Fault]:
     """
     pieces = subject.checkpoint.folder.training_state
     hint = f"they are there in pieces: lora-tool consolidate {subject.checkpoint.root}" if pieces else None
+    if (
+        not pieces
+        and isinstance(subject.checkpoint, AdapterDir)
+        and (state := training_state_near(subject.checkpoint.root))
+    ):
+        hint = f"there is a training checkpoint, {state}: {consolidate_command(subject.checkpoint.root)}"
     for fault in defects(subject, Defect.NO_WEIGHTS):
         yield replace(fault, hint=hint)

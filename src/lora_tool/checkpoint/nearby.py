@@ -1,0 +1,69 @@
+"""Where the values are that an adapter folder lacks: the checkpoint of its training, in, beside or above it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
+
+_FIRST_RANK = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
+_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
+_MOST_FOLDERS = 10_000
+"""Folders that are looked into: the folder above may be anybody's home."""
+
+
+def training_state_near(root: Path) -> Path | None:
+    """Return the newest tag of a DeepSpeed checkpoint, or folder of an FSDP one, in `root`, beside or above it.
+
+    A folder there may hold it, as OpenRLHF's `_actor` does and the HF Trainer's `checkpoint-N`.
+    """
+    for near in (root, root.resolve().parent):
+        found = list(itertools.islice(_states_in(near), 1000))
+        if found:
+            return max(found, key=_step_of)
+    return None
+
+
+def consolidate_command(root: Path) -> str | None:
+    """Return the command that puts together what `training_state_near` finds, None where it finds nothing."""
+    state = training_state_near(root)
+    if state is None:
+        return None
+    checkpoint = (
+        state.parent if not (state / ".metadata").exists() or state.name.startswith("pytorch_model_") else state
+    )
+    config_is_near = any((place / ADAPTER_CONFIG).is_file() for place in (checkpoint, state, checkpoint.parent))
+    has_own = not config_is_near and (root / ADAPTER_CONFIG).is_file()
+    own = f" --adapter-config {shlex.quote(str(root))}" if has_own else ""
+    return f"lora-tool consolidate {shlex.quote(str(checkpoint))}{own}"
+
+
+def _states_in(near: Path) -> Iterator[Path]:
+    folders = itertools.islice(_folders(near, depth=2), _MOST_FOLDERS)
+    for folder in itertools.chain((near,), folders):
+        is_fsdp = not folder.name.startswith("optimizer") and (folder / ".metadata").is_file()
+        if is_fsdp or any((folder / name).is_file() for name in _FIRST_RANK):
+            yield folder
+
+
+def _folders(root: Path, *, depth: int) -> Iterator[Path]:
+    """Yield the folders in `root`, the nearest first, links left out."""
+    try:
+        inner = [root / entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return
+    yield from inner
+    if depth > 1:
+        for folder in inner:
+            yield from _folders(folder, depth=depth - 1)
+
+
+def _step_of(state: Path) -> int:
+    """Return the number that its name ends with, or the name of the folder above, as in `checkpoint-5/…`."""
+    numbers = (_LAST_NUMBER.search(path.name) for path in (state.parent, state) if not path.name.startswith("pytorch_"))
+    return max((int(match[0]) for match in numbers if match), default=0)

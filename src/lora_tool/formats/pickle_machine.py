@@ -1,0 +1,394 @@
+"""The stack machine that pickles are programs for: it makes plain containers and inert objects, and calls nothing.
+
+It is our own because the interpreter's machine, made safe in what it may call, can still be made to hang or to crash:
+hashing a tuple of a tuple of a tuple takes time without end, or stack without end. Here every instruction costs about
+the same, and what is kept is counted. The instructions are those of CPython's `Lib/pickletools.py`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+from lora_tool.formats.pickle_objects import BUILT_IN, DICT, MOST_DIMENSIONS, SET, Global, Known, Stub, stub_class
+
+DEEPEST = 200
+MOST_CONTAINERS = 10_000_000
+_MOST_MEMOIZED = 20_000_000
+_MOST_NAMES = 10_000
+"""Of different globals: a real checkpoint has about ten."""
+_LONGEST_NUMBER = 64
+"""Bytes of a number: hashing a longer one takes as long as it is."""
+_MOST_ODD_KEYS = 5_000
+"""Of keys that one can choose so that they collide: large numbers and tuples. Text is hashed with a secret."""
+_SMALL = 1 << 32
+_LARGEST_KEY = 100
+"""Elements of a tuple that is a key, with those of the tuples in it."""
+
+
+class Refused(Exception):
+    """What is wrong with the pickle, as the end of a sentence."""
+
+
+class Machine:
+    """The stack machine. Each instruction costs about the same, whatever came before it."""
+
+    def __init__(self, data: bytes, known: Mapping[Global, Any], persistent: Callable[[Any], Any]) -> None:
+        self._data, self._at = data, 0
+        self._known, self._persistent = known, persistent
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._names: dict[Global, Any] = {}
+        self._containers = self._odd_keys = 0
+
+    def run(self) -> Any:  # noqa: ANN401, C901, PLR0912 - whatever the pickle says
+        """Return what the program leaves on the stack at its STOP."""
+        data, stack, memo, end = self._data, self._stack, self._memo, len(self._data)
+        most = min(end, _MOST_MEMOIZED)
+        at = self._at
+        # three of four instructions are among the first ones here, written out because a call takes five times as long
+        while at < end:
+            code = data[at]
+            at += 1
+            if code == _LONG_BINPUT:
+                index = int.from_bytes(data[at : at + 4], "little")
+                if index > most:  # real ones count up from 0
+                    raise Refused(f"with the number {index:,} in its memo, which no checkpoint needs")
+                memo[index] = stack[-1]
+                at += 4
+            elif code == _BINGET:
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == _BININT1:
+                stack.append(data[at])
+                at += 1
+            elif code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            elif code == _BINUNICODE:
+                start = at + 4
+                at = start + int.from_bytes(data[at:start], "little")
+                if at > end:
+                    break
+                stack.append(data[start:at].decode("utf-8", "surrogatepass"))
+            elif code == _BINPUT:
+                memo[data[at]] = stack[-1]
+                at += 1
+            elif code == _MARK:
+                self.mark()
+            elif code == _STOP:
+                return stack.pop()
+            else:
+                instruction = _INSTRUCTIONS.get(code)
+                if instruction is None:
+                    raise Refused(f"with the instruction 0x{code:02x} at byte {at - 1:,}, which no checkpoint needs")
+                self._at = at
+                instruction(self)
+                at = self._at
+        raise Refused("that ends without its STOP: truncated?")
+
+    def _take(self, count: int) -> bytes:
+        self._at += count
+        if self._at > len(self._data):
+            raise Refused("that ends without its STOP: truncated?")
+        return self._data[self._at - count : self._at]
+
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._take(width), "little")
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at, self._at + 1000)
+        if end < 0:
+            raise Refused("with a name that has no end")
+        return self._take(end + 1 - self._at)[:-1].decode()
+
+    # numbers and texts
+
+    def push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def skip(self, width: int) -> None:
+        self._take(width)
+
+    def integer(self, width: int, *, signed: bool = False) -> None:
+        self._stack.append(int.from_bytes(self._take(width), "little", signed=signed))
+
+    def long(self, width: int) -> None:
+        size = self._number(width)
+        if size > _LONGEST_NUMBER:
+            raise Refused(f"with a number of {size:,} bytes, which no checkpoint needs")
+        self.integer(size, signed=True)
+
+    def double(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def text(self, width: int, errors: str = "surrogatepass") -> None:
+        self._stack.append(self._take(self._number(width)).decode("utf-8", errors))
+
+    def binary(self, width: int) -> None:
+        self._stack.append(self._take(self._number(width)))
+
+    # the stack and the memo
+
+    def mark(self) -> None:
+        if len(self._marks) > DEEPEST * 10:
+            raise Refused(f"that is nested more than {DEEPEST} deep")
+        self._marks.append(len(self._stack))
+
+    def _to_mark(self) -> list[Any]:
+        """Take everything off the stack that lies above the last mark."""
+        at = self._marks.pop()
+        items = self._stack[at:]
+        del self._stack[at:]
+        return items
+
+    def pop(self) -> None:
+        if self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
+        else:
+            self._stack.pop()
+
+    def pop_mark(self) -> None:
+        self._to_mark()
+
+    def memoize(self) -> None:
+        if len(self._memo) >= _MOST_MEMOIZED:
+            raise Refused(f"of more than {_MOST_MEMOIZED:,} objects")
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    # containers
+
+    def _new(self, container: object) -> None:
+        self._containers += 1
+        if self._containers > MOST_CONTAINERS:
+            raise Refused(f"of more than {MOST_CONTAINERS:,} objects")
+        self._stack.append(container)
+
+    def empty_list(self) -> None:
+        self._new([])
+
+    def empty_dict(self) -> None:
+        self._new({})
+
+    def empty_set(self) -> None:
+        self._new(set())
+
+    def new_list(self) -> None:
+        self._new(self._to_mark())
+
+    def new_dict(self) -> None:
+        items = self._to_mark()
+        self._new({})
+        self._put_all(items)
+
+    def new_set(self) -> None:
+        items = self._to_mark()
+        self._new(set())
+        self._add_all(items)
+
+    def new_tuple(self) -> None:
+        self._new(tuple(self._to_mark()))
+
+    def tuple1(self) -> None:
+        self._new((self._stack.pop(),))
+
+    def tuple2(self) -> None:
+        last = self._stack.pop()
+        self._new((self._stack.pop(), last))
+
+    def tuple3(self) -> None:
+        last, middle = self._stack.pop(), self._stack.pop()
+        self._new((self._stack.pop(), middle, last))
+
+    def append(self) -> None:
+        self._append_all([self._stack.pop()])
+
+    def appends(self) -> None:
+        self._append_all(self._to_mark())
+
+    def _append_all(self, items: Iterable[Any]) -> None:
+        found = self._stack[-1]
+        if type(found) is list:
+            found.extend(items)
+        elif isinstance(found, Stub):
+            found.items.extend(items)
+        else:
+            raise Refused("that appends to what is no list")
+
+    def setitem(self) -> None:
+        value = self._stack.pop()
+        self._put_all([self._stack.pop(), value])
+
+    def setitems(self) -> None:
+        self._put_all(self._to_mark())
+
+    def _put_all(self, items: Sequence[Any]) -> None:
+        """Put keys and values, which take turns, into what is on the top of the stack."""
+        found = self._stack[-1]
+        if type(found) is dict:
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                if type(key) is not str:
+                    self._require_key(key)
+                found[key] = value
+        elif isinstance(found, Stub):
+            found.items.extend(zip(items[::2], items[1::2], strict=True))
+        else:
+            raise Refused("that sets items of what is no dictionary")
+
+    def additems(self) -> None:
+        self._add_all(self._to_mark())
+
+    def _add_all(self, items: Iterable[Any]) -> None:
+        found = self._stack[-1]
+        if type(found) is not set:
+            raise Refused("that adds to what is no set")
+        for item in items:
+            self._require_key(item)
+            found.add(item)
+
+    def _require_key(self, key: object) -> None:
+        """Raise `Refused` unless `key` is hashed in no time, and rarely collides."""
+        if isinstance(key, Stub) or key is None or type(key) in (str, bytes, bool):
+            return
+        if type(key) is int and -_SMALL < key < _SMALL:
+            return
+        self._odd_keys += 1
+        if self._odd_keys > _MOST_ODD_KEYS:
+            raise Refused(f"with more than {_MOST_ODD_KEYS:,} keys that are neither text nor small numbers")
+        left, seen = [key], 0
+        while left:
+            found = left.pop()
+            seen += 1
+            if type(found) is tuple:
+                seen += len(found)
+                left.extend(found[: _LARGEST_KEY + 1])
+            if seen > _LARGEST_KEY:
+                raise Refused(f"with a key of more than {_LARGEST_KEY} elements, which no checkpoint needs")
+
+    # names, and what is made with them
+
+    def name(self) -> None:
+        module = self._line()
+        self._stack.append(self._named(module, self._line()))
+
+    def stack_name(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Refused("with a name that is no text")
+        self._stack.append(self._named(module, name))
+
+    def _named(self, module: str, name: str) -> Any:  # noqa: ANN401 - a meaning or a Stub class
+        key = (module, name)
+        if key not in self._names:
+            if len(self._names) > _MOST_NAMES:
+                raise Refused(f"with more than {_MOST_NAMES:,} names of classes")
+            found = BUILT_IN.get(key) or self._known.get(key)
+            self._names[key] = stub_class(module, name) if found is None else found
+        return self._names[key]
+
+    def reduce(self) -> None:
+        args = self._stack.pop()
+        self._make(self._stack.pop(), args)
+
+    def reduce_with_keywords(self) -> None:
+        self._stack.pop()
+        self.reduce()
+
+    def _make(self, what: object, args: object) -> None:
+        if type(args) is not tuple:
+            raise Refused("that calls something without arguments")
+        if isinstance(what, type) and issubclass(what, Stub):
+            self._new(what.made_with(args))
+        elif what is DICT or what is SET:
+            items = _listed(args)
+            # one long list can be given again and again
+            self._containers += 10 * len(items)
+            if what is DICT:
+                self._new({})
+                self._put_all([part for pair in items for part in _pair(pair)])
+            else:
+                self._new(set())
+                self._add_all(items)
+        elif isinstance(what, Known):
+            self._new(what.build(*args[: 2 * MOST_DIMENSIONS]))
+        else:
+            raise Refused("that calls what is no class and no function")
+
+    def build(self) -> None:
+        state = self._stack.pop()
+        found = self._stack[-1]
+        if isinstance(found, Stub):
+            found.state = state
+        elif type(found) is not dict:  # the attributes of an ordered dictionary, `_metadata`, are of no use
+            raise Refused("that changes what cannot be changed")
+
+    def persistent(self) -> None:
+        self._stack.append(self._persistent(self._stack.pop()))
+
+
+_MARK, _STOP, _BININT1, _BINUNICODE = b"(.KX"
+_BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET = b"qrhj"
+_INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
+    0x80: partial(Machine.skip, width=1),  # PROTO
+    0x95: partial(Machine.skip, width=8),  # FRAME
+    ord("N"): partial(Machine.push, value=None),
+    0x88: partial(Machine.push, value=True),
+    0x89: partial(Machine.push, value=False),
+    ord("M"): partial(Machine.integer, width=2),
+    ord("J"): partial(Machine.integer, width=4, signed=True),
+    0x8A: partial(Machine.long, width=1),
+    0x8B: partial(Machine.long, width=4),
+    ord("G"): Machine.double,
+    # Python 2's texts, which may be anything
+    ord("U"): partial(Machine.text, width=1, errors="surrogateescape"),
+    ord("T"): partial(Machine.text, width=4, errors="surrogateescape"),
+    0x8C: partial(Machine.text, width=1),
+    0x8D: partial(Machine.text, width=8),
+    ord("C"): partial(Machine.binary, width=1),
+    ord("B"): partial(Machine.binary, width=4),
+    0x8E: partial(Machine.binary, width=8),
+    0x96: partial(Machine.binary, width=8),
+    ord("0"): Machine.pop,
+    ord("1"): Machine.pop_mark,
+    0x94: Machine.memoize,
+    ord("]"): Machine.empty_list,
+    ord("l"): Machine.new_list,
+    ord("a"): Machine.append,
+    ord("e"): Machine.appends,
+    ord("}"): Machine.empty_dict,
+    ord("d"): Machine.new_dict,
+    ord("s"): Machine.setitem,
+    ord("u"): Machine.setitems,
+    0x8F: Machine.empty_set,
+    0x90: Machine.additems,
+    0x91: Machine.new_set,
+    ord(")"): partial(Machine.push, value=()),
+    ord("t"): Machine.new_tuple,
+    0x85: Machine.tuple1,
+    0x86: Machine.tuple2,
+    0x87: Machine.tuple3,
+    ord("c"): Machine.name,
+    0x93: Machine.stack_name,
+    ord("R"): Machine.reduce,
+    0x81: Machine.reduce,  # NEWOBJ
+    0x92: Machine.reduce_with_keywords,  # NEWOBJ_EX
+    ord("b"): Machine.build,
+    ord("Q"): Machine.persistent,
+}
+"""What else pickles of protocol 2 to 5 are made of, than what `run` does by itself. DUP is not here: nothing writes it, and it is good for bombs alone."""
+
+
+def _listed(args: tuple[object, ...]) -> Sequence[Any]:
+    """Return what a dictionary or a set is made of."""
+    if args and type(args[0]) not in (list, tuple):
+        raise Refused("of a dictionary or set that is made of something odd")
+    return cast("Sequence[Any]", args[0]) if args else ()
+
+
+def _pair(pair: object) -> Sequence[Any]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:  # noqa: PLR2004 - a pair
+        raise Refused("of a dictionary that is not made of pairs")
+    return pair

@@ -1,0 +1,65 @@
+"""What stands in a pickle that is read for the names in it: a meaning that a reader gives, or an inert object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MOST_DIMENSIONS = 64
+"""Torch's own limit of a tensor's dimensions."""
+
+Global = tuple[str, str]
+"""Module and name, as GLOBAL gives them."""
+
+
+class Known(NamedTuple):
+    """A name that the reader gives a meaning. What `build` returns can be hashed in no time."""
+
+    build: Callable[..., Any]
+
+
+class Stub:
+    """An object of a class that is not known. It keeps what the pickle gave it, and does nothing."""
+
+    __slots__ = ("args", "items", "state")
+    qualified_name: ClassVar[str] = ""
+    args: tuple[object, ...]
+    items: list[object]
+    state: object
+
+    @classmethod
+    def made_with(cls, args: tuple[object, ...]) -> Self:
+        """Return an object that the pickle made with `args`."""
+        stub = cls()
+        # the tuple itself: copies of one long tuple could fill the memory
+        stub.args, stub.items, stub.state = args, [], None
+        return stub
+
+    def get(self, field: str, default: Any = None) -> Any:  # noqa: ANN401 - a field of an unknown class
+        """Return the attribute `field` that the pickle gave the object."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)
+        for state in states[:2]:
+            if isinstance(state, dict) and field in state:
+                return state[field]
+        return default
+
+
+DICT, SET = Known(dict), Known(set)
+BUILT_IN: dict[Global, Known] = {
+    ("collections", "OrderedDict"): DICT,
+    ("__builtin__", "dict"): DICT,
+    ("builtins", "dict"): DICT,
+    ("__builtin__", "set"): SET,
+    ("builtins", "set"): SET,
+    ("__builtin__", "frozenset"): SET,
+    ("builtins", "frozenset"): SET,
+}
+"""Names that every reader knows: the plain sorts of dictionaries and sets are told apart by nobody."""
+
+
+def stub_class(module: str, name: str) -> type[Stub]:
+    """Return a new class in the place of the one that the pickle names."""
+    return cast("type[Stub]", type(name, (Stub,), {"__slots__": (), "qualified_name": f"{module}.{name}"}))
