@@ -89,5 +89,5 @@ def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:
 
 
 def own_class(config: ModelConfig, class_name: str) -> str | None:
-    """Return the class of transformers that is for configs of this model type; None where there is none."""
-    return class_name if meta.is_of_type(class_name, config) else None
+    """Return the class, if transformers has it for configs of this model type; None if not."""
+    return class_name if meta.is_of_type(class_name, config) or meta.is_listed(class_name, config) else None
