@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
@@ -211,17 +212,30 @@ def test_an_embedding_adapter_goes_into_the_language_model_where_that_is_asked_f
     assert all(torch.equal(whole[f"model.{name}"], tensor) for name, tensor in bare.items())
 
 
-def test_transposed_experts_of_a_published_base_are_refused_by_name(tmp_path: Path) -> None:
-    save_base(tiny_model("qwen3_vl_moe", "image-text-to-text"), tmp_path / "base")
-    save_adapter(
-        AUTO["image-text-to-text"].from_pretrained(tmp_path / "base", dtype="auto"), tmp_path / "adapter", "CAUSAL_LM"
-    )
-    weights = tmp_path / "base" / "model.safetensors"
+@pytest.mark.parametrize("on", ["experts", "attention"])
+def test_transposed_experts_of_a_published_base_are_written_as_transformers_writes_them(
+    on: str, tmp_path: Path
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_base(tiny_model("qwen3_vl_moe", "image-text-to-text"), base)
+    choices = {} if on == "experts" else {"target_modules": ["q_proj"], "target_parameters": None}
+    save_adapter(load_vlm(base), adapter, "CAUSAL_LM", **choices)
     turned = {
         name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
-        for name, tensor in saved_tensors(tmp_path / "base").items()
+        for name, tensor in saved_tensors(base).items()
     }
-    transformers.modeling_utils.safe_save_file(turned, weights, metadata={"format": "pt"})
-    with pytest.raises(UnsupportedAdapter, match="is stored transposed") as caught:
-        merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft")
-    assert "save_pretrained" in (caught.value.hint or "")
+    save_file(turned, base / "model.safetensors", metadata={"format": "pt"})
+    theirs = require_pefts(load_vlm(base), tmp_path, "Qwen3VLMoeForConditionalGeneration")
+    stacks = [name for name in theirs if ".experts." in name]
+    assert all(theirs[name].shape == turned[name].transpose(1, 2).shape != turned[name].shape for name in stacks)
+    verify(tmp_path / "ours").raise_for_errors()
+    for precision in ("float32", "float64"):
+        near = saved_tensors(merge_with_ours(base, adapter, tmp_path / precision, precision))
+        verify(tmp_path / precision).raise_for_errors()
+        assert layout(near) == layout(theirs)
+        assert all(torch.allclose(near[name], tensor, atol=0.02) for name, tensor in theirs.items())
+
+
+def load_vlm(base: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AUTO["image-text-to-text"].from_pretrained(base, dtype="auto")
+    return loaded

@@ -78,6 +78,11 @@ class Naming:
             self._piece_names[parameter] = frozenset(piece.name for piece in (made.pieces if made else None) or ())
         return self._piece_names[parameter]
 
+    def is_written_as_in_memory(self, parameter: str) -> bool:
+        """Return whether `save_pretrained` writes the rows of a parameter by itself, however it was stored."""
+        made = self._conversion.save({parameter: self.facts.shapes[parameter]})
+        return all(each.pieces is not None for each in made.values())
+
     def written(self, memory: Mapping[str, Shape]) -> dict[str, Made]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
         return self._conversion.save(memory)

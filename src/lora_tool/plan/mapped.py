@@ -24,7 +24,7 @@ from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.storage import config_of
 from lora_tool.plan.task import CLASSIFIERS, Task, is_classifier, trained_class
-from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
+from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable, TurnedSpan
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
@@ -233,7 +233,9 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
     tensors: dict[str, StoredTensor] = {}
     as_stored: dict[str, StoredTensor] = {}
     for name, made in naming.parameters.items():
-        if made.pieces is None:
+        if made.turned and naming.is_written_as_in_memory(name):
+            tensors[name] = _turned(name, made, base.tensors[made.sources[0]])
+        elif made.pieces is None:
             as_stored[name] = base.tensors[made.sources[0]]
         else:
             tensors[name] = _parameter(name, made, base.tensors)
@@ -277,6 +279,27 @@ def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
     spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
     spans = spans or [span for source in made.sources for span in disk[source].spans]  # of an empty tensor
     return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
+
+
+def _turned(name: str, made: Made, stored: StoredTensor) -> StoredTensor:
+    """Return the parameter whose matrices lie transposed in the file."""
+    if len(stored.spans) != 1:
+        raise AssertionError("a tensor of a model file is one span")
+    itemsize = stored.dtype.bits // 8
+    rows, columns = made.shape[-2:]
+    nbytes = rows * columns * itemsize
+    spans = tuple(
+        TurnedSpan(
+            path=stored.path,
+            offset=stored.spans[0].offset + at,
+            nbytes=nbytes,
+            rows=rows,
+            columns=columns,
+            itemsize=itemsize,
+        )
+        for at in range(0, stored.nbytes, nbytes)
+    )
+    return StoredTensor(spec=TensorSpec(name=name, dtype=stored.dtype, shape=made.shape), spans=spans)
 
 
 def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
