@@ -10,7 +10,7 @@ import enum
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 MAX_BYTES = 2**63 - 1
@@ -87,6 +87,32 @@ class Span:
         if self.offset < 0 or self.nbytes < 0:
             raise ValueError(f"span of {self.path}: negative offset or size")
 
+    def part(self, start: int, nbytes: int) -> Span:
+        """Return the `nbytes` bytes from byte `start` of the span."""
+        return Span(path=self.path, offset=self.offset + start, nbytes=nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedSpan(Span):
+    """Bytes of a matrix of `rows` and `columns` that lies transposed in the file, [columns, rows], at `offset`.
+
+    They are the `nbytes` bytes from byte `start` of the matrix as it is meant.
+    """
+
+    rows: int
+    columns: int
+    itemsize: int
+    start: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the whole matrix in the file."""
+        return self.rows * self.columns * self.itemsize
+
+    def part(self, start: int, nbytes: int) -> Span:
+        """Return the `nbytes` bytes from byte `start` of the span."""
+        return replace(self, start=self.start + start, nbytes=nbytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -152,6 +178,11 @@ class StoredTensor:
         """The file of its first span: what a message names."""
         return self.spans[0].path
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether its matrices lie transposed in the file, so that its bytes are not the file's."""
+        return any(isinstance(span, TurnedSpan) for span in self.spans)
+
     def part(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""
         for span in self.spans:
@@ -159,7 +190,7 @@ class StoredTensor:
                 return
             if start < span.nbytes:
                 taken = min(span.nbytes - start, nbytes)
-                yield Span(path=span.path, offset=span.offset + start, nbytes=taken)
+                yield span.part(start, taken)
                 nbytes -= taken
             start = max(0, start - span.nbytes)
 

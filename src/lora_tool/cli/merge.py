@@ -29,7 +29,7 @@ from lora_tool.sources import Source, Wanted, resolve
     type=click.Choice([task.value for task in Task]),
     default=Task.AUTO.value,
     show_default=True,
-    help="What the merged model is; reward is seq-cls with one label.",
+    help="What the merged model is; reward is seq-cls with one label, own-class what adapter or base name.",
 )
 @click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
 @dtype_option("each as in the base")
@@ -73,8 +73,8 @@ def command(
 ) -> None:
     """Merge ADAPTER (a folder or Hub id; by default this folder) into its base model. Of several, the sum is merged.
 
-    The result loads as AutoModelForSequenceClassification or AutoModelForCausalLM. It appears under its name when it
-    is complete, or not at all.
+    The result is of the class that the adapter is for: a causal LM, a classifier, whatever its config says. It appears
+    under its name when it is complete, or not at all.
     """
     asked = asked_task(task, reward=reward, num_labels=num_labels)
     if len(adapters) > 1 and output is None:

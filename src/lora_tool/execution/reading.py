@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.tensors import FileStamp, StoredTensor
+from lora_tool.formats.turned import read_turned
+from lora_tool.tensors import FileStamp, StoredTensor, TurnedSpan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +67,11 @@ class Sources:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
         filled = 0
         for span in tensor.part(start, len(buffer)):
-            self.read_exactly(span.path, span.offset, buffer[filled : filled + span.nbytes])
+            part = buffer[filled : filled + span.nbytes]
+            if isinstance(span, TurnedSpan):
+                part[:] = read_turned(span, partial(self.read_exactly, span.path)).data
+            else:
+                self.read_exactly(span.path, span.offset, part)
             filled += span.nbytes
 
     def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:

@@ -6,7 +6,7 @@ import os
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular
-from lora_tool.tensors import StoredTensor
+from lora_tool.tensors import StoredTensor, TurnedSpan
 
 _READ_BYTES = 4 << 20
 
@@ -18,6 +18,8 @@ def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
     """
     pieces = []
     for span in tensor.part(start, nbytes):
+        if isinstance(span, TurnedSpan):
+            raise NotImplementedError(f"`{tensor.name}` lies transposed in {span.path}")
         with open_regular(span.path) as fd:
             piece = os.pread(fd, span.nbytes, span.offset)
         if len(piece) != span.nbytes:

@@ -126,7 +126,9 @@ class Conversion:
         for name, table in results.items():
             tensor = table[0] if isinstance(table, list) else table
             if turning:
-                made[rename(name)] = Made(shape=tuple(tensor.shape), pieces=None, sources=group.names)
+                shape = tuple(tensor.shape)
+                turned = _swaps_the_last(rule, shape) and len(group.names) == 1
+                made[rename(name)] = Made(shape=shape, pieces=None, sources=group.names, turned=turned)
                 continue
             pieces = pieces_of(tensor, held)
             widths = {shapes[piece.name][-1:] for piece in pieces}
@@ -167,6 +169,13 @@ def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
         return _NUMBER.sub(lambda place: numbers[int(place[0]) - _FIRST_PLACE], made), pattern
 
     return renamed
+
+
+def _swaps_the_last(rule: WeightConverter, shape: Shape) -> bool:
+    """Return whether the rule does nothing but swap the last two dimensions."""
+    operations = list(rule.operations)
+    lone = operations[0] if len(operations) == 1 else None
+    return isinstance(lone, Transpose) and {lone.dim0, lone.dim1} == {len(shape) - 2, len(shape) - 1}
 
 
 class _Group:

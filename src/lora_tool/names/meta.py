@@ -74,6 +74,11 @@ def _names(found: str | tuple[str, ...]) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
+def is_listed(class_name: str, config: ModelConfig) -> bool:
+    """Return whether an auto class takes the class for this model type: some types have another type's class."""
+    return any(class_name in _of_type(table, config) for tables in _TABLES.values() for table in tables)
+
+
 def is_of_type(class_name: str, config: ModelConfig) -> bool:
     """Return whether the class is for configs of this model type: an auto class would take another one."""
     config_class = getattr(getattr(transformers, class_name, None), "config_class", None)

@@ -31,6 +31,8 @@ class Made:
     shape: Shape
     pieces: tuple[Piece, ...] | None
     sources: tuple[str, ...]
+    turned: bool = False
+    """Whether it is its one source with the last two dimensions swapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,6 +78,11 @@ class Naming:
             self._piece_names[parameter] = frozenset(piece.name for piece in (made.pieces if made else None) or ())
         return self._piece_names[parameter]
 
+    def is_written_as_in_memory(self, parameter: str) -> bool:
+        """Return whether `save_pretrained` writes the rows of a parameter by itself, however it was stored."""
+        made = self._conversion.save({parameter: self.facts.shapes[parameter]})
+        return all(each.pieces is not None for each in made.values())
+
     def written(self, memory: Mapping[str, Shape]) -> dict[str, Made]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
         return self._conversion.save(memory)
@@ -89,5 +94,5 @@ def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:
 
 
 def own_class(config: ModelConfig, class_name: str) -> str | None:
-    """Return the class of transformers that is for configs of this model type; None where there is none."""
-    return class_name if meta.is_of_type(class_name, config) else None
+    """Return the class, if transformers has it for configs of this model type; None if not."""
+    return class_name if meta.is_of_type(class_name, config) or meta.is_listed(class_name, config) else None

@@ -46,7 +46,12 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     made: list[Span] = []
     for span in spans:
         last = made[-1] if made else None
-        if last is not None and last.path == span.path and last.offset + last.nbytes == span.offset:
+        if (
+            last is not None
+            and type(last) is type(span) is Span
+            and last.path == span.path
+            and last.offset + last.nbytes == span.offset
+        ):
             made[-1] = replace(last, nbytes=last.nbytes + span.nbytes)
         else:
             made.append(span)
@@ -169,7 +174,8 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
 def _named(part: Part, at_place: _Places) -> Part:
     """Return the part with its source under the name that it has on disk, where it is a whole tensor there."""
     spans = joined(part.source.spans)
-    known = at_place.get((spans[0].path, spans[0].offset, spans[0].nbytes)) if len(spans) == 1 else None
+    whole = len(spans) == 1 and not part.source.is_turned
+    known = at_place.get((spans[0].path, spans[0].offset, spans[0].nbytes)) if whole else None
     if known is None:
         return part
     spec = replace(part.source.spec, name=known.name)

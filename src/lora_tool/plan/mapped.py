@@ -12,145 +12,19 @@ from dataclasses import dataclass, field, replace
 
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.errors import IncompatibleBase, LoraToolError, UnsupportedAdapter
-from lora_tool.formats.model_config import ModelConfig
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.names.model import LABELS, Made, ModelFacts
-from lora_tool.names.naming import Naming, candidates, own_class
+from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
-from lora_tool.plan.side_files import model_dtype
-from lora_tool.plan.storage import config_of
-from lora_tool.plan.task import CLASSIFIERS, Task, is_classifier, trained_class
-from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
+from lora_tool.plan.readings import Readings, home
+from lora_tool.plan.task import CLASSIFIERS, Task
+from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TurnedSpan
 
-_LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Readings:
-    """What a base may be loaded as: a sequence classifier, a class without such a head, or either."""
-
-    base: ModelDir
-    generator: Naming | None
-    classifier: Naming | None
-
-    @property
-    def architecture(self) -> Architecture:
-        """The two classes in the words of the table of plainly stored ones."""
-        generator = self.generator.facts if self.generator else None
-        classifier = self.classifier.facts if self.classifier else None
-        head = classifier.head if classifier else None
-        last = next((last for last in _LAST_LAYERS if head and head.endswith(last)), "")
-        output = generator.output if generator else None
-        return Architecture(
-            model_type=self.base.config.model_type or "" if self.base.config else "",
-            causal_lm=generator.class_name if generator else None,
-            sequence_classification=classifier.class_name if classifier and head else None,
-            head=head.removesuffix(last) if head else None,
-            causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
-            conv1d=frozenset().union(*(facts.conv1d for facts in (generator, classifier) if facts)),
-        )
-
-
-def read_names(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Readings:
-    """Return what transformers would load the base as, a causal LM or a sequence classifier. Imports torch and
-    transformers.
-
-    Raises `MissingDependency`, and `UnsupportedAdapter` for a model that this transformers cannot build.
-    """
-    config = config_of(base)
-    errors: list[LoraToolError] = []
-    generator = _fitting(base, adapters, candidates(config, "AutoModelForCausalLM"), errors)
-    classifier = None
-    if generator is None or _may_classify(base, adapters, asked):
-        classifier = _fitting(base, adapters, candidates(config, "AutoModelForSequenceClassification"), errors)
-    if generator is None and classifier is None:
-        raise errors[0] if errors else _unknown_type(config, "neither a causal LM nor a sequence classifier")
-    return Readings(base=base, generator=generator, classifier=classifier)
-
-
-def read_names_as(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> Readings:
-    """Return what transformers would load the base as for a task that is neither of the two. Raises as `read_names`."""
-    config = config_of(base)
-    if task.auto_class is not None:
-        names, what = tuple(candidates(config, task.auto_class)), f"no {task.auto_class}"
-    else:
-        wanted = trained_class(adapters, base) or ""
-        own = own_class(config, wanted)
-        names, what = (own,) if own else (), f"no {wanted or 'class'}"
-    errors: list[LoraToolError] = []
-    found = _fitting(base, adapters, names, errors)
-    if found is None:
-        raise errors[0] if errors else _unknown_type(config, what)
-    return Readings(base=base, generator=found, classifier=None)
-
-
-def _fitting(
-    base: ModelDir, adapters: Sequence[AdapterDir], names: Iterable[str], errors: list[LoraToolError]
-) -> Naming | None:
-    """Return the first of the classes that has a module for every tensor of the adapters, else the nearest to that.
-
-    Why a class cannot be built goes into `errors`.
-    """
-    fitting: list[tuple[int, Naming]] = []
-    for class_name in names:
-        try:
-            naming = Naming(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
-        except LoraToolError as error:
-            errors.append(error)
-            continue
-        fitting.append((sum(_strangers(adapter, naming) for adapter in adapters), naming))
-        if not fitting[-1][0]:
-            break
-    return min(fitting, key=lambda item: item[0])[1] if fitting else None
-
-
-def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:
-    """Return whether the merged model may be a classifier; asking transformers twice costs, so where it is said, not."""
-    told = {adapter.config.task_type for adapter in adapters if adapter.config}
-    classes = base.config.architectures if base.config else ()
-    return asked is not Task.CAUSAL_LM and (told != {"CAUSAL_LM"} or is_classifier(classes) or asked is not Task.AUTO)
-
-
-def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
-    return UnsupportedAdapter(
-        f"{config.path}: model_type {config.model_type}: the installed transformers has {what} of it",
-        hint="install the release that has it: pip install -U transformers",
-    )
-
-
-def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in table.items()}
-
-
-def _strangers(adapter: AdapterDir, naming: Naming) -> int:
-    """Return how many of the adapter's tensors the class has no module for."""
-    homes = {_home(key, naming) for key in adapter.keys.values()}
-    return sum(home is None for home in homes)
-
-
-def _home(key: AdapterKey, naming: Naming) -> str | None:
-    """Return the path in memory of the module that an adapter's tensor belongs to; None where there is none.
-
-    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
-    """
-    bare = key.module
-    while bare.endswith(".base_layer"):
-        bare = bare.removesuffix(".base_layer")
-    if bare in naming.facts.modules:
-        return key.module
-    leaf = key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
-    placed = naming.place(f"{bare}.{leaf}")
-    if placed not in naming.facts.shapes:
-        return None
-    module, _, found = placed.rpartition(".")
-    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
-    return module + key.module.removeprefix(bare) if found == leaf else key.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +107,9 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
     tensors: dict[str, StoredTensor] = {}
     as_stored: dict[str, StoredTensor] = {}
     for name, made in naming.parameters.items():
-        if made.pieces is None:
+        if made.turned and naming.is_written_as_in_memory(name):
+            tensors[name] = _turned(name, made, base.tensors[made.sources[0]])
+        elif made.pieces is None:
             as_stored[name] = base.tensors[made.sources[0]]
         else:
             tensors[name] = _parameter(name, made, base.tensors)
@@ -261,7 +137,7 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
 
 def _in_memory(adapter: AdapterDir, naming: Naming) -> AdapterDir:
     """Return the adapter with the module paths of this transformers."""
-    homes = {name: _home(key, naming) or key.module for name, key in adapter.keys.items()}
+    homes = {name: home(key, naming) or key.module for name, key in adapter.keys.items()}
     return replace(adapter, keys={name: replace(key, module=homes[name]) for name, key in adapter.keys.items()})
 
 
@@ -277,6 +153,27 @@ def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
     spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
     spans = spans or [span for source in made.sources for span in disk[source].spans]  # of an empty tensor
     return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
+
+
+def _turned(name: str, made: Made, stored: StoredTensor) -> StoredTensor:
+    """Return the parameter whose matrices lie transposed in the file."""
+    if len(stored.spans) != 1:
+        raise AssertionError("a tensor of a model file is one span")
+    itemsize = stored.dtype.bits // 8
+    rows, columns = made.shape[-2:]
+    nbytes = rows * columns * itemsize
+    spans = tuple(
+        TurnedSpan(
+            path=stored.path,
+            offset=stored.spans[0].offset + at,
+            nbytes=nbytes,
+            rows=rows,
+            columns=columns,
+            itemsize=itemsize,
+        )
+        for at in range(0, stored.nbytes, nbytes)
+    )
+    return StoredTensor(spec=TensorSpec(name=name, dtype=stored.dtype, shape=made.shape), spans=spans)
 
 
 def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:

@@ -129,13 +129,15 @@ def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStore
     other = other_task(task, adapters, base)
     if other is not None:
         require_transformers()
-        from lora_tool.plan.mapped import mapped, read_names_as  # noqa: PLC0415 - imports torch and transformers
+        from lora_tool.plan.mapped import mapped  # noqa: PLC0415 - imports torch and transformers
+        from lora_tool.plan.readings import read_names_as  # noqa: PLC0415
 
         return mapped(read_names_as(base, adapters, other), adapters, other)
     arch = plainly_stored(base, adapters, task)
     if arch is not None:
         return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
-    from lora_tool.plan.mapped import mapped, read_names  # noqa: PLC0415 - imports torch and transformers
+    from lora_tool.plan.mapped import mapped  # noqa: PLC0415 - imports torch and transformers
+    from lora_tool.plan.readings import read_names  # noqa: PLC0415
 
     readings = read_names(base, adapters, task)
     return mapped(readings, adapters, _decide_task(task, adapters, base, readings.architecture))

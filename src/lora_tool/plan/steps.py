@@ -138,7 +138,7 @@ def _at_least_as_loaded(merge: Merge, name: str, dtype: DType) -> DType:
 
 def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
     """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
-    return Copy(source=source) if source.dtype is dtype else Cast(source=source)
+    return Copy(source=source) if source.dtype is dtype and not source.is_turned else Cast(source=source)
 
 
 def _kept_step(merge: Merge, tensor: StoredTensor) -> Step:
@@ -146,7 +146,8 @@ def _kept_step(merge: Merge, tensor: StoredTensor) -> Step:
     op = copied_as(out.dtype, tensor)
     if isinstance(op, Copy):
         return Step(out=out, op=op, fate=Fate.COPIED, reason="as in the base")
-    return Step(out=out, op=op, fate=Fate.CAST, reason=f"as in the base, {tensor.dtype} to {out.dtype}")
+    turned = ", where it is stored transposed" if tensor.is_turned else ""
+    return Step(out=out, op=op, fate=Fate.CAST, reason=f"as in the base{turned}, {tensor.dtype} to {out.dtype}")
 
 
 def _replacement(merge: Merge, base: StoredTensor, saved: StoredTensor) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.tensors import StoredTensor
+from lora_tool.formats.turned import read_turned
+from lora_tool.tensors import StoredTensor, TurnedSpan
 from lora_tool.verification.elements import Array, Bytes, decode
 
 if TYPE_CHECKING:
@@ -64,7 +66,11 @@ class Files:
     def _read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         done = 0
         for span in tensor.part(start, len(buffer)):
-            self._read_span(span.path, span.offset, buffer[done : done + span.nbytes])
+            part = buffer[done : done + span.nbytes]
+            if isinstance(span, TurnedSpan):
+                part[:] = read_turned(span, partial(self._read_span, span.path)).data
+            else:
+                self._read_span(span.path, span.offset, part)
             done += span.nbytes
 
     def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
