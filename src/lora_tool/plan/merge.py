@@ -172,7 +172,7 @@ def _merge(
 ) -> Merge:
     """Return everything that the steps are made from, with the ends of the model settled."""
     base, arch, facts = named.base, named.arch, named.facts
-    copies = tied_copies(base, arch, facts) if head is None else {}
+    copies = tied_copies(base, arch, facts) if head is None or facts is not None else {}
     ends = tied_ends(base, arch, facts, copies) if head is None else None
     says_tied = base.config is not None and base.config.tie_word_embeddings is True
     # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it

@@ -12,7 +12,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
-from lora_tool.plan.ends import tied_ends
+from lora_tool.plan.ends import embeddings, tied_ends
 from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
@@ -70,6 +70,7 @@ def must_ask(base: ModelDir, arch: Architecture, task: Task, *, exact: bool) -> 
     if config_of(base).vocab_size is None:
         return False
     doubtful = exact or not looks_plain(base, arch, classifier=task is not Task.CAUSAL_LM)
+    doubtful = doubtful or len(embeddings(base, arch)) > 1  # an encoder's and a decoder's may be one
     return doubtful and all(find_spec(package) is not None for package in ("torch", "transformers"))
 
 
