@@ -97,7 +97,7 @@ def adapter_modules(
         else:
             dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
     dropped |= _without_copies(adapter, config, copies, saved)
-    _require_one_training(adapter, config, tokens)
+    _require_one_training(config, tokens)
     _require_prefix(adapter)
     wrapped = targeted_parameters(config, facts) if facts else {}
     parameters = {
@@ -171,7 +171,7 @@ def _without_copies(
     return dropped
 
 
-def _require_one_training(adapter: AdapterDir, config: AdapterConfig, tokens: Mapping[str, StoredTensor]) -> None:
+def _require_one_training(config: AdapterConfig, tokens: Mapping[str, StoredTensor]) -> None:
     """Raise where an embedding was trained whole and by rows at once, which PEFT cannot save or merge."""
     for module, rows in tokens.items():
         if config.saves(module):

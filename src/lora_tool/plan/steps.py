@@ -107,9 +107,8 @@ def _bias_step(merge: Merge, tensor: StoredTensor, source: StoredTensor, module:
     terms = merge.modules.lora_bias[module]
     for found in (source, *(term.bias for term in terms)):
         _require_same_shape(merge, found, tensor)
-    reason = " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
-    if source is not tensor:
-        reason = f"the bias saved whole in the adapter + {reason}"
+    first = "the trained bias + " if source is not tensor else ""
+    reason = first + " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
     return Step(out=_spec(merge, tensor), op=BiasDelta(source=source, terms=terms), fate=Fate.MERGED, reason=reason)
 
 
