@@ -570,6 +570,16 @@ def _lora_bias_without_bias(folder: Path) -> None:
         config["lora_bias"] = True
 
 
+@_breaks("LT221", CAUSAL)
+def _unsaid_order_of_experts(folder: Path) -> None:
+    experts = f"{PREFIX}model.layers.0.mlp.experts"
+    with tensors(folder) as table, fields(folder) as config:
+        rank = config["r"]
+        table |= {f"{experts}.lora_A.weight": raw(4 * rank, 16), f"{experts}.lora_B.weight": raw(24, 4 * rank)}
+        config["target_parameters"] = ["mlp.experts.down_proj"]
+        config["auto_mapping"] = {"base_model_class": "MixtralForCausalLM", "unsloth_fixed": True}
+
+
 @_breaks("LT220 large", REWARD)
 def _large(folder: Path) -> None:
     with tensors(folder) as table:

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_tool.names.meta import DTYPES, default_dtype, facts_of
 from lora_tool.plan.architectures import ARCHITECTURES, Architecture, architecture_of
+from lora_tool.plan.strays import is_computed
 from lora_tool.tensors import DType
 from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
 
@@ -66,6 +67,11 @@ def test_it_is_loaded_in_its_own_type_but_where_the_row_says(row: Architecture, 
         with default_dtype(DTYPES[dtype]):
             model = tiny_model(row.model_type, task, device="meta")
         assert bool(facts_of(model, DTYPES[dtype]).wide) == (dtype in row.wide_in)
+
+
+@pytest.mark.parametrize(("row", "task"), CLASSES)
+def test_no_parameter_has_the_name_of_a_computed_buffer(row: Architecture, task: Task) -> None:
+    assert [name for name in meta_model(row, task).state_dict() if is_computed(name)] == []
 
 
 @pytest.mark.parametrize(("row", "task"), CLASSES)

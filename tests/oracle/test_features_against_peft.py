@@ -12,6 +12,8 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.report import Severity
+from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import (
     different,
     layout,
@@ -88,6 +90,36 @@ def test_precision_peft_writes_pefts_bits(tmp_path: Path, feature: tuple[str, di
     assert different(ours, theirs) == []
     tied = "tie_word_embeddings"
     assert config_of(tmp_path / "ours")[tied] == config_of(tmp_path / "peft")[tied]
+
+
+BESIDE_EACH_OTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "pissa-of-a-rank-beyond-the-matrix": ("llama", {"init_lora_weights": "pissa", "r": 64}),
+    "olora-of-a-rank-beyond-the-matrix": ("llama", {"init_lora_weights": "olora", "r": 64, "use_rslora": True}),
+    "lora-bias-on-a-trained-bias": ("opt", {"lora_bias": True, "bias": "lora_only"}),
+    "lora-bias-on-a-trained-bias-conv1d": ("gpt2", {"lora_bias": True, "bias": "all", "fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_EACH_OTHER)
+def test_features_that_meet_in_one_tensor(name: str, tmp_path: Path) -> None:
+    model_type, lora = BESIDE_EACH_OTHER[name]
+    base = make_base(tmp_path / "base", model_type, torch.bfloat16)
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "peft", "causal-lm"))
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
+    assert layout(ours) == layout(theirs)
+    assert different(ours, theirs) == []
+    assert not verify(merge_with_ours(base, adapter, tmp_path / "float32", "float32")).report.at_least(Severity.WARNING)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_lora_bias_on_a_layer_without_bias_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.bfloat16)
+    lora = {"r": 4, "lora_bias": True, "target_modules": ["q_proj"]}
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    with pytest.raises(UnsupportedAdapter, match=r"`lora_bias` on a layer that has no bias.*PEFT cannot merge it"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "peft")
 
 
 def test_a_base_of_mixed_types_keeps_each(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def require_pefts(base: Path, adapter: Path, folder: Path, task: Any = "causal-l
     return theirs
 
 
+@pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss"])
+def test_dora_where_names_are_mapped(model_type: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", BF16)
+    lora = {"r": 4, "lora_alpha": 7, "use_dora": True, "target_modules": ["q_proj", "o_proj"]}
+    require_pefts(base, save_adapter(tmp_path / "adapter", base, "causal-lm", lora), tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_experts_of_every_layout(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:

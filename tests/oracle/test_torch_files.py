@@ -65,6 +65,7 @@ def as_torch_adapter(adapter: Path) -> Path:
         ("gpt2", "causal-lm", True),
         ("qwen2", "seq-cls", True),
         ("bert", "seq-cls", True),
+        ("bart", "seq-cls", True),
     ],
 )
 def test_torch_files_give_pefts_bits(model_type: str, task: Task, tied: bool, shards: int, tmp_path: Path) -> None:

@@ -173,6 +173,12 @@ def unasked_lora_bias(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_B.bias"] = np.ones(16, np.float32)
 
 
+@refusal(UnsupportedAdapter, "`model.embed_tokens` is in `modules_to_save` and has `trainable_token_indices`")
+def trained_whole_and_by_rows(case: Case) -> None:
+    case.config |= {"modules_to_save": ["embed_tokens"], "trainable_token_indices": [1]}
+    case.tensors[f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta"] = np.ones((1, 16), np.float32)
+
+
 @refusal(UnsupportedAdapter, "is not a tensor of a LoRA layer")
 def odd_part(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_A.bias"] = np.ones(4, np.float32)

@@ -47,5 +47,10 @@ def left_out(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Shape])
             f"{folder}: PEFT {peft.__version__} cannot load it: {reason}",
             hint="--precision float32 does not ask PEFT",
         ) from error
-    places = {_PREFIX + name.replace(".default", "") for name in model.state_dict() if ".lora_" in name}
-    return tuple(name for name in translated if name not in places)
+    places = {_PREFIX + _saved(name.replace(".default", "")) for name in model.state_dict() if ".lora_" in name}
+    return tuple(name for name in translated if _saved(name) not in places)
+
+
+def _saved(name: str) -> str:
+    """Return a tensor's name as PEFT saves it: DoRA's magnitude is a module in memory."""
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name

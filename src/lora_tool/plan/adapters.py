@@ -71,6 +71,22 @@ def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModule
     )
 
 
+def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
+    """Return unless a later adapter alone saved a module whole. Raises `UnsupportedAdapter`.
+
+    PEFT takes saved modules from the active adapter, which is the first, and leaves out the others' without a word
+    (peft 0.21, `ModulesToSaveWrapper.unload_and_optionally_merge_module`).
+    """
+    for part in adapted[1:]:
+        for name, tensor in part.modules.saved.items():
+            if part.config.saves(name) or part.config.saves(name.rpartition(".")[0]):
+                raise UnsupportedAdapter(
+                    f"{tensor.path}: `{tensor.name}` is saved whole, and PEFT takes such modules from the first of "
+                    f"several adapters alone: it would leave this one out",
+                    hint=f"give {part.adapter.root} first, or leave --precision peft out",
+                )
+
+
 def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, str]]:
     """Yield module and sentence for everything that both do and that cannot be done twice."""
     for left, right in ((one, other), (other, one)):

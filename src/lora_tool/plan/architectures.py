@@ -207,7 +207,6 @@ _ROWS = (
     _row("modernbert-decoder", "ModernBertDecoderForCausalLM", causal_only=_MODERNBERT_HEAD),
     _classifier("mpnet", None, "MPNetForSequenceClassification"),
     _row("mpt", "MptForCausalLM", "MptForSequenceClassification"),
-    _classifier("mra", None, "MraForSequenceClassification"),
     _row("mt5", None, "MT5ForSequenceClassification", head="classification_head", wide_in=_HALF),
     _row("mvp", None, "MvpForSequenceClassification", head="classification_head"),
     _row("nanochat", "NanoChatForCausalLM"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.plan import layout
 from lora_tool.plan.manifest import describe_input, fingerprint
-from lora_tool.plan.model import Leftover, Plan, Precision, SideFile, Step
+from lora_tool.plan.model import Fate, Leftover, Plan, Precision, SideFile, Step
 from lora_tool.plan.side_files import (
     classifier_changes,
     config_file,
@@ -72,7 +73,7 @@ def assembled(
         inputs=_inputs(merge, side_files),
         precision=precision,
         warnings=warnings,
-        notes=(_task_note(merge), *notes),
+        notes=(_task_note(merge), *_left_out_notes(leftovers, base), *notes),
         input_names=_input_names(base, adapters),
         hashed=tuple(file.path for each in adapters for file in each.weights.files),
         manifest={
@@ -141,6 +142,17 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
     left = left_out(merge.base, {file.filename for file in files})
     notes = (f"not copied from the base: {', '.join(left)}",) if left else ()
     return files, notes, tuple(warnings)
+
+
+def _left_out_notes(leftovers: Sequence[Leftover], base: ModelDir) -> Iterator[str]:
+    """Yield a line for each reason why tensors of the base are not in the output."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for item in leftovers:
+        if item.fate is Fate.DROPPED and item.name in base.tensors and item.path == base.tensors[item.name].path:
+            by_reason[item.reason].append(item.name)
+    for reason, names in by_reason.items():
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        yield f"left out of the base: {names[0]}{others}: {reason}"
 
 
 def _task_note(merge: Merge) -> str:

@@ -81,7 +81,7 @@ def tied_ends(
     output = _output(arch)
     if output is None or output in base.tensors.keys() - copies.keys():
         return None
-    candidates = _embeddings(base, arch)
+    candidates = embeddings(base, arch)
     if facts is not None:
         if output not in facts.tied:
             return None
@@ -100,14 +100,15 @@ def trained_apart(ends: TiedEnds, adapted: Sequence[Adapted]) -> bool:
 
 def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
     """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
-    return frozenset({*arch.causal_only, *(tensor.name for tensor in _embeddings(base, arch))})
+    return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
 
 
 def _output(arch: Architecture) -> str | None:
     return next((name for name in arch.causal_only if name.endswith(".weight")), None)
 
 
-def _embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
+def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
+    """Return the base's matrices with a row per token, the output layer aside."""
     vocab_size = base.config.vocab_size if base.config else None
     matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
     return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
@@ -181,7 +182,7 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
     if len(set(rows.values())) != 1:
         found = ", ".join(f"`{name}` {count}" for name, count in sorted(rows.items()))
         raise UnsupportedAdapter(f"{base.root}: the adapter's embeddings have different numbers of rows: {found}")
-    ends = {tensor.name for tensor in _embeddings(base, arch)}
+    ends = {tensor.name for tensor in embeddings(base, arch)}
     if rows.keys() & ends:
         ends &= rows.keys()  # a matrix with as many rows by chance is no embedding
     sized = {

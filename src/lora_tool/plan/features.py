@@ -13,7 +13,7 @@ _AS_PLAIN_LORA = (
     "save it again where it was trained, as plain LoRA: "
     'save_pretrained(folder, path_initial_model_for_weight_conversion="the adapter before training")'
 )
-_UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
+UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,10 @@ _REFUSED_FIELDS = {
     "megatron_config": Refusal(text="layers split by Megatron", hint="gather them first, with Megatron's own tools"),
     "velora_config": _only_peft("VeLoRA"),
     "alora_invocation_tokens": Refusal(
-        text="activated LoRA (aLoRA), which acts on some tokens only and cannot be merged", hint=_UNMERGED
+        text="activated LoRA (aLoRA), which acts on some tokens only and cannot be merged", hint=UNMERGED
     ),
     "use_qalora": Refusal(
-        text="QALoRA, whose delta lives on a quantised base, which PEFT cannot merge either", hint=_UNMERGED
+        text="QALoRA, whose delta lives on a quantised base, which PEFT cannot merge either", hint=UNMERGED
     ),
     "monteclora_config": _only_peft("MonteCLoRA"),
     "layer_replication": Refusal(
@@ -44,7 +44,7 @@ _REFUSED_FIELDS = {
         hint="give a base that has the replicated layers, and an adapter trained on it",
     ),
     "use_bdlora": _only_peft("block-diagonal LoRA"),
-    "arrow_config": Refusal(text="Arrow routing, which picks experts per token and cannot be merged", hint=_UNMERGED),
+    "arrow_config": Refusal(text="Arrow routing, which picks experts per token and cannot be merged", hint=UNMERGED),
     "kasa_config": _only_peft("KaSA, which truncates the base weights first"),
 }
 

@@ -40,6 +40,8 @@ class Mapped:
     leftovers: tuple[Leftover, ...]
     as_stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Parameters whose rows are not rows on disk → their whole tensor there; they can be copied only."""
+    plain: bool = False
+    """Whether names on disk are those in memory, so that PEFT has nothing to translate."""
 
     @property
     def facts(self) -> ModelFacts:
@@ -59,7 +61,7 @@ class Mapped:
         goes into the expert's own tensor. Raises `UnsupportedAdapter` where PEFT's bits are asked for and PEFT would
         leave tensors out or scale them otherwise.
         """
-        if precision is Precision.PEFT:
+        if precision is Precision.PEFT and not self.plain:
             for adapter in self.adapters:
                 _require_pefts_reading(self.naming, adapter)
         _require_as_in_memory(self, modules)
@@ -94,8 +96,8 @@ class Mapped:
         return tuple(sorted(out.values(), key=lambda step: order.get(step.out.name, len(order))))
 
 
-def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Mapped:
-    """Return base and adapter in memory's names. Raises `IncompatibleBase` for mixed types in one parameter."""
+def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task, *, plain: bool = False) -> Mapped:
+    """Return base and adapter in memory's names; `plain` if they are those on disk. Raises `IncompatibleBase` for mixed types in one parameter."""
     base = readings.base
     naming = readings.classifier if task in CLASSIFIERS else readings.generator
     if naming is None:
@@ -132,6 +134,7 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task) -> Ma
         task=task,
         leftovers=dropped,
         as_stored=as_stored,
+        plain=plain,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.plan.adapters import Adapted, join
+from lora_tool.plan.adapters import Adapted, join, require_saved_in_first
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.assembling import LOCAL, HubOrigin, assembled
 from lora_tool.plan.ends import (
@@ -34,7 +34,14 @@ from lora_tool.plan.steps import (
     require_all_consumed,
     require_whole_inits,
 )
-from lora_tool.plan.storage import AsStored, plainly_stored, require_full_precision, require_transformers
+from lora_tool.plan.storage import (
+    AsStored,
+    as_stored,
+    must_ask,
+    plainly_stored,
+    require_full_precision,
+    require_transformers,
+)
 from lora_tool.plan.task import CLASSIFIERS, Task, decide_task, other_task
 from lora_tool.plan.tying import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.tensors import DType
@@ -75,9 +82,11 @@ def plan_merge(
         require_whole(each)
         require_mergeable(config_of_adapter(each))
     require_full_precision(base)
-    found = named(base, adapters, Task(task))
+    found = named(base, adapters, Task(task), exact=Precision(precision) is Precision.PEFT)
     arch, decided = found.arch, found.task
     adapted, modules = join([_adapted(each, found, expert_layout) for each in found.adapters])
+    if Precision(precision) is Precision.PEFT:
+        require_saved_in_first(adapted)
     wanted = 1 if decided is Task.REWARD and num_labels is None else num_labels
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
@@ -124,8 +133,11 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
         )
 
 
-def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStored | Mapped:
-    """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported."""
+def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task, *, exact: bool = False) -> AsStored | Mapped:
+    """Return the inputs in the names of memory: as they are, or by transformers' mapping, for which it is imported.
+
+    `exact` asks transformers wherever it is installed: only it knows every name that a model has.
+    """
     other = other_task(task, adapters, base)
     if other is not None:
         require_transformers()
@@ -134,13 +146,20 @@ def named(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> AsStore
 
         return mapped(read_names_as(base, adapters, other), adapters, other)
     arch = plainly_stored(base, adapters, task)
-    if arch is not None:
-        return AsStored(base=base, adapters=adapters, arch=arch, task=_decide_task(task, adapters, base, arch))
+    decided = _decide_task(task, adapters, base, arch) if arch is not None else None
+    if arch is not None and decided is not None and not must_ask(base, arch, decided, exact=exact):
+        return as_stored(base, adapters, arch, decided)
     from lora_tool.plan.mapped import mapped  # noqa: PLC0415 - imports torch and transformers
     from lora_tool.plan.readings import read_names  # noqa: PLC0415
 
-    readings = read_names(base, adapters, task)
-    return mapped(readings, adapters, _decide_task(task, adapters, base, readings.architecture))
+    try:
+        readings = read_names(base, adapters, task)
+    except (IncompatibleBase, UnsupportedAdapter):
+        if arch is None or decided is None:
+            raise
+        return as_stored(base, adapters, arch, decided)  # no transformers loads it, so it has nothing to say
+    decided = _decide_task(task, adapters, base, readings.architecture)
+    return mapped(readings, adapters, decided, plain=arch is not None)
 
 
 def _merge(
@@ -155,7 +174,7 @@ def _merge(
 ) -> Merge:
     """Return everything that the steps are made from, with the ends of the model settled."""
     base, arch, facts = named.base, named.arch, named.facts
-    copies = tied_copies(base, arch, facts) if head is None else {}
+    copies = tied_copies(base, arch, facts) if head is None or facts is not None else {}
     ends = tied_ends(base, arch, facts, copies) if head is None else None
     says_tied = base.config is not None and base.config.tie_word_embeddings is True
     # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it

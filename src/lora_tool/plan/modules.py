@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part, parse
 from lora_tool.names.model import ModelFacts
@@ -97,6 +97,7 @@ def adapter_modules(
         else:
             dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
     dropped |= _without_copies(adapter, config, copies, saved)
+    _require_one_training(config, tokens)
     _require_prefix(adapter)
     wrapped = targeted_parameters(config, facts) if facts else {}
     parameters = {
@@ -170,6 +171,17 @@ def _without_copies(
     return dropped
 
 
+def _require_one_training(config: AdapterConfig, tokens: Mapping[str, StoredTensor]) -> None:
+    """Raise where an embedding was trained whole and by rows at once, which PEFT cannot save or merge."""
+    for module, rows in tokens.items():
+        if config.saves(module):
+            raise UnsupportedAdapter(
+                f"{rows.path}: `{rows.name}`: `{module}` is in `modules_to_save` and has `trainable_token_indices`: PEFT "
+                "mixes the two up when it saves them",
+                hint="train it with one of them",
+            )
+
+
 def _require_prefix(adapter: AdapterDir) -> None:
     bare = next((name for name, key in adapter.keys.items() if not key.prefixed), None)
     if bare is not None:
@@ -227,6 +239,8 @@ def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: 
         message = f"{odd.path}: `{odd.name}`: has shape {list(odd.shape)}: LoRA on convolutions is not merged here"
         raise OnlyInMemory(message, hint=ALLOW_IN_MEMORY)
     rank = config.rank(module)
+    if config.init_lora_weights in INITS_RECOMPUTED:  # factors of a matrix, which has no more than its smaller side
+        rank = min(rank, a.shape[1], b.shape[0])
     if a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
         raise _refuse(adapter, a.name, f"{shapes} do not have the rank {rank} that the config gives this module")

@@ -14,7 +14,7 @@ from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import MATRIX, TiedEnds, Vocabulary
-from lora_tool.plan.features import ALLOW_IN_MEMORY
+from lora_tool.plan.features import ALLOW_IN_MEMORY, UNMERGED
 from lora_tool.plan.head import Head
 from lora_tool.plan.model import (
     Assemble,
@@ -86,6 +86,8 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     module, leaf = module_and_leaf(tensor.name)
     modules = merge.modules
     saved = modules.saved.get(tensor.name)
+    if leaf == "bias" and module in modules.lora_bias:
+        return _bias_step(merge, tensor, saved or tensor, module)
     if saved is not None:
         return _replacement(merge, tensor, saved)
     if tensor.name in modules.parameters:
@@ -97,14 +99,17 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
         source = modules.frozen_base.get(tensor.name, tensor)
         _require_same_shape(merge, source, tensor)
         return lora_step(merge, source, tensor.name, module)
-    if leaf == "bias" and module in modules.lora_bias:
-        terms = modules.lora_bias[module]
-        for term in terms:
-            _require_same_shape(merge, term.bias, tensor)
-        op: Op = BiasDelta(source=tensor, terms=terms)
-        reason = " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
-        return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=reason)
     return _kept_step(merge, tensor)
+
+
+def _bias_step(merge: Merge, tensor: StoredTensor, source: StoredTensor, module: str) -> Step:
+    """Return the step that adds the biases of lora_B to `source`: the base's bias, or the trained one."""
+    terms = merge.modules.lora_bias[module]
+    for found in (source, *(term.bias for term in terms)):
+        _require_same_shape(merge, found, tensor)
+    first = "the trained bias + " if source is not tensor else ""
+    reason = first + " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
+    return Step(out=_spec(merge, tensor), op=BiasDelta(source=source, terms=terms), fate=Fate.MERGED, reason=reason)
 
 
 def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
@@ -350,6 +355,13 @@ def _unplaced(merge: Merge, tensor: StoredTensor, wanted: str) -> IncompatibleBa
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
             hint="merge it as a causal LM: --task causal-lm",
         )
+    module, leaf = module_and_leaf(wanted)
+    if leaf == "bias" and module in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}`: `lora_bias` on a layer that has no bias: the merged model would have no "
+            "place for it, and PEFT cannot merge it either",
+            hint=UNMERGED,
+        )
     if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
         return IncompatibleBase(
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
@@ -371,6 +383,7 @@ def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
         case DoraDelta():
             yield from (op.source, op.term.a, op.term.b, op.magnitude)
         case BiasDelta():
+            yield op.source
             for bias in op.terms:
                 yield bias.bias
         case Assemble():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
@@ -12,10 +12,11 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
-from lora_tool.plan.ends import tied_ends
+from lora_tool.plan.ends import embeddings, tied_ends
 from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
+from lora_tool.plan.strays import computed_buffers, looks_plain
 from lora_tool.plan.task import Task
 
 _FULL_PRECISION = "give the full-precision model that it was made from: --base MODEL"
@@ -45,6 +46,32 @@ class AsStored:
         if per_expert:
             raise AssertionError("a plainly stored model has no fused parameters")
         return tuple(steps)
+
+
+def as_stored(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> AsStored:
+    """Return the inputs as they are, without the buffers that transformers does not load."""
+    leftovers = tuple(computed_buffers(base))
+    left = {item.name for item in leftovers}
+    tensors = {name: tensor for name, tensor in base.tensors.items() if name not in left}
+    return AsStored(
+        base=replace(base, weights=replace(base.weights, tensors=tensors)) if left else base,
+        adapters=adapters,
+        arch=arch,
+        task=task,
+        leftovers=leftovers,
+    )
+
+
+def must_ask(base: ModelDir, arch: Architecture, task: Task, *, exact: bool) -> bool:
+    """Return whether transformers is to say which names of a plainly stored base its model has.
+
+    No where it is not installed, and where the config has no sizes, of which it would build some other model.
+    """
+    if config_of(base).vocab_size is None:
+        return False
+    doubtful = exact or not looks_plain(base, arch, classifier=task is not Task.CAUSAL_LM)
+    doubtful = doubtful or len(embeddings(base, arch)) > 1  # an encoder's and a decoder's may be one
+    return doubtful and all(find_spec(package) is not None for package in ("torch", "transformers"))
 
 
 def config_of(base: ModelDir) -> ModelConfig:

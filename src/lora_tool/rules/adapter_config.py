@@ -9,6 +9,7 @@ from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import pattern_for
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.features import refusals
+from lora_tool.plan.model import ExpertLayout
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.registry import Fault, Need, rule
@@ -276,3 +277,37 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
         message = f"expected LORA, found {peft_type}"
         yield Fault(subject="peft_type", message=message, path=subject.config_path)
+
+
+@rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
+def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA on fused experts whose order of columns nobody says.
+
+    ## What it does
+    Looks at adapters that Unsloth trained on fused experts, for a `lora_B_layout` in `adapter_config.json`.
+
+    ## Why it matters
+    Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them rank by rank.
+    Both have the same shape; the wrong one loads, and gives plausible garbage.
+
+    ## Example
+    `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and the config does not say in which order.
+
+    ## What to do
+    If it was trained before 2026-09: `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`, else `rank_major`;
+    or write `"lora_B_layout"` into `adapter_config.json`.
+    """
+    config = subject.config
+    if config.expert_layout is not None:
+        if config.expert_layout not in {layout.value for layout in ExpertLayout}:
+            message = f"expected rank_major or grouped_by_expert, found {config.expert_layout}: {_REFUSES}"
+            yield Fault(subject="lora_B_layout", message=message, path=subject.config_path)
+        return
+    if not config.by_unsloth:
+        return
+    for layer in subject.layers:
+        ranks = explained.ranks_of(config, layer) if any(explained.parameters_of(config, layer.target)) else None
+        if ranks and layer.a is not None and layer.b is not None and layer.a.shape[0] not in ranks:
+            message = f"was written by Unsloth, and the order of its experts' columns is not said: {_REFUSES} unasked"
+            yield Fault(subject=layer.b.name, message=message, path=str(layer.b.path))
+            return

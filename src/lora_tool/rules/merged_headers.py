@@ -13,6 +13,7 @@ from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
 from lora_tool.formats.tokenizer import FILE_NAMES
 from lora_tool.plan.architectures import architecture_of
+from lora_tool.plan.strays import is_computed
 from lora_tool.report import Severity
 from lora_tool.rules.explained import head_of
 from lora_tool.rules.merged_subject import MergedSubject
@@ -25,8 +26,6 @@ _ADAPTER_NAME = re.compile(
     r"^base_model\.|(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save"
     r"|original_module|token_adapter|trainable_tokens_delta)(\.|$)"
 )
-_BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids)$")
-"""Buffers that older versions of transformers saved and newer ones make by themselves."""
 
 _STRUCTURE = [
     "model_type",
@@ -115,7 +114,7 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
     """
     for name, spec in (subject.expected or {}).items():
         if name not in subject.tensors and name not in _forgotten_head(subject):
-            recomputed = _BUFFERS.search(name)
+            recomputed = is_computed(name)
             message = "is missing" + (": a buffer that transformers makes by itself" if recomputed else "")
             severity = Severity.INFO if recomputed else None
             yield Fault(subject=name, message=f"{message}; expected {spec.dtype} {list(spec.shape)}", severity=severity)
@@ -146,11 +145,13 @@ def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
     for name, tensor in subject.tensors.items():
         if name in expected or _ADAPTER_NAME.search(name) or (name in ends and _forgotten_head(subject)):
             continue
-        copy = name in ends and _is_tied(subject)
-        message = "is expected neither from the base nor from the adapter"
-        if copy:
-            message = "is written, though the config ties it to the embeddings"
-        yield Fault(subject=name, message=message, path=str(tensor.path), severity=Severity.INFO if copy else None)
+        harmless = None
+        if name in ends and _is_tied(subject):
+            harmless = "is written, though the config ties it to the embeddings"
+        elif is_computed(name):
+            harmless = "is a buffer that transformers makes by itself and does not load"
+        message = harmless or "is expected neither from the base nor from the adapter"
+        yield Fault(subject=name, message=message, path=str(tensor.path), severity=Severity.INFO if harmless else None)
 
 
 def _is_tied(subject: ModelSubject) -> bool:

@@ -1,0 +1,155 @@
+"""Bases that hold more than their model has a place for, or less: against what transformers and PEFT make of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.plan import storage
+from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.model import Fate
+from tests.oracle.peft_merge import (
+    Table,
+    different,
+    layout,
+    merge_with_ours,
+    merge_with_peft,
+    save_adapter,
+    save_base,
+    saved_tensors,
+)
+from tests.oracle.test_several_adapters import QV, plan, two_adapters
+from tests.oracle.tiny import Task
+
+# transformers warns of every stray tensor: what becomes of it is the test
+pytestmark = pytest.mark.filterwarnings("ignore")
+LORA = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear"}
+MASK = torch.ones(8, 8, dtype=torch.bool).tril().view(1, 1, 8, 8)
+Change = Callable[[Table], None]
+
+
+def rotary(table: Table) -> None:
+    table |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.arange(4.0) for layer in range(2)}
+
+
+def masks(table: Table) -> None:
+    for layer in range(2):
+        table[f"transformer.h.{layer}.attn.bias"] = MASK.clone()
+        table[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+
+def positions(table: Table) -> None:
+    table["bert.embeddings.position_ids"] = torch.arange(16).view(1, 16)
+
+
+def value_head(table: Table) -> None:
+    table["v_head.summary.weight"] = torch.ones(1, 32)
+
+
+def layer_too_many(table: Table) -> None:
+    table |= {name.replace(".1.", ".2."): tensor.clone() for name, tensor in table.items() if ".layers.1." in name}
+
+
+def in_one_layer(table: Table) -> None:
+    table["model.layers.1.self_attn.q_norm.weight"] = torch.ones(8)
+
+
+def of_no_float(table: Table) -> None:
+    table["model.layers.0.self_attn.seen"] = torch.arange(3)
+
+
+def without_a_norm(table: Table) -> None:
+    del table["model.layers.1.input_layernorm.weight"]
+
+
+STRAYS: dict[str, tuple[str, Change]] = {
+    "rotary": ("llama", rotary),
+    "masks": ("gpt2", masks),
+    "positions": ("bert", positions),
+    "value-head": ("qwen2", value_head),
+    "layer-too-many": ("llama", layer_too_many),
+    "in-one-layer": ("llama", in_one_layer),
+    "of-no-float": ("llama", of_no_float),
+    "fused": ("mixtral", value_head),
+}
+
+
+def rewrite(base: Path, change: Change, *, as_torch_file: bool = False) -> Path:
+    table = saved_tensors(base)
+    change(table)
+    for path in base.glob("*.safetensors*"):
+        path.unlink()
+    if as_torch_file:
+        torch.save(table, base / "pytorch_model.bin")
+    else:
+        save_file(table, base / "model.safetensors", metadata={"format": "pt"})
+    return base
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_what_the_model_has_no_place_for_is_left_out_and_told(name: str, tmp_path: Path) -> None:
+    model_type, change = STRAYS[name]
+    task: Task = "seq-cls" if model_type == "bert" else "causal-lm"
+    base = save_base(tmp_path / "base", model_type, task, torch.bfloat16)
+    lora = LORA | ({"fan_in_fan_out": True} if model_type == "gpt2" else {})
+    adapter = save_adapter(tmp_path / "adapter", base, task, lora)
+    held = saved_tensors(base).keys()
+    rewrite(base, change, as_torch_file=name in ("rotary", "masks"))
+    strays = open_model(base).tensors.keys() - held
+    assert strays
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", task))
+    exact = saved_tensors(merge_with_ours(base, adapter, tmp_path / "peft", "peft"))
+    assert layout(exact) == layout(theirs)
+    assert different(exact, theirs) == []
+    assert layout(saved_tensors(merge_with_ours(base, adapter, tmp_path / "float32", "float32"))) == layout(theirs)
+    for folder in ("peft", "float32"):
+        manifest = json.loads((tmp_path / folder / "lora_tool.json").read_text())
+        dropped = {item["name"]: item["reason"] for item in manifest["leftovers"] if item["fate"] == "dropped"}
+        assert strays <= dropped.keys()
+        assert all("does not load" in dropped[stray] or "leaves it out too" in dropped[stray] for stray in strays)
+
+
+def test_old_buffers_are_known_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", LORA))
+    rewrite(base, rotary)
+    monkeypatch.setattr(storage, "find_spec", lambda _: None)
+    assert isinstance(adapter, AdapterDir)
+    made = plan_merge(open_model(base), adapter)
+    assert not [step for step in made.steps if "inv_freq" in step.out.name]
+    assert len([item for item in made.leftovers if item.fate is Fate.DROPPED]) == 2
+    assert any("inv_freq and 1 others: a buffer that transformers computes" in note for note in made.notes)
+
+
+def test_a_head_of_another_class_is_left_out(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", LORA)
+    rewrite(base, lambda table: table.update({"score.weight": torch.ones(1, 32)}))
+    for precision in ("peft", "float32"):
+        assert "score.weight" not in saved_tensors(merge_with_ours(base, adapter, tmp_path / precision, precision))
+
+
+@pytest.mark.parametrize("precision", ["peft", "float32"])
+def test_a_parameter_that_nobody_has_is_refused(precision: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", LORA | {"target_modules": ["q_proj"]})
+    rewrite(base, without_a_norm)
+    with pytest.raises(IncompatibleBase, match=r"needs `model\.layers\.1\.input_layernorm\.weight`, and neither"):
+        merge_with_ours(base, adapter, tmp_path / precision, precision)
+
+
+def test_a_module_that_a_later_adapter_saved_is_not_lost(tmp_path: Path) -> None:
+    """PEFT takes saved modules from the first adapter alone, and leaves out the others' without a word."""
+    base, adapters = two_adapters(tmp_path, "llama", "causal-lm", QV, QV | {"r": 2, "modules_to_save": ["norm"]})
+    with pytest.raises(UnsupportedAdapter, match=r"PEFT takes such modules from the first of several") as caught:
+        plan(base, *adapters, precision="peft")
+    assert str(adapters[1]) in (caught.value.hint or "")
+    assert plan(base, *adapters)
+    assert plan(base, *reversed(adapters), precision="peft")
