@@ -1,7 +1,8 @@
-"""How names and sizes that come from files are shown to people: nothing in them may act on a terminal or a CI log."""
+"""How names, sizes and tables that come from files are shown to people: nothing in them may act on a terminal or a CI log."""
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 
@@ -43,3 +44,20 @@ def size(nbytes: int) -> str:
             break
         value /= _KIB
     return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < _KIB - 1 else f"{value:.0f} {unit}"
+
+
+def json_text(value: object, *, spread: int, indent: str = "") -> str:
+    """Return JSON with a line for each entry of the outer `spread` levels; what is deeper is on its entry's line.
+
+    For tables of many thousand entries: `json` indents in Python, which takes seconds, and encodes a line in C.
+    """
+    if not spread or not isinstance(value, dict | list) or not value:
+        return json.dumps(value)
+    inner = f"{indent}  "
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(k)}: {json_text(v, spread=spread - 1, indent=inner)}" for k, v in value.items()]
+    else:
+        entries = [json_text(entry, spread=spread - 1, indent=inner) for entry in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    joined = f",\n{inner}".join(entries)
+    return f"{first}\n{inner}{joined}\n{indent}{last}"

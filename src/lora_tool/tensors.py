@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 MAX_BYTES = 2**63 - 1
@@ -151,9 +153,13 @@ class StoredTensor:
 
     spec: TensorSpec
     spans: tuple[Span, ...]
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where in the tensor each span ends: a stack of experts is hundreds of spans, and is asked for each of them."""
 
     def __post_init__(self) -> None:
-        held = sum(span.nbytes for span in self.spans)
+        ends = tuple(accumulate(span.nbytes for span in self.spans))
+        object.__setattr__(self, "_ends", ends)
+        held = ends[-1] if ends else 0
         if held != self.spec.nbytes:
             raise ValueError(f"`{self.spec.name}` needs {self.spec.nbytes} bytes, its spans hold {held}")
 
@@ -185,14 +191,16 @@ class StoredTensor:
 
     def part(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""
-        for span in self.spans:
-            if nbytes <= 0:
+        end = start + nbytes
+        for at in range(bisect_right(self._ends, start), len(self.spans)):
+            if start >= end:
                 return
-            if start < span.nbytes:
-                taken = min(span.nbytes - start, nbytes)
-                yield span.part(start, taken)
-                nbytes -= taken
-            start = max(0, start - span.nbytes)
+            span = self.spans[at]
+            left = self._ends[at] - start
+            taken = min(left, end - start)
+            if taken:
+                yield span.part(span.nbytes - left, taken)
+            start += taken
 
 
 TensorTable = Mapping[str, StoredTensor]

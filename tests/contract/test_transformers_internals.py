@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from lora_tool.names.conversion import Conversion, by_template
+from lora_tool.names.model import Made
 from tests.oracle.tiny import tiny_model
 
 TESTED = "5.23"
@@ -80,6 +81,22 @@ def test_names_by_their_form_are_names_one_by_one(model_type: str) -> None:
     by_form = by_template(one, rules)
     for name in (*model.state_dict(), *disk):
         assert by_form(name) == one(name), name
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen2_moe", "gpt_oss", "olmo_hybrid", "hrm_text"])
+def test_layers_of_one_form_are_converted_as_one_by_one(model_type: str) -> None:
+    model = tiny_model(model_type, "causal-lm", device="meta")
+    memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+    def replayed(*, by_form: bool) -> list[dict[str, Made]]:
+        conversion = Conversion(model)
+        conversion.load(memory)
+        disk = {name: made.shape for name, made in conversion.save(memory).items()}
+        conversion = Conversion(model)
+        conversion._plain = conversion._plain and by_form
+        return [conversion.load(disk)[0], conversion.save(memory)]
+
+    assert replayed(by_form=True) == replayed(by_form=False)
 
 
 def test_rules_that_look_at_numbers_are_asked_name_by_name() -> None:

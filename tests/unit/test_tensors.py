@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,19 @@ def test_a_side_file_has_one_origin() -> None:
         SideFile(filename="x", reason="test")
     with pytest.raises(ValueError, match="either a source or a content"):
         SideFile(filename="x", reason="test", source=Path("x"), content=b"")
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (4,), (2, 2), (0, 3, 0, 0, 1, 4), (1,) * 8])
+def test_a_part_is_the_bytes_that_were_asked_for(sizes: tuple[int, ...]) -> None:
+    spans = tuple(Span(path=Path(str(number)), offset=100, nbytes=size) for number, size in enumerate(sizes))
+    spec = TensorSpec(name="x", dtype=DType.U8, shape=(sum(sizes),))
+    stored = StoredTensor(spec=spec, spans=spans)
+
+    def listed(found: Iterable[Span]) -> list[tuple[str, int]]:
+        return [(str(span.path), span.offset + at) for span in found for at in range(span.nbytes)]
+
+    for start in range(sum(sizes) + 2):
+        for nbytes in range(sum(sizes) + 2):
+            found = tuple(stored.part(start, nbytes))
+            assert listed(found) == listed(spans)[start : start + nbytes]
+            assert all(span.nbytes for span in found)

@@ -13,7 +13,7 @@ import click
 
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
-from lora_tool.display import printable, size
+from lora_tool.display import json_text, printable, size
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
 from lora_tool.tensors import DType
@@ -28,6 +28,8 @@ DTYPES = {
     "float32": DType.F32,
     "fp32": DType.F32,
 }
+_PLAN_LEVELS = 4
+"""The plan, its shards, a shard, its steps: a step is a line."""
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
 
 
@@ -133,7 +135,7 @@ def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
     from lora_tool.plan.text import plan_json, plan_text  # noqa: PLC0415
 
     if as_json:
-        click.echo(json.dumps({"output": str(out), **plan_json(plan)}, indent=2))
+        click.echo(json_text({"output": str(out), **plan_json(plan)}, spread=_PLAN_LEVELS))
     else:
         click.echo(f"would write {printable(str(out))}\n{plan_text(plan)}")
 

@@ -7,15 +7,17 @@ relied on. What is replayed are the loops of `convert_and_load_state_dict_in_mod
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency
-from lora_tool.names.model import Made, Shape
+from lora_tool.names.model import Made, Piece, Shape, row_count
 from lora_tool.names.rows import numbered, pieces_of
 
 try:
@@ -52,6 +54,7 @@ class Conversion:
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
         self._places: dict[str, tuple[str, str | None]] = {}
+        self._plain = _are_plain(self._rules)
         self._by_rules = by_template(
             lambda name: rename_source_key(name, self._renamings, self._converters), self._rules
         )
@@ -84,10 +87,7 @@ class Conversion:
                 groups.setdefault(target, _Group(None, target)).add(name, name)
             else:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
-        made: dict[str, Made] = {}
-        for group in groups.values():
-            made |= self._made(group, disk, lambda name: name)
-        return made, tuple(unexpected)
+        return self._made(groups.values(), disk, lambda name: name), tuple(unexpected)
 
     def save(self, memory: Shapes) -> dict[str, Made]:
         """Return how every tensor of the saved folder is made of parameters. Loading decided which rules are used."""
@@ -104,19 +104,58 @@ class Conversion:
                 groups.setdefault(target, _Group(None, target)).add(name, name)
             else:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
+        return self._made(groups.values(), memory, lambda name: rename(name)[0])
+
+    def _made(self, groups: Iterable[_Group], shapes: Shapes, rename: Callable[[str], str]) -> dict[str, Made]:
+        """Return what the groups' tensors become, under the names that `rename` gives them."""
         made: dict[str, Made] = {}
-        for group in groups.values():
-            made |= self._made(group, memory, lambda name: rename(name)[0])
+        known: dict[Any, _Form] = {}
+        for group in groups:
+            if group.rule is None:
+                name = group.names[0]
+                rows = row_count(shapes[name])
+                pieces = (Piece(name=name, start=0, rows=rows),) if rows else ()
+                made[group.target] = Made(shape=tuple(shapes[name]), pieces=pieces, sources=(name,))
+            else:
+                made |= {rename(name): one for name, one in self._by_form(group, shapes, known).items()}
         return made
 
-    def _made(self, group: _Group, shapes: Shapes, rename: Callable[[str], str]) -> dict[str, Made]:
-        if group.rule is None or self._keeps_its_shape(group, shapes):
-            (name,) = group.names[:1]
-            whole = pieces_of(numbered({name: shapes[name]})[name], {name: shapes[name]})
-            target = group.target if group.rule is None else rename(group.target)
-            return {target: Made(shape=tuple(shapes[name]), pieces=whole, sources=(name,))}
+    def _by_form(self, group: _Group, shapes: Shapes, known: dict[Any, _Form]) -> dict[str, Made]:
+        """Return what the group's tensors become; once for all layers that differ in their numbers alone.
+
+        Not where a rule looks at a number: converting gets a layer's name, and may look at the layer's other parameters.
+        """
+        numbers = tuple(_NUMBER.finditer(group.target)) if self._plain else ()
+        if not numbers:
+            return self._converted(group, shapes)
+        layer, rest = group.target[: numbers[-1].end()], group.target[numbers[-1].end() :]
+        siblings = self._siblings.get(group.target[: numbers[0].end()], ())
+        patterns = tuple(pattern for pattern, _ in group.members)
+        held = tuple(shapes[name] for name in group.names)
+        form = (id(group.rule), _NUMBER.sub("*", layer), rest, patterns, siblings, held)
+        if form not in known:
+            found = self._converted(group, shapes)
+            if not all(name.startswith(f"{layer}.") for name in found):
+                return found
+            known[form] = _Form.of(found, layer, group.names)
+        return known[form].named(layer, group.names)
+
+    @cached_property
+    def _siblings(self) -> dict[str, tuple[tuple[str, Shape], ...]]:
+        """Path of a layer → names and shapes of its parameters, without the path."""
+        under: dict[str, list[tuple[str, Shape]]] = {}
+        for name, tensor in self._memory.items():
+            number = _NUMBER.search(name)
+            if number is not None:
+                under.setdefault(name[: number.end()], []).append((name[number.end() :], tuple(tensor.shape)))
+        return {path: tuple(names) for path, names in under.items()}
+
+    def _converted(self, group: _Group, shapes: Shapes) -> dict[str, Made]:
+        """Return what the rule makes of the group's tensors, under the names that it gives them."""
         held = {name: shapes[name] for name in group.names}
         rule = deepcopy(group.rule)
+        if rule is None:
+            raise AssertionError("a mere renaming converts nothing")
         turning = any(isinstance(operation, Transpose) for operation in rule.operations)
         tables = _real(held) if turning else numbered(held)
         for pattern, name in group.members:
@@ -128,24 +167,15 @@ class Conversion:
             if turning:
                 shape = tuple(tensor.shape)
                 turned = _swaps_the_last(rule, shape) and len(group.names) == 1
-                made[rename(name)] = Made(shape=shape, pieces=None, sources=group.names, turned=turned)
+                made[name] = Made(shape=shape, pieces=None, sources=group.names, turned=turned)
                 continue
             pieces = pieces_of(tensor, held)
             widths = {shapes[piece.name][-1:] for piece in pieces}
             vector = tensor.dim() <= 1
             shape = tuple(tensor.shape) if vector else (*tensor.shape[:-1], *next(iter(widths), (1,)))
             sound = vector or (len(widths) == 1 and tensor.shape[-1] == 1)
-            made[rename(name)] = Made(shape=shape, pieces=pieces if sound else None, sources=group.names)
+            made[name] = Made(shape=shape, pieces=pieces if sound else None, sources=group.names)
         return made
-
-    def _keeps_its_shape(self, group: _Group, shapes: Shapes) -> bool:
-        """Return whether the rule transposes what is not as in memory, and this is."""
-        operations = list(group.rule.operations) if group.rule else []
-        lone = operations[0] if len(operations) == 1 == len(group.names) else None
-        if not isinstance(lone, Transpose) or not lone.check_dims:
-            return False
-        held = self._memory.get(group.target)
-        return held is not None and tuple(held.shape) == tuple(shapes[group.names[0]])
 
 
 def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
@@ -153,9 +183,7 @@ def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
 
     A model of a thousand experts has a hundred thousand names and some dozens of forms.
     """
-    plain = all(type(rule) in (WeightRenaming, PrefixChange, WeightConverter) for rule in rules)
-    patterns = (pattern for rule in rules for pattern in (*rule.source_patterns, *rule.target_patterns))
-    if not plain or any(_A_NUMBER.search(pattern) for pattern in patterns):
+    if not _are_plain(rules):
         return rename
     known: dict[str, tuple[str, str | None]] = {}
 
@@ -178,6 +206,48 @@ def _swaps_the_last(rule: WeightConverter, shape: Shape) -> bool:
     return isinstance(lone, Transpose) and {lone.dim0, lone.dim1} == {len(shape) - 2, len(shape) - 1}
 
 
+def _are_plain(rules: Sequence[Any]) -> bool:
+    """Whether the rules treat names alike that differ in their numbers alone."""
+    patterns = (pattern for rule in rules for pattern in (*rule.source_patterns, *rule.target_patterns))
+    return all(type(rule) in (WeightRenaming, PrefixChange, WeightConverter) for rule in rules) and not any(
+        _A_NUMBER.search(pattern) for pattern in patterns
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a rule makes of one layer's tensors, without the layer's path, the tensors by their place in the group."""
+
+    made: tuple[tuple[str, Made, tuple[tuple[int, int, int], ...] | None], ...]
+
+    @classmethod
+    def of(cls, made: Mapping[str, Made], layer: str, names: Sequence[str]) -> _Form:
+        place = {name: at for at, name in enumerate(names)}
+        return cls(
+            tuple(
+                (
+                    name.removeprefix(layer),
+                    replace(one, pieces=None),
+                    None if one.pieces is None else tuple((place[p.name], p.start, p.rows) for p in one.pieces),
+                )
+                for name, one in made.items()
+            )
+        )
+
+    def named(self, layer: str, names: tuple[str, ...]) -> dict[str, Made]:
+        """Return the same of the layer at the path `layer`, made of the tensors `names`."""
+        return {
+            layer + rest: replace(
+                one,
+                pieces=None
+                if pieces is None
+                else tuple(Piece(name=names[at], start=start, rows=rows) for at, start, rows in pieces),
+                sources=names,
+            )
+            for rest, one, pieces in self.made
+        }
+
+
 class _Group:
     """Tensors that one rule turns into others; no rule for a mere renaming."""
 
@@ -189,8 +259,9 @@ class _Group:
     def add(self, pattern: str, name: str) -> None:
         self.members.append((pattern, name))
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
+        """The tensors' names, once all are added."""
         return tuple(name for _, name in self.members)
 
 

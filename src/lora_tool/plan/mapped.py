@@ -84,10 +84,10 @@ class Mapped:
         """
         _require_all_parameters(self, steps)
         by_name = {step.out.name: step for step in steps}
-        shapes = {name: step.out.shape for name, step in by_name.items()}
-        shapes |= {name: self.facts.shapes[name] for name in self.as_stored}
+        stored = self.as_stored.keys()
+        shapes = {step.out.name: step.out.shape for step in steps} | {name: self.facts.shapes[name] for name in stored}
         written = self.naming.written(shapes)
-        turned = {name: made for name, made in written.items() if self.as_stored.keys() & set(made.sources)}
+        turned = {name: made for name, made in written.items() if stored and not stored.isdisjoint(made.sources)}
         made_of_rows = {name: made for name, made in written.items() if name not in turned}
         out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, self.disk)}
         out |= {step.out.name: step for step in _stored(self, turned)}

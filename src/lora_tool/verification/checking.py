@@ -180,7 +180,7 @@ def _compare_bytes(part: Part, files: Files, start: int, nbytes: int) -> Tally:
     stored, source = files.read(part.stored, start, nbytes), files.read(part.op.source, start, nbytes)
     width = max(1, part.stored.dtype.bits // 8)
     tally = Tally(compared=nbytes // width)
-    if stored.data != source.data:
+    if not np.array_equal(stored, source):
         differing = np.flatnonzero(stored != source) // width
         tally.wrong = tally.loosely_wrong = len(np.unique(differing))
         tally.first = part.begin + start // width + int(differing[0])
