@@ -1,7 +1,9 @@
 """The plan of a merge into 671 B parameters, from headers alone: `pytest -m bench -s tests/bench/test_plan_speed.py`.
 
 The base has DeepSeek-V3's names, shapes and number of files, all sparse: no weight is on the disk, and none is read.
-Tried on the way: row numbers as Python lists made the plan 97 s; as numpy ranges 12 s.
+Tried on the way: row numbers as Python lists made the plan 97 s; as numpy ranges 12 s. On a busy 2.5 GHz Xeon, CPU of
+the whole dry run: 30 s; with one conversion per form of layer, spans found by bisection and JSON a line per step 18 s.
+Of a sampled 15.7 s: importing torch and transformers 3.7, reading headers 2.6, steps on disk 2.7, printing 2.2.
 """
 
 from __future__ import annotations
