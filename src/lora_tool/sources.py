@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.hub_cache import may_hold
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
@@ -148,3 +148,19 @@ def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bo
         reason = str(error).strip().splitlines()[0]
         raise IncompleteCheckpoint(f"{reference}: the Hub did not give it: {reason}") from error
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
+
+
+def another_base(named: str | None, near: Path, base: Source) -> tuple[str, ...]:
+    """Return a warning where `base` is not the one that an adapter names: equal shapes would merge into nonsense.
+
+    `named` is what its config says, `near` its folder.
+    """
+    if not named or named == base.reference:
+        return ()
+    try:
+        found = resolve(named, near=near)
+    except CheckpointError:
+        return ()
+    if found.path.samefile(base.path) or (found.hub_id is not None and found.hub_id == base.hub_id):
+        return ()
+    return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)

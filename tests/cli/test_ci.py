@@ -239,6 +239,22 @@ def test_a_lost_head_stops_it(call: Caller, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
+def test_another_base_of_the_same_shape_is_said(call: Caller, clone: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(clone / "reward-qwen2" / "base", tmp_path / "other")
+    for _ in range(2):  # and again where the merge is not done again
+        done = call("ci", clone / "reward-qwen2" / "adapter", "-o", tmp_path / "out", "--base", other)
+        assert done.code == 0
+        assert "warning: the adapter was trained on ../base" in done.out
+    found = call("ci", clone / "reward-qwen2" / "adapter", "-o", tmp_path / "out", "--base", other, "--json").json
+    assert [len(stage["warnings"]) for stage in found["stages"]] == [0, 0, 0, 1, 0, 0]
+
+
+def test_a_model_of_another_task_is_no_reward_model(call: Caller, tmp_path: Path) -> None:
+    found, _ = stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--rm", code=3)
+    assert found["merge"] == "failed"
+    stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--task", "causal-lm")
+
+
 def test_a_full_finetune_needs_no_merge(call: Caller, tmp_path: Path) -> None:
     found, told = stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out")
     assert (found["consolidate"], found["merge"], found["verify"]) == ("passed", "skipped", "skipped")

@@ -212,6 +212,7 @@ def _summary(outcome: Outcome, report: Report) -> list[str]:
     lines = list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
     if outcome.error is not None and outcome.error.hint and not lines:
         lines.append(f"hint: {printable(outcome.error.hint)}")
+    lines += [f"warning: {printable(warning)}" for stage in outcome.stages for warning in stage.warnings]
     return [*lines, f"passed: {printable(str(outcome.output))}" if outcome.output else "failed"]
 
 

@@ -13,10 +13,10 @@ import click
 from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint, open_model
 from lora_tool.cli.writing import DTYPES, asked_task, carry_out, dtype_option, writing_options
 from lora_tool.display import printable, size
-from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory
+from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
-from lora_tool.sources import Source, Wanted, resolve
+from lora_tool.sources import Source, Wanted, another_base, resolve
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
@@ -88,7 +88,11 @@ def command(
     writing = partial(
         carry_out,
         inputs=(*(source.path for source in adapter_sources), base_source.path),
-        warnings=[warning for each in adapter_dirs for warning in _another_base(each, base_source)],
+        warnings=[
+            warning
+            for each in adapter_dirs
+            for warning in another_base(each.config.base_model if each.config else None, each.root, base_source)
+        ],
         jobs=jobs,
         overwrite=overwrite,
         resume=resume,
@@ -162,20 +166,6 @@ def _named_base(adapter: AdapterDir) -> Source:
     except NotACheckpoint as error:
         error.hint = error.hint or f"lora-tool merge {adapter.root} --base MODEL"
         raise
-
-
-def _another_base(adapter: AdapterDir, base: Source) -> tuple[str, ...]:
-    """Return a warning where the base is not the one that the adapter names: equal shapes would merge into nonsense."""
-    named = adapter.config.base_model if adapter.config else None
-    if not named or named == base.reference:
-        return ()
-    try:
-        found = resolve(named, near=adapter.root)
-    except CheckpointError:
-        return ()
-    if found.path.samefile(base.path) or (found.hub_id is not None and found.hub_id == base.hub_id):
-        return ()
-    return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

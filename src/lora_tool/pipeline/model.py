@@ -75,6 +75,8 @@ class Stage:
     summary: str
     seconds: float = 0.0
     report: Report | None = None
+    warnings: tuple[str, ...] = ()
+    """What is no finding of a rule, and should be known all the same."""
     error: LoraToolError | None = None
 
 

@@ -90,6 +90,11 @@ class Proofs:
         summary = entry.get("summary")
         return summary if same and isinstance(summary, str) else None
 
+    def warnings(self, stage: str) -> tuple[str, ...]:
+        """Return what the stage warned of when it was done."""
+        found = self._held.get(stage, {}).get("warnings")
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
     def begun(self, stage: str, key: str) -> bool:
         """Return whether a run that was cut off had begun the stage with this key."""
         return self._held.get(stage, {}).get("key") == key
@@ -98,9 +103,9 @@ class Proofs:
         """Note that the stage begins: what then appears under the output's name, at once and whole, is its result."""
         self._put(stage, {"key": key})
 
-    def keep(self, stage: str, key: str, folder: Path, summary: str) -> None:
+    def keep(self, stage: str, key: str, folder: Path, summary: str, warnings: Iterable[str] = ()) -> None:
         """Note that the stage is done, what it said, and how it left `folder`."""
-        self._put(stage, {"key": key, "left": stamps_of(folder), "summary": summary})
+        self._put(stage, {"key": key, "left": stamps_of(folder), "summary": summary, "warnings": list(warnings)})
 
     def _put(self, stage: str, entry: dict[str, Any]) -> None:
         self._held[stage] = entry

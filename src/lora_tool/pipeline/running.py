@@ -27,18 +27,27 @@ from lora_tool.errors import (
     NotACheckpoint,
     OnlyInMemory,
     OutputExists,
+    UnsupportedCheckpoint,
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
+from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.proofs import Proofs, key_of
+from lora_tool.plan import fidelity
 from lora_tool.plan.assembling import HubOrigin
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
+from lora_tool.plan.task import Task
 from lora_tool.report.model import Finding, Report, Severity
+from lora_tool.rules.explained import CLASSIFIERS
+from lora_tool.rules.head_tensors import head_weight
 from lora_tool.rules.validation import validate
-from lora_tool.sources import Source, resolve
+from lora_tool.sources import Source, another_base, resolve
+
+_CLASSIFIER = "ForSequenceClassification"
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Given what is done and how many bytes of it there are, a progress bar."""
@@ -192,6 +201,7 @@ class _Running:
         job, opened = self._job, self._checkpoint
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
+            self._require_task(opened)
             whole = "a whole model" if opened.kind is Kind.TRAINER_CHECKPOINT else f"a {opened.kind}"
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
@@ -201,13 +211,33 @@ class _Running:
         self._adapter, self.result = opened, job.output
         done = self._proofs.summary("merge", key, job.output)
         if done is not None:
-            return Stage(name="merge", status=Status.REUSED, summary=done)
+            kept = self._proofs.warnings("merge")
+            return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
         plan = self._merge_plan(opened, base)
         self._write("merge", key, plan, job.output)
         fates = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items() if fate != "consumed")
         summary = f"{fates}: {job.output}, {size(plan.data_bytes)}"
-        self._proofs.keep("merge", key, job.output, summary)
-        return Stage(name="merge", status=Status.PASSED, summary=summary)
+        named = opened.config.base_model if opened.config else None
+        lost = fidelity.warning(read_manifest(job.output / FILE_NAME).raw.get("fidelity"), plan)
+        warnings = (*another_base(named, self._root, base), *plan.warnings, *filter(None, [lost]))
+        self._proofs.keep("merge", key, job.output, summary, warnings)
+        return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
+
+    def _require_task(self, opened: Checkpoint) -> None:
+        """Return unless a model that needs no merge is of another class than was asked for."""
+        if not isinstance(opened, ModelDir):
+            return
+        asked, config = self._job.task, opened.config
+        name = config.architectures[0] if config and config.architectures else ""
+        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFIERS))
+        if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
+            asked is Task.CAUSAL_LM and name.endswith(_CLASSIFIER)
+        ):
+            what = f"is a {name}" if name else "has no classification head"
+            raise UnsupportedCheckpoint(
+                f"{opened.root} {what}, and --task {asked} was asked for",
+                hint="leave --task and --rm out, or give the checkpoint of that task",
+            )
 
     def _merge_plan(self, adapter: AdapterDir, base: Source) -> Plan:
         job = self._job

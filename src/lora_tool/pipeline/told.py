@@ -28,6 +28,7 @@ def outcome_json(outcome: Outcome, report: Report) -> dict[str, Any]:
                 "name": stage.name,
                 "status": str(stage.status),
                 "summary": printable(stage.summary),
+                "warnings": [printable(warning) for warning in stage.warnings],
                 "seconds": round(stage.seconds, 3),
                 "hint": printable(stage.error.hint) if stage.error and stage.error.hint else None,
             }
@@ -60,4 +61,5 @@ def _heading(outcome: Outcome) -> Iterator[str]:
 def _told(stage: Stage) -> str:
     took = f" ({stage.seconds:.1f} s)" if stage.status is not Status.SKIPPED else ""
     hint = f"<br>hint: {text(stage.error.hint)}" if stage.error and stage.error.hint else ""
-    return f"{text(stage.summary)}{took}{hint}"
+    warnings = "".join(f"<br>⚠️ {text(warning)}" for warning in stage.warnings)
+    return f"{text(stage.summary)}{took}{warnings}{hint}"
