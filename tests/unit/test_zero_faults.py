@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,36 @@ def test_a_legacy_rank_file_is_refused_by_name(stage2: Path) -> None:
     assert codes(stage2) == {"LT402"}
     with pytest.raises(FindingsFound, match=r"before 1\.6"):
         plan(stage2)
+
+
+def test_a_deep_check_tells_of_every_byte_that_it_reads() -> None:
+    asked: list[int] = []
+    done: list[int] = []
+
+    @contextlib.contextmanager
+    def watch(nbytes: int) -> Iterator[Callable[[int], None]]:
+        asked.append(nbytes)
+        yield done.append
+
+    validate(open_sharded(ZERO / "stage3-full"), deep=True, watch=watch)
+    assert len(asked) == 1
+    assert sum(done) == asked[0] > 0
+
+
+def test_a_frozen_second_adapter_may_have_another_rank(tmp_path: Path) -> None:
+    """A reference policy beside the trained one, as DPO keeps it."""
+    folder = Path(shutil.copytree(ZERO / "stage3-reward", tmp_path / "two"))
+
+    def add_reference(value: dict[str, Any]) -> None:
+        for name, shape in list(value["param_shapes"][0].items()):
+            if ".lora_A." in name:
+                other = name.replace(".default.", ".reference.")
+                value["frozen_param_shapes"][other] = torch.Size((2 * shape[0], shape[1]))
+                value["frozen_param_fragments"][other] = torch.zeros(shape[0] * shape[1], dtype=torch.bfloat16)
+                value["module"][other] = torch.zeros(0, dtype=torch.bfloat16)
+
+    for path in (folder / "global_step2").glob("*_model_states.pt"):
+        resave(path, add_reference)
+    found = plan(folder / "global_step2", what="adapter")
+    assert not any("reference" in step.out.name for step in found.steps)
+    assert sum(".reference." in item.name for item in found.leftovers) > 0

@@ -183,6 +183,7 @@ def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tup
             servers=asked.servers,
             checkpoints=True,
             progress=progress,
+            watch=None if progress else lambda nbytes: _watch(nbytes, asked),
             why_no_base=why_not,
         )
 
@@ -195,6 +196,11 @@ def _bar(checkpoint: Checkpoint, asked: _Asked) -> contextlib.AbstractContextMan
         if read and total >= _LONG:
             return progress_bar("reading weights", total, quiet=asked.quiet)
     return contextlib.nullcontext()
+
+
+def _watch(nbytes: int, asked: _Asked) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    """Return a progress bar for the reading of rank files, where it is long."""
+    return progress_bar("reading rank files", nbytes, quiet=asked.quiet or nbytes < _LONG)
 
 
 def _open_base(source: Source) -> ModelDir:

@@ -32,7 +32,6 @@ _REFUSED = (
     (re.compile(r"layer_\d+_expert_\d+_|expp_rank_"), "holds the experts of a mixture (MoE) in files of their own"),
     (re.compile(r"layer_\d+-model_"), "was trained with pipeline parallelism: every layer has its own files"),
     (re.compile(r"offloaded_tensors\Z"), "keeps optimizer state in NVMe swap files"),
-    (re.compile(r"zero\Z"), "is a universal one (ds_to_universal.py), with a folder for every parameter"),
 )
 _MAX_RANKS = 1_000_000
 _USE_DEEPSPEED = "convert it with DeepSpeed's own ds_to_universal.py, on the machine it was trained on"
@@ -136,6 +135,11 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
 
 def _require_supported(folder: Path, names: Sequence[str]) -> None:
     for name in names:
+        if name == "zero":
+            raise UnsupportedCheckpoint(
+                f"{folder / name}: the checkpoint is a universal one (ds_to_universal.py), with a folder for every parameter",
+                hint="take the one that it was made from, whose tag has no `_universal` at its end",
+            )
         for pattern, what in _REFUSED:
             if pattern.match(name):
                 raise UnsupportedCheckpoint(f"{folder / name}: the checkpoint {what}", hint=_USE_DEEPSPEED)

@@ -13,7 +13,7 @@ from lora_tool.rules.registry import Fault
 from lora_tool.rules.subject import Subject
 
 if TYPE_CHECKING:
-    from lora_tool.plan.training_state import TrainingState
+    from lora_tool.plan.training_state import TrainingState, Watch
 
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 
@@ -26,6 +26,8 @@ class ShardedSubject(Subject):
     state: TrainingState
     looks: list[tuple[Finding, ...]] = field(default_factory=list, compare=False)
     """What a look at the values has found; empty before it."""
+    watch: Watch | None = field(default=None, compare=False)
+    """Asked once for how many bytes are going to be read, it gives what is told of each block."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +54,7 @@ class ShardedSubject(Subject):
         from lora_tool.plan.training_state import unwatched  # noqa: PLC0415 - slow to import, for few folders
 
         try:
-            return self.state.look_at(self.state.assemble(self.state.entries), unwatched)
+            return self.state.look_at(self.state.assemble(self.state.entries), self.watch or unwatched)
         except CheckpointError as error:  # damage inside of a file whose outside is good
             path = str(self.state.folder)
             return [
@@ -60,16 +62,16 @@ class ShardedSubject(Subject):
             ]
 
 
-def sharded_subject(checkpoint: ZeroDir | DcpDir) -> ShardedSubject:
-    """Return the subject for a checkpoint. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
+def sharded_subject(checkpoint: ZeroDir | DcpDir, *, watch: Watch | None = None) -> ShardedSubject:
+    """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
     from lora_tool.plan.training_state import dcp_state, zero_state  # noqa: PLC0415 - slow to import, for few folders
 
     if isinstance(checkpoint, DcpDir):
-        return ShardedSubject(checkpoint=checkpoint, state=dcp_state(checkpoint))
+        return ShardedSubject(checkpoint=checkpoint, state=dcp_state(checkpoint), watch=watch)
     tags = list(checkpoint.rank_files)
     # a `latest` that is missing or names nothing is LT409's to report
     tag = checkpoint.latest if checkpoint.latest in tags else tags[-1]
-    return ShardedSubject(checkpoint=checkpoint, state=zero_state(checkpoint, tag=tag))
+    return ShardedSubject(checkpoint=checkpoint, state=zero_state(checkpoint, tag=tag), watch=watch)
 
 
 def as_fault(found: Finding) -> Fault:

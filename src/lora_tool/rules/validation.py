@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -48,6 +49,9 @@ from lora_tool.rules.runs import FINISHED, Judged, run_table
 from lora_tool.rules.sharded import ShardedSubject, sharded_subject
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, RunSubject, Server, Subject, bare_path, layers_of
 
+if TYPE_CHECKING:
+    from lora_tool.plan.training_state import Watch
+
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
 
@@ -67,6 +71,7 @@ def validate(
     servers: Iterable[Server] = (),
     checkpoints: bool = False,
     progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
     why_no_base: str = NO_BASE,
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
@@ -77,7 +82,8 @@ def validate(
     the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
     rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
     folder are judged one by one, with `checkpoints` also those beside finished weights, and put into one table of
-    `runs`. `progress` is called with the bytes that were read, where they are many. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
+    `runs`. `progress` is called with the bytes that were read, where they are many;
+    `watch` is asked, with their number, for what is told of the bytes of rank files. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
     """
     asked = _Asked(
         rules=chosen(select, ignore),
@@ -88,6 +94,7 @@ def validate(
         deep=deep,
         servers=frozenset(map(Server, servers)),
         progress=progress,
+        watch=watch,
         why_no_base=why_no_base,
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
@@ -117,6 +124,7 @@ class _Asked:
     deep: bool | None
     servers: frozenset[Server]
     progress: Callable[[int], None] | None
+    watch: Watch | None
     why_no_base: str
 
 
@@ -159,22 +167,22 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels)
     elif isinstance(checkpoint, ZeroDir | DcpDir):
-        yield sharded_subject(checkpoint)
+        yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)
     if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.training_state:
-        yield from _beside(checkpoint, asked.rules)
+        yield from _beside(checkpoint, asked)
 
 
-def _beside(checkpoint: AdapterDir | ModelDir, rules: tuple[Rule, ...]) -> Iterator[Subject | Report]:
+def _beside(checkpoint: AdapterDir | ModelDir, asked: _Asked) -> Iterator[Subject | Report]:
     """Yield the training checkpoint that lies in the folder of an adapter or model, as HF Trainer writes it."""
     try:
-        yield sharded_subject(open_sharded(checkpoint.root))
+        yield sharded_subject(open_sharded(checkpoint.root), watch=asked.watch)
     except NotACheckpoint:  # folders of that name without rank files
         return
     except (CheckpointError, UnsupportedCheckpoint) as error:
         unreadable = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
-        yield Report(skipped=(unreadable,) if RULES["LT402"] in rules else ())
+        yield Report(skipped=(unreadable,) if RULES["LT402"] in asked.rules else ())
 
 
 def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
@@ -226,6 +234,7 @@ def judge(subject: Subject, rules: Iterable[Rule]) -> Report:
             deep=None,
             servers=frozenset(),
             progress=None,
+            watch=None,
             why_no_base=NO_BASE,
         ),
     )
