@@ -202,3 +202,23 @@ def test_a_base_whose_config_says_tied_and_whose_files_say_not(tmp_path: Path) -
     adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", BOTH)
     theirs = merged_by_peft(load_model(base, "causal-lm"), adapter, tmp_path / "theirs")
     assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
+
+
+def test_biases_that_are_tied_are_saved_once(tmp_path: Path) -> None:
+    """`bias="all"` saves BERT's tied output bias under both of its names."""
+    base = save_base(tmp_path / "base", "roberta", "causal-lm", torch.bfloat16)
+    adapter = train(
+        load_model(base, "causal-lm"), tmp_path / "adapter", Q | {"target_modules": ["query"], "bias": "all"}
+    )
+    assert "base_model.model.lm_head.decoder.bias" in saved_tensors(adapter)
+    theirs = merged_by_peft(load_model(base, "causal-lm"), adapter, tmp_path / "theirs")
+    assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
+
+
+def test_an_end_that_was_not_resized_with_the_others_is_refused(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "bart", "seq-cls", torch.bfloat16, tie_word_embeddings=False)
+    model = load_model(base, "seq-cls")
+    model.resize_token_embeddings(101, mean_resizing=False)
+    adapter = train(model, tmp_path / "adapter", Q, task="seq-cls")
+    with pytest.raises(UnsupportedAdapter, match=r"tokens for model\.shared\.weight, and nothing for `model\.decoder"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "peft")

@@ -20,6 +20,7 @@ from lora_tool.plan.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
 MATRIX = 2
+_INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,11 @@ def tied_copies(base: ModelDir, arch: Architecture, facts: ModelFacts | None) ->
     config does not say otherwise and the values are the same (5.23, `PreTrainedModel.tie_weights`). Reads the two
     ends where they do not share their bytes.
     """
-    if base.config is None or base.config.tie_word_embeddings is False:
-        return {}
     if facts is not None:
         both = {name: of for name, of in facts.tied.items() if name in base.tensors and of in base.tensors}
         return {name: of for name, of in both.items() if same_values(base.tensors[name], base.tensors[of])}
+    if base.config is None or base.config.tie_word_embeddings is False:
+        return {}
     copies = {}
     for name in arch.causal_only:
         copy = base.tensors.get(name)
@@ -146,6 +147,32 @@ def without_tied_repeats(
     return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
 
 
+def with_tied_biases(
+    facts: ModelFacts, adapted: Sequence[Adapted], modules: AdapterModules
+) -> tuple[tuple[Adapted, ...], AdapterModules]:
+    """Return adapters and modules with a saved bias that is tied to another under the other's name, once.
+
+    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model. Raises
+    `UnsupportedAdapter` where an adapter holds both, and they differ.
+    """
+    saved, repeats = dict(modules.saved), []
+    for name, of in facts.tied.items():
+        if not name.endswith(".bias") or name not in saved:
+            continue
+        tensor = saved.pop(name)
+        if saved.setdefault(of, tensor) is tensor:
+            continue
+        if not same_values(saved[of], tensor):
+            raise UnsupportedAdapter(
+                f"{tensor.path}: `{tensor.name}` has other values than `{saved[of].name}`, which it is tied to",
+                hint="take out of adapter_model.safetensors the one that was not trained",
+            )
+        repeats.append(tensor)
+    return tuple(part.without(repeats, "the same as the bias that it is tied to") for part in adapted), replace(
+        modules, saved=saved
+    )
+
+
 def _require_one(ends: TiedEnds, one: StoredTensor, other: StoredTensor) -> None:
     if not same_values(one, other):
         raise UnsupportedAdapter(
@@ -183,12 +210,33 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
         found = ", ".join(f"`{name}` {count}" for name, count in sorted(rows.items()))
         raise UnsupportedAdapter(f"{base.root}: the adapter's embeddings have different numbers of rows: {found}")
     ends = {tensor.name for tensor in embeddings(base, arch)}
+    _require_no_other_end(base, ends, rows)
     if rows.keys() & ends:
         ends &= rows.keys()  # a matrix with as many rows by chance is no embedding
     sized = {
         name for name in arch.causal_only if name in base.tensors and base.tensors[name].shape[:1] == (vocab_size,)
     }
     return Vocabulary(size=next(iter(rows.values())), names=frozenset(ends | sized | rows.keys()))
+
+
+def _require_no_other_end(base: ModelDir, ends: set[str], rows: Mapping[str, int]) -> None:
+    """Return unless an embedding or an output bias stays as it was, which transformers resizes or ties with the others.
+
+    It does so to those of BART's and BERT's kin that their config does not tie.
+    """
+    others = {name for name in ends if name.endswith(_INPUT)} if any(map(_is_input, rows)) else set()
+    others |= {name.replace(".decoder.bias", ".bias") for name in rows} & base.tensors.keys()
+    left = sorted(others - rows.keys())
+    if left:
+        raise UnsupportedAdapter(
+            f"{base.root}: the adapter has another number of tokens for {', '.join(sorted(rows))}, and nothing for "
+            f"`{left[0]}`",
+            hint="give the base with its embeddings resized as they were for the training",
+        )
+
+
+def _is_input(name: str) -> bool:
+    return name.endswith((_INPUT, _SHARED))
 
 
 def _whole(modules: AdapterModules) -> Iterator[tuple[str, StoredTensor]]:

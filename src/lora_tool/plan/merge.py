@@ -17,6 +17,7 @@ from lora_tool.plan.ends import (
     tied_copies,
     tied_ends,
     trained_apart,
+    with_tied_biases,
     with_vocabulary,
     without_tied_repeats,
 )
@@ -176,6 +177,8 @@ def _merge(
     base, arch, facts = named.base, named.arch, named.facts
     copies = tied_copies(base, arch, facts) if head is None or facts is not None else {}
     ends = tied_ends(base, arch, facts, copies) if head is None else None
+    if facts is not None:
+        adapted, modules = with_tied_biases(facts, adapted, modules)
     says_tied = base.config is not None and base.config.tie_word_embeddings is True
     # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it
     untied = head is None and says_tied and ends is None and bool(arch.causal_only)

@@ -355,8 +355,7 @@ def _unplaced(merge: Merge, tensor: StoredTensor, wanted: str) -> IncompatibleBa
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
             hint="merge it as a causal LM: --task causal-lm",
         )
-    module, leaf = module_and_leaf(wanted)
-    if leaf == "bias" and module in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
+    if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}`: `lora_bias` on a layer that has no bias: the merged model would have no "
             "place for it, and PEFT cannot merge it either",
