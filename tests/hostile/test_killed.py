@@ -16,7 +16,7 @@ from tests.hostile.test_output import content
 
 SLOW = """
 import sys, time
-from lora_tool.execution import engine
+from lora_tool.execution import compute, engine
 from lora_tool.cli.main import main
 copy, write = engine._copy, engine.write_file
 def slowly(function):
@@ -26,7 +26,7 @@ def slowly(function):
         return function(*arguments)
     return slow
 engine._copy, engine.write_file = slowly(copy), slowly(write)
-engine.Computer.run = slowly(engine.Computer.run)
+compute.Computer.run = slowly(compute.Computer.run)
 main(sys.argv[1:])
 """
 """The command with every unit and file taking 30 ms, so that a signal lands in the middle."""
