@@ -347,6 +347,23 @@ def _never_moved(folder: Path) -> None:
                 table[name] = raw(*tensor.shape, value=0.0)
 
 
+@_breaks("LT208 reward", REWARD)
+def _only_the_head_was_trained(folder: Path) -> None:
+    _never_moved(folder)
+
+
+@_breaks("LT311", REWARD)
+def _head_of_zeros(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[SCORE] = raw(*table[SCORE].shape, value=0.0)
+
+
+@_breaks("LT115 shards", CAUSAL)
+def _adapter_in_shards(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")
+    (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {}}')
+
+
 @_breaks("LT209", CAUSAL)
 def _nan(folder: Path) -> None:
     with tensors(folder) as table:

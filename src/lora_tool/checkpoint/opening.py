@@ -49,6 +49,7 @@ MODEL_WEIGHTS = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"
 MODEL_PICKLE = "pytorch_model.bin"
 MODEL_PICKLE_INDEX = "pytorch_model.bin.index.json"
+_ADAPTER_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.(safetensors|bin)\Z")
 _MODEL_SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
 _LAST_NUMBER = re.compile(r"\d{1,18}\Z")
@@ -191,7 +192,7 @@ def _open_adapter(folder: Folder) -> AdapterDir:
     config, problems = _read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
     # safetensors first, as PEFT does where both are there
     name = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in folder.files), None)
-    weights = read_single(folder.root / name) if name else _no_weights(folder, ADAPTER_WEIGHTS)
+    weights = read_single(folder.root / name) if name else _no_adapter_weights(folder)
     return AdapterDir(
         folder=folder,
         config=config,
@@ -256,6 +257,15 @@ def _model_weights(folder: Folder) -> Weights:
         index=weights.index,
         problems=(*weights.problems, *problems),
     )
+
+
+def _no_adapter_weights(folder: Folder) -> Weights:
+    shards = [name for name in folder.files if _ADAPTER_SHARD.match(name)]
+    if not shards:
+        return _no_weights(folder, ADAPTER_WEIGHTS)
+    message = f"is missing, but {len(shards)} shards are there ({shards[0]}): PEFT reads an adapter from one file alone"
+    problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / ADAPTER_WEIGHTS), message=message)
+    return Weights(files=(), tensors={}, problems=(problem,))
 
 
 def _no_weights(folder: Folder, expected: str) -> Weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoint import AdapterDir, Checkpoint
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.errors import Defect
 from lora_tool.formats.files import broken_json, inside
@@ -317,6 +317,13 @@ def stray_weights(subject: Subject) -> Iterator[Fault]:
     yield from defects(subject, Defect.STRAY_WEIGHTS)
 
 
+_IN_ONE_FILE = (
+    'python -c "from glob import glob; from safetensors.torch import load_file, save_file; save_file({k: v for f in '
+    "glob('adapter_model-*.safetensors') for k, v in load_file(f).items()}, 'adapter_model.safetensors', "
+    "{'format': 'pt'})\""
+)
+
+
 @rule("LT115", Severity.ERROR, on=Subject)
 def no_weights(subject: Subject) -> Iterator[Fault]:
     """No weights.
@@ -332,15 +339,19 @@ def no_weights(subject: Subject) -> Iterator[Fault]:
     A `checkpoint-500` that was being written when the job was killed.
 
     ## What to do
-    Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it.
+    Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 reads no adapter
+    in shards (`adapter_model-00001-of-00002.safetensors`): put their tensors into one file.
     """
-    pieces = subject.checkpoint.folder.training_state
-    hint = f"they are there in pieces: lora-tool consolidate {subject.checkpoint.root}" if pieces else None
-    if (
-        not pieces
-        and isinstance(subject.checkpoint, AdapterDir)
-        and (state := training_state_near(subject.checkpoint.root))
-    ):
-        hint = f"there is a training checkpoint, {state}: {consolidate_command(subject.checkpoint.root)}"
     for fault in defects(subject, Defect.NO_WEIGHTS):
-        yield replace(fault, hint=hint)
+        yield replace(fault, hint=_where_they_are(subject.checkpoint))
+
+
+def _where_they_are(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.folder.training_state:
+        return f"they are there in pieces: lora-tool consolidate {checkpoint.root}"
+    if not isinstance(checkpoint, AdapterDir):
+        return None
+    if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):
+        return f"{_IN_ONE_FILE} (typed in {checkpoint.root})"
+    state = training_state_near(checkpoint.root)
+    return f"there is a training checkpoint, {state}: {consolidate_command(checkpoint.root)}" if state else None

@@ -1,4 +1,4 @@
-"""LT208, LT209, LT219 and LT220: the values themselves. These rules read weights."""
+"""LT208, LT209, LT219, LT220 and LT311: the values themselves. These rules read weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from lora_tool.report import Severity
 from lora_tool.rules.advice import an_earlier_checkpoint
+from lora_tool.rules.explained import CLASSIFIERS
+from lora_tool.rules.head_tensors import head_weight, saved_heads
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
 
@@ -127,3 +129,29 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
         if largest:
             severity = Severity.ERROR if largest >= _ABSURD else None
             yield Fault(subject=tensor.name, message=f"holds values up to {largest:.3g}", severity=severity)
+
+
+@rule("LT311", Severity.ERROR, on=Subject, deep=True)
+def zero_head(subject: Subject) -> Iterator[Fault]:
+    """A head that is all zero.
+
+    ## What it does
+    Reads `score.weight` or `classifier.weight`, of an adapter or a model.
+
+    ## Why it matters
+    A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails: it loads, merges and
+    is served. The trained head was not saved, was read before it was gathered from its ranks, or got no gradient.
+
+    ## Example
+    Every value of `base_model.model.score.weight` is 0, beside trained factors.
+
+    ## What to do
+    Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
+    """
+    tensors = saved_heads(subject) if isinstance(subject, AdapterSubject) else subject.tensors
+    head = head_weight(tensors, CLASSIFIERS)
+    if head is None or not head.dtype.is_float or not head.spec.numel:
+        return
+    if subject.scan(head).all_zero:
+        message = f"all {head.spec.numel:,} values of the head are zero: the model gives every text the same score"
+        yield Fault(subject=head.name, message=message)
