@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -109,8 +110,22 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, message: str
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(BadRunConfig, match=r"cannot be read"):
+    with pytest.raises(BadRunConfig, match=r"No such file"):
         read_run_config(REWARD, tmp_path / "none.yaml", ())
+
+
+@pytest.mark.parametrize("instead", ["/dev/zero", "fifo"])
+def test_what_is_no_plain_file_is_not_read(tmp_path: Path, instead: str) -> None:
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    with pytest.raises(BadRunConfig, match=r"regular|plain"):
+        read_run_config(METHODS["reward"], path if instead == "fifo" else Path(instead), ())
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "when: 2026-13-45"])
+def test_yaml_that_python_cannot_hold_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BadRunConfig, match=r"not YAML"):
+        read(tmp_path, text)
 
 
 def test_accelerates_flags_are_flags(tmp_path: Path) -> None:

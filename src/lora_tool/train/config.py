@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadRunConfig
+from lora_tool.errors import BadRunConfig, CorruptFile
+from lora_tool.formats.files import read_text
 from lora_tool.train.codes import CODES
 from lora_tool.train.methods import Method
 from lora_tool.train.options import Names, option_names, preset_path, presets
 
 BLOCK = "lora_tool"
 MODES = ("stop", "warn", "off")
+_MAX_BYTES = 1 << 20
 _TRUE = frozenset(("true", "1", "yes", "on", "y", "t"))
 _FALSE = frozenset(("false", "0", "no", "off", "n", "f"))
 
@@ -121,13 +123,15 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     import yaml  # noqa: PLC0415 - comes with the extra
 
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRunConfig(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raw = yaml.safe_load(read_text(path, limit=_MAX_BYTES))
+    except CorruptFile as error:
+        raise BadRunConfig(str(error)) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise BadRunConfig(f"{path}{place}: not YAML: {getattr(error, 'problem', None) or error}") from error
+    except (ValueError, RecursionError) as error:  # a date or number that is none; nested too deeply
+        raise BadRunConfig(f"{path}: not YAML: {error}") from error
     if raw is None:
         return {}
     if not isinstance(raw, Mapping) or not all(isinstance(name, str) for name in raw):
