@@ -216,6 +216,17 @@ def test_folders_whose_names_are_no_text(tmp_path: Path) -> None:
             assert must_hold(arguments) == 0
 
 
+def test_a_path_that_is_no_text_goes_through_merge_and_consolidate(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(bytes(tmp_path) + b"/b\xffad"))
+    for name in ("reward-qwen2", "zero/stage3-reward"):
+        shutil.copytree(FIXTURES / name, root / name)
+    pair, out = root / "reward-qwen2", root / "merged"
+    assert must_hold(("merge", pair / "adapter", "--base", pair / "base", "-o", out)) == 0
+    assert must_hold(("verify", out)) == 0
+    assert must_hold(("consolidate", root / "zero" / "stage3-reward", "-o", root / "adapter")) == 0
+    assert must_hold(("merge", root / "adapter", "-o", root / "again", "--dry-run")) == 0
+
+
 def test_a_run_whose_checkpoints_are_links_ends(tmp_path: Path) -> None:
     for at in range(4):
         (tmp_path / f"checkpoint-{at}").symlink_to(".")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,18 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:  # noqa: ANN40
             raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
         data = os.pread(fd, size, 0)
     return parse_json(data, path)
+
+
+def json_bytes(table: Mapping[str, Any], *, indent: int, sort_keys: bool = False) -> bytes:
+    """Return the table as JSON in UTF-8, and in ASCII where UTF-8 cannot hold it: with half a surrogate pair.
+
+    JSON has such a half as an escape, and Python has it in paths that are no UTF-8 (`os.fsdecode`).
+    """
+    try:
+        text = json.dumps(table, indent=indent, sort_keys=sort_keys, ensure_ascii=False)
+        return f"{text}\n".encode()
+    except UnicodeEncodeError:
+        return f"{json.dumps(table, indent=indent, sort_keys=sort_keys)}\n".encode()
 
 
 def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anything until it is typed

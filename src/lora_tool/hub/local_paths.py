@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import PurePath
 from typing import Any
 
 from lora_tool.formats import adapter_config, manifest
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import json_bytes, read_json
 from lora_tool.hub.model import Content
 from lora_tool.hub.origin import Origin, is_hub_id
 
@@ -23,15 +22,14 @@ def without_paths(content: Content, origin: Origin) -> Content:
     table = read_json(content.source)
     if content.name == manifest.FILE_NAME:
         cleaned = _cleaned(table, tuple(sorted(_absolute_paths(table), key=len, reverse=True)))
-        text, reason = json.dumps(cleaned, indent=1, ensure_ascii=False), "without paths of this machine"
+        data, reason = json_bytes(cleaned, indent=1), "without paths of this machine"
     else:
         named = table.get("base_model_name_or_path")
         replaced = {"base_model_name_or_path": origin.base} if origin.base and not is_hub_id(named) else {}
         cleaned = {**table, **replaced}
-        text, reason = json.dumps(cleaned, indent=2, sort_keys=True), f"with {origin.base} as the base model"
+        data, reason = json_bytes(cleaned, indent=2, sort_keys=True), f"with {origin.base} as the base model"
     if cleaned == table:
         return content
-    data = (text + "\n").encode("utf-8", "surrogatepass")
     return Content(name=content.name, data=data, reason=f"{content.reason}, {reason}")
 
 

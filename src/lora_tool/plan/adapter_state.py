@@ -7,7 +7,6 @@ has it, it goes into the adapter under the name that `PeftModel` gives it, and `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lora_tool import keys
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import json_bytes, read_json
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.architectures import ARCHITECTURES
@@ -247,9 +246,9 @@ def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
         why.append("the whole path of the base model")
     if not changes:
         return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
-    text = json.dumps({**read_json(config.path), **changes}, indent=2, ensure_ascii=False) + "\n"
+    content = json_bytes({**read_json(config.path), **changes}, indent=2)
     reason = f"that of {config.path.parent}, with {' and '.join(why)}"
-    return SideFile(filename=FILE_NAME, content=text.encode(), reason=reason)
+    return SideFile(filename=FILE_NAME, content=content, reason=reason)
 
 
 def left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
-from lora_tool.formats.files import inside, read_json
+from lora_tool.formats.files import inside, json_bytes, read_json
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.plan import layout
 from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
@@ -178,9 +177,8 @@ def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ..
     raw: dict[str, Any] = dict(read_json(path))
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
     raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = _CONFIG_DTYPES[dtype]
-    text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     reason = f"that of {path.parent}, with the type that the weights now have"
-    config = SideFile(filename=model_config.FILE_NAME, content=text.encode(), reason=reason)
+    config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
     generation = _find(state, GENERATION_CONFIG)
     copied = (
         [SideFile(filename=GENERATION_CONFIG, source=generation, reason=f"copied from {generation.parent}")]

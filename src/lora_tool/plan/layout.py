@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from lora_tool.formats.files import json_bytes
 from lora_tool.plan.model import Shard, Step
 from lora_tool.tensors import TensorTable
 
@@ -78,4 +78,4 @@ def index_json(shards: Iterable[Shard]) -> bytes:
         "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_bytes(table, indent=2)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_tool.formats.files import json_bytes
 from lora_tool.formats.manifest import SCHEMA_VERSION
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.fidelity import Survival, summary, warning
@@ -128,4 +128,4 @@ def manifest_bytes(
             for item in plan.leftovers
         ],
     }
-    return (json.dumps(table, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    return json_bytes(table, indent=1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
 from lora_tool.formats import model_config
-from lora_tool.formats.files import require_own_file, same_content
+from lora_tool.formats.files import json_bytes, require_own_file, same_content
 from lora_tool.formats.tokenizer import PadToken, read_pad_token
 from lora_tool.plan.model import SideFile
 from lora_tool.tensors import DType
@@ -43,10 +42,7 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     if not own_code and all(raw.get(name) == value for name, value in changes.items()):
         return SideFile(filename=model_config.FILE_NAME, source=base.config.path, reason="copied from the base")
     raw.update(changes)
-    try:
-        content = (json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON has as an escape and UTF-8 has not
-        content = (json.dumps(raw, indent=2, sort_keys=True) + "\n").encode()
+    content = json_bytes(raw, indent=2, sort_keys=True)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
     return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
