@@ -105,7 +105,7 @@ def _tidy(path: Path) -> Path:
 
 def _cached_source(path: Path, reference: str) -> Source:
     """Return a local source; a path into the Hub cache (`models--owner--name/snapshots/<commit>`) tells id and commit."""
-    real = path.resolve()
+    real = Path(os.path.realpath(path))
     repo = real.parent.parent.name
     if real.parent.name == "snapshots" and repo.startswith("models--"):
         hub_id = repo.removeprefix("models--").replace("--", "/", 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.commands import must_hold, run
 from tests.hostile.folders import assert_refused, copy_pair, lora_tool
 
 
@@ -69,3 +70,15 @@ def test_a_snapshot_of_the_hub_cache_links_into_its_blobs(tmp_path: Path) -> Non
     manifest = (pair.out / "lora_tool.json").read_text()
     assert '"hub_id": "owner/name"' in manifest
     assert f'"revision": "{"a" * 40}"' in manifest
+
+
+def test_a_link_to_itself_as_input_or_output_is_one_error(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert must_hold(("validate", loop)) == 3
+    assert must_hold(("merge", pair.adapter, "--base", loop, "-o", pair.out)) == 3
+    assert must_hold(("merge", pair.adapter, "--base", pair.base, "-o", loop)) == 6
+    assert run(("ci", loop, "-o", pair.out))[0] == 3  # says so in its table of stages
+    assert run(("ci", pair.adapter, "--base", pair.base, "-o", loop))[0] == 6
+    assert loop.is_symlink()

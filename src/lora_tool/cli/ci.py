@@ -129,7 +129,7 @@ def _ignored(
 
 def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[ReportFile]) -> Job:
     checkpoint: Path = options["checkpoint"]
-    real = checkpoint.resolve()
+    real = Path(os.path.realpath(checkpoint))
     repo, branch = options["push"] or (None, None)
     if branch and options["revision"] not in (None, branch):
         raise click.UsageError(f"--push says @{branch}, --revision says {options['revision']}")

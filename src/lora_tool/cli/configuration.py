@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -57,9 +58,9 @@ def configuration(given: str | None, checked: Iterable[str]) -> Configuration:
         if table is None:
             raise _Wrong(f"{path} has no table [tool.lora-tool]")
         return _configuration(path, table)
-    folders = [Path(folder).resolve() for folder in checked]
+    folders = [Path(os.path.realpath(folder)) for folder in checked]
     for path, table in _nearest(Path.cwd()):
-        if not any(path.resolve().is_relative_to(folder) for folder in folders):
+        if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
             return _configuration(path, table)
         note = f"note: {path} lies in a folder that is checked, and is not used (--config uses it)"
         click.echo(note, err=True)

@@ -25,9 +25,9 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     Raises `OutputExists` where something stands there (an empty folder does not count) and `overwrite` is not set, or
     where it is no folder of lora-tool's own, or holds or is one of the `inputs`.
     """
-    real = out.resolve()
+    real = Path(os.path.realpath(out))  # `resolve` raises RuntimeError for a link to itself
     for source in inputs:
-        if source.resolve().is_relative_to(real) and os.path.lexists(out):
+        if Path(os.path.realpath(source)).is_relative_to(real) and os.path.lexists(out):
             raise OutputExists(f"{out} is or holds the input {source}", hint="give another folder: -o OUT")
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return

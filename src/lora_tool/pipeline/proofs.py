@@ -33,7 +33,7 @@ def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()
     What lies at or under `own` was written by the pipeline and is no input, wherever it lies.
     """
     left_out = tuple(own)
-    stamps = {str(folder.resolve()): stamps_of(folder, left_out) for folder in folders}
+    stamps = {os.path.realpath(folder): stamps_of(folder, left_out) for folder in folders}
     told = json.dumps([__version__, repr(options), stamps], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -41,10 +41,10 @@ def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()
 def stamps_of(folder: Path, own: Iterable[Path] = ()) -> Stamps:
     """Return file → size and times of change in ns, of all files in and under the folder, those of `own` left out."""
     stamps: Stamps = {}
-    left_out = {path.resolve() for path in own}
+    left_out = {Path(os.path.realpath(path)) for path in own}
     hidden = tuple(f".{path.name}." for path in left_out)  # what is half written, and the proofs
     for where, folders, names in os.walk(folder):
-        inside = Path(where).resolve()
+        inside = Path(os.path.realpath(where))
         folders[:] = [name for name in folders if inside / name not in left_out and not _half(inside / name, hidden)]
         for name in names:
             if inside / name in left_out or _half(inside / name, hidden):
