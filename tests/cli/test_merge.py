@@ -245,7 +245,7 @@ def test_peft_precision_without_torch_names_the_extra(
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("lora_tool.execution.journal.version", absent)
+    monkeypatch.setattr("importlib.metadata.version", absent)
     called = call("merge", copies / "causal-llama" / "adapter", "-o", copies / "out", "--precision", "peft")
     assert (called.code, called.err.startswith("error: torch is not installed")) == (3, True), called.err
     assert "lora-tool[merge]" in called.err
