@@ -95,14 +95,16 @@ class Rule:
 
     def run(self, subject: Subject) -> Iterator[Finding]:
         """Yield the rule's findings on a subject of its kind."""
+        advice: str | None = None
         for fault in self.check(subject):
+            advice = advice or self.hint  # read off the page once: a hostile file gives a million findings
             yield Finding(
                 code=self.code,
                 severity=fault.severity or self.severity,
                 path=fault.path or subject.home,
                 subject=fault.subject,
                 message=fault.message,
-                hint=fault.hint or self.hint,
+                hint=fault.hint or advice,
             )
 
 
