@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.plan.accounting import require_all_consumed
 from lora_tool.plan.adapters import Adapted, join, require_saved_in_first
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.assembling import LOCAL, HubOrigin, assembled
@@ -32,7 +33,6 @@ from lora_tool.plan.steps import (
     added_steps,
     base_steps,
     dropped_from_base,
-    require_all_consumed,
     require_whole_inits,
 )
 from lora_tool.plan.storage import (

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
+from lora_tool.errors import IncompatibleBase, OnlyInMemory
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
-from lora_tool.plan.ends import MATRIX, TiedEnds, Vocabulary
-from lora_tool.plan.features import ALLOW_IN_MEMORY, UNMERGED
+from lora_tool.plan.ends import TiedEnds, Vocabulary
+from lora_tool.plan.features import ALLOW_IN_MEMORY
 from lora_tool.plan.head import Head
 from lora_tool.plan.model import (
     Assemble,
@@ -74,11 +74,12 @@ def module_and_leaf(name: str) -> tuple[str, str]:
 def base_steps(merge: Merge) -> Iterator[Step]:
     """Yield a step for every tensor of the base that the output keeps, in the base's order."""
     for tensor in merge.base.tensors.values():
-        if not _is_dropped(merge, tensor.name):
+        if not is_dropped(merge, tensor.name):
             yield _step(merge, tensor)
 
 
-def _is_dropped(merge: Merge, name: str) -> bool:
+def is_dropped(merge: Merge, name: str) -> bool:
+    """Return whether the output does without this tensor of the base: a tied copy, or of a head that it lacks."""
     return name in merge.tied_copies or (merge.head is not None and name in merge.arch.causal_only)
 
 
@@ -273,7 +274,7 @@ def added_steps(merge: Merge) -> Iterator[Step]:
             continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
         of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
         if not of_head and name not in merge.fresh:
-            raise _not_in_base(merge, tensor, name)
+            raise not_in_base(merge, tensor, name)
         dtype = _at_least_as_loaded(merge, name, merge.dtype or model_dtype(merge.base) or tensor.dtype)
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
         yield Step(
@@ -289,7 +290,8 @@ def added_steps(merge: Merge) -> Iterator[Step]:
             yield lora_step(merge, merge.modules.frozen_base[name], name, head.module)
 
 
-def _not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase:
+def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase:
+    """Return the error of an adapter tensor whose home the base does not have."""
     close = difflib.get_close_matches(name, merge.base.tensors, n=1)
     nearest = f"; the nearest there is `{close[0]}`" if close else ""
     return IncompatibleBase(
@@ -301,7 +303,7 @@ def _not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleB
 def dropped_from_base(merge: Merge) -> Iterator[Leftover]:
     """Yield the tensors of the base that the output does not have, with the reason."""
     for tensor in merge.base.tensors.values():
-        if _is_dropped(merge, tensor.name):
+        if is_dropped(merge, tensor.name):
             reason = f"a {merge.arch.sequence_classification} has no language model head"
             if merge.head is None:
                 reason = f"tied to {merge.tied_copies[tensor.name]}, which is written once"
@@ -317,84 +319,14 @@ def adapter_leftovers(merge: Merge) -> Iterator[Leftover]:
                 yield Leftover(path=path, name=name, fate=Fate.DROPPED, reason=part.modules.dropped[name])
             else:
                 how = "is" if key.part in _WHOLE else "in"
-                yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"{how} {_destination(key)}")
+                yield Leftover(path=path, name=name, fate=Fate.CONSUMED, reason=f"{how} {destination(key)}")
 
 
 _WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
 
 
-def _destination(key: AdapterKey) -> str:
+def destination(key: AdapterKey) -> str:
     """Return the model's tensor that an adapter's tensor is, or goes into."""
     if key.part in _WHOLE or key.part in (Part.BASE_LAYER, Part.TOKENS_BASE):
         return key.tensor
     return f"{key.module}.{'bias' if key.leaf == 'bias' else 'weight'}"
-
-
-def require_all_consumed(merge: Merge, steps: tuple[Step, ...], leftovers: tuple[Leftover, ...]) -> None:
-    """Raise unless every adapter tensor is in a step or dropped by name, and every target of a config has tensors."""
-    used = {(tensor.path, tensor.name) for step in steps for tensor in _adapter_tensors(step.op)}
-    dropped = {(item.path, item.name) for item in leftovers if item.fate is Fate.DROPPED}
-    accounted = used | dropped
-    for part in merge.adapted:
-        for name, key in part.adapter.keys.items():
-            tensor = part.adapter.tensors[name]
-            if (tensor.path, name) not in accounted:
-                raise _unplaced(merge, tensor, _destination(key))
-        forgotten = [module for module in _targeted(merge, part.config) if module not in part.modules.lora]
-        if forgotten:
-            raise UnsupportedAdapter(
-                f"{part.adapter.root}: `target_modules` names {len(forgotten)} modules of the base that have no LoRA "
-                f"tensors in the adapter, the first is `{forgotten[0]}`: the adapter is incomplete",
-                hint=f"lora-tool validate {part.adapter.root} --base {merge.base.root}",
-            )
-
-
-def _unplaced(merge: Merge, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
-    if wanted in merge.base.tensors and _is_dropped(merge, wanted):
-        return UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
-            hint="merge it as a causal LM: --task causal-lm",
-        )
-    if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
-        return UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}`: `lora_bias` on a layer that has no bias: the merged model would have no "
-            "place for it, and PEFT cannot merge it either",
-            hint=UNMERGED,
-        )
-    if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
-        return IncompatibleBase(
-            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
-            "changing it would change both ends",
-        )
-    return _not_in_base(merge, tensor, wanted)
-
-
-def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
-    match op:
-        case Copy() | Cast():
-            yield op.source
-        case LoraDelta():
-            yield op.source
-            for term in op.terms:
-                yield from (term.a, term.b)
-        case ReplaceRows():
-            yield from (op.source, op.rows)
-        case DoraDelta():
-            yield from (op.source, op.term.a, op.term.b, op.magnitude)
-        case BiasDelta():
-            yield op.source
-            for bias in op.terms:
-                yield bias.bias
-        case Assemble():
-            for part in op.parts:
-                yield from _adapter_tensors(part)
-
-
-def _targeted(merge: Merge, config: AdapterConfig) -> Iterator[str]:
-    for tensor in merge.base.tensors.values():
-        if tensor.name in merge.modules.parameters:
-            continue
-        module, leaf = module_and_leaf(tensor.name)
-        matrix = leaf == "weight" and len(tensor.shape) == MATRIX
-        if matrix and not _is_dropped(merge, tensor.name) and config.targets(module):
-            yield module
