@@ -87,7 +87,8 @@ def _cut(step: Step, op: Part, start: int, rows: int) -> Iterator[Part]:
         case DoraDelta() if op.transposed and rows != op.source.shape[0]:
             raise UnsupportedAdapter(
                 f"{op.term.b.path}: `{op.term.b.name}` is DoRA on a layer that is stored in parts and transposed: "
-                f"`{step.out.name}` cannot be merged part by part"
+                f"`{step.out.name}` cannot be merged part by part",
+                hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
             )
         case DoraDelta():
             magnitude = op.magnitude if op.transposed else rows_of(op.magnitude, start, rows)

@@ -77,7 +77,7 @@ def base_steps(merge: Merge) -> Iterator[Step]:
 
 
 def is_dropped(merge: Merge, name: str) -> bool:
-    """Return whether the output does not have this tensor of the base."""
+    """Return whether the output does without this tensor of the base: a tied copy, or of a head that it lacks."""
     return name in merge.tied_copies or (merge.head is not None and name in merge.arch.causal_only)
 
 

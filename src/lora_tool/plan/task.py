@@ -58,6 +58,7 @@ _TASK_TYPES = {
     "SEQ_2_SEQ_LM": Task.SEQ_2_SEQ_LM,
     "FEATURE_EXTRACTION": Task.FEATURE_EXTRACTION,
 }
+_TWO = frozenset({"CAUSAL_LM", "SEQ_CLS"})
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
@@ -83,12 +84,16 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
     """
     told = {adapter.root: _told(adapter.config, base) for adapter in adapters if adapter.config}
     if task is not Task.AUTO:
-        if task in {Task.CAUSAL_LM, *CLASSIFIERS}:
-            return None
+        of_the_two = task in {Task.CAUSAL_LM, *CLASSIFIERS}
         for adapter in adapters if task is not Task.OWN_CLASS else ():
-            if adapter.config and adapter.config.task_type and told[adapter.root] is not task:
-                raise _contradiction(adapter.config, adapter.config.task_type, f"--task {task} was asked for")
-        return task
+            said = adapter.config.task_type if adapter.config else None
+            # where both are of the two, `decide_task` compares them
+            if adapter.config and said and told[adapter.root] is not task and not (of_the_two and said in _TWO):
+                raise UnsupportedAdapter(
+                    f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
+                    hint="leave --task and --rm out, or give --task own-class",
+                )
+        return None if of_the_two else task
     heard = set(told.values()) - {None}
     if len(heard) > 1:
         tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in told.items())
