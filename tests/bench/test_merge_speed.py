@@ -3,15 +3,17 @@
 The copy is synced because our output is. Ratios are taken round by round, so a drifting machine does not favour one.
 
 Where the CPU goes, all-linear r=64 into 1.5 GB, on a busy 2.5 GHz Xeon (AVX-512, no SHA instructions, 1 MB of L2 a core),
-5 s in all, PEFT 18.5 s: interpreter, imports and plan 0.3, sha256 of the adapter 0.36, samples read back 0.35, the rest
-4.4 to 4.7 ns per weight: product 1.85, rounding 0.8, write 0.6, widening 0.4, read 0.33, add 0.3, finite 0.2.
-Without any cost of widening, adding and rounding it would be 2.7 s: eight times less than PEFT is out of reach there.
+5.4 to 7.5 s in all, PEFT 18.5 s in one run of its own. Parts by themselves: interpreter, imports and plan 0.3, sha256 of
+the adapter 0.36, samples read back 0.35; per weight, one thread, 4.69 ns: product 1.85, rounding 0.81, write 0.58,
+widening 0.4, read 0.33, add 0.31, finite 0.19. Two threads beside other processes cost more than the sum of these.
+Estimate from the parts: were widening, adding, checking and rounding free, 2.7 s would be left; an eighth of PEFT is 2.3.
 
 Tried, in place of blocks of 2^19 weights with 2^17 per pass (4.69 ns, one thread, best of 7 interleaved rounds):
 - reading and writing pass by pass, 64, 128 or 256 KB at a time: 5.36, 4.94, 4.70; blocks of 2^18, 2^17: 5.24, 5.56
 - products of column tiles, 256 rows by 256 or 512 columns: 4.69, 4.53; 128 by 512: 4.81; 512 by 256: 5.78
 - sgemm with beta=1 into the widened weights, by ctypes into numpy's own BLAS: 4.33 to 4.84; not worth a private symbol
-- rounding by integer passes instead of ml_dtypes (0.62 ns): a strided copy of halves alone is 0.42; five passes 0.65
+- rounding by integer passes instead of ml_dtypes (0.62 ns): a strided copy of halves alone is 0.42; five
+  passes and a narrowing would be 0.65 by their single costs (not run as a whole)
 - one ufunc over bf16 and float32 with buffered casts: 1.07 at best for what separate passes do in 1.05
 - interleaved halves to widen: 0.37 to 0.42 ns, shifting 0.26 to 0.45, the cast of ml_dtypes 0.23 to 0.29
 """
