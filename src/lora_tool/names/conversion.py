@@ -111,14 +111,24 @@ class Conversion:
         made: dict[str, Made] = {}
         known: dict[Any, _Form] = {}
         for group in groups:
-            if group.rule is None:
+            if group.rule is None or self._keeps_its_shape(group, shapes):
                 name = group.names[0]
                 rows = row_count(shapes[name])
                 pieces = (Piece(name=name, start=0, rows=rows),) if rows else ()
-                made[group.target] = Made(shape=tuple(shapes[name]), pieces=pieces, sources=(name,))
+                target = group.target if group.rule is None else rename(group.target)
+                made[target] = Made(shape=tuple(shapes[name]), pieces=pieces, sources=(name,))
             else:
                 made |= {rename(name): one for name, one in self._by_form(group, shapes, known).items()}
         return made
+
+    def _keeps_its_shape(self, group: _Group, shapes: Shapes) -> bool:
+        """Return whether the rule transposes what is not as in memory, and this is."""
+        operations = list(group.rule.operations) if group.rule else []
+        lone = operations[0] if len(operations) == 1 == len(group.names) else None
+        if not isinstance(lone, Transpose) or not lone.check_dims:
+            return False
+        held = self._memory.get(group.target)
+        return held is not None and tuple(held.shape) == tuple(shapes[group.names[0]])
 
     def _by_form(self, group: _Group, shapes: Shapes, known: dict[Any, _Form]) -> dict[str, Made]:
         """Return what the group's tensors become; once for all layers that differ in their numbers alone.
