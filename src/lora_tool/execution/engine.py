@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.cores import available_cores
 from lora_tool.errors import ExecutionError, LoraToolError, OutOfSpace
-from lora_tool.execution.folder import check_output, check_space, new_folder, write_file
+from lora_tool.execution.folder import check_output, check_space, copy_file, new_folder, sync_folder, write_file
 from lora_tool.execution.journal import Journal
 from lora_tool.execution.output import MOST_OPEN, ShardFile, write_exactly
 from lora_tool.execution.reading import Sources
@@ -72,8 +72,7 @@ def execute(
         with _one_thread_each(plan):
             hashes = _write_shards(plan, folder, writing, jobs=jobs, finished=finished)
         for file in plan.side_files:
-            content = file.content if file.content is not None else _bytes_of(file)
-            write_file(folder / file.filename, content)
+            _write_side_file(folder, file)
         verification = _checked(folder, check, journal)
         write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, writing.survived, verification))
         sources.check_unchanged()
@@ -98,8 +97,15 @@ def _side_size(file: SideFile) -> int:
     return len(file.content) if file.content is not None else file.source.stat().st_size if file.source else 0
 
 
-def _bytes_of(file: SideFile) -> bytes:
-    return file.source.read_bytes() if file.source else b""
+def _write_side_file(folder: Path, file: SideFile) -> None:
+    path = folder / file.filename
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if file.source is None:
+        write_file(path, file.content or b"")
+    else:
+        copy_file(path, file.source)
+    for above in path.relative_to(folder).parents:
+        sync_folder(folder / above)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from lora_tool.display import size
 from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists
 from lora_tool.formats import manifest
+from lora_tool.formats.files import open_regular
 
 
 def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
@@ -73,7 +74,7 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
         try:
             partial.mkdir(exist_ok=resume)
             yield partial
-            _sync_folder(partial)
+            sync_folder(partial)
             _publish(partial, out, overwrite=overwrite)
         except BaseException:
             if not resume:
@@ -137,10 +138,11 @@ def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(out)
-    _sync_folder(out.parent)
+    sync_folder(out.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Return when the names in the folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -154,6 +156,14 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def copy_file(path: Path, source: Path) -> None:
+    """Copy the regular file `source` to the new file `path`, some at a time, and wait until it is on the disk."""
+    with open_regular(source) as descriptor, open(descriptor, "rb", closefd=False) as old, path.open("xb") as new:
+        shutil.copyfileobj(old, new)
+        new.flush()
+        os.fsync(new.fileno())
 
 
 def replace_file(path: Path, content: bytes) -> None:

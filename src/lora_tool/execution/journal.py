@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class Journal:
                 finished[shard.filename] = line.get("notes")
         for path in self._folder.iterdir():
             if path.name not in finished and path != self._path:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return finished
 
     def add(self, shard: Shard, notes: Any) -> None:  # noqa: ANN401 - anything that JSON holds

@@ -27,21 +27,23 @@ FILE_NAMES = frozenset(
         FAST,
         SPECIAL_MAP,
         ADDED,
-        "tokenizer.model",
-        "vocab.json",
-        "vocab.txt",
-        "merges.txt",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "tekken.json",
+        *("tokenizer.model", "spiece.model", "spm.model", "spm_char.model"),
+        *("sentencepiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm"),
+        *("vocab.json", "vocab.txt", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
+        *("merges.txt", "bpe.codes", "dict.txt", "prophetnet.tokenizer", "tekken.json"),
+        *("normalizer.json", "emoji.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
         "chat_template.jinja",
         "chat_template.json",
         "preprocessor_config.json",
         "processor_config.json",
         "video_preprocessor_config.json",
+        "audio_tokenizer_config.json",
     }
 )
 """Files of a tokenizer or processor that are copied byte for byte, never re-serialised."""
+
+TEMPLATES = "additional_chat_templates"
+"""Folder of the named chat templates beside the default one, a `.jinja` file for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,15 @@ because nobody listed it, and is said, because somebody might look for it.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, ModelDir
-from lora_tool.errors import NotACheckpoint, PlanError
-from lora_tool.formats import adapter_config, manifest, model_config
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir
+from lora_tool.errors import CorruptFile, NotACheckpoint, PlanError
+from lora_tool.formats import adapter_config, manifest, model_config, sentence_transformers, tokenizer
 from lora_tool.formats.files import require_own_file
 from lora_tool.hub.model import Content, LeftOut
 from lora_tool.tensors import FileStamp
@@ -21,7 +22,6 @@ from lora_tool.tensors import FileStamp
 README = "README.md"
 _GENERATION_CONFIG = "generation_config.json"
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
-_TEMPLATES = "additional_chat_templates"
 
 _STATE = "training state: it resumes a run and is of no use to others"
 _PICKLE = "a pickle: loading it can run code"
@@ -130,9 +130,19 @@ def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
     names |= dict.fromkeys(folder.tokenizer_files, "tokenizer")
     names |= {name: "licence" for name in folder.files if name.upper().startswith(_LICENCES)}
     yield from ((name, what) for name, what in names.items() if name in folder.files)
-    if _TEMPLATES in folder.folders:
-        for path in sorted((checkpoint.root / _TEMPLATES).glob("*.jinja")):
-            yield f"{_TEMPLATES}/{path.name}", "chat template"
+    if tokenizer.TEMPLATES in folder.folders:
+        for path in sorted((checkpoint.root / tokenizer.TEMPLATES).glob("*.jinja")):
+            yield f"{tokenizer.TEMPLATES}/{path.name}", "chat template"
+    yield from ((name, "module of sentence-transformers") for name in _modules(folder) if never(name) is None)
+
+
+def _modules(folder: Folder) -> Iterator[str]:
+    """Yield the files of sentence-transformers; of modules only where `modules.json` is a good one."""
+    yield from sentence_transformers.root_files(folder.files)
+    if sentence_transformers.MODULES in folder.files:
+        with contextlib.suppress(CorruptFile):
+            for module in sentence_transformers.read_modules(folder.root).folders:
+                yield from sentence_transformers.files_of(folder.root, module).kept
 
 
 def _content(root: Path, name: str, reason: str) -> Content:

@@ -12,14 +12,17 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.plan import layout
 from lora_tool.plan.manifest import describe_input, fingerprint
 from lora_tool.plan.model import Fate, Leftover, Plan, Precision, SideFile, Step
+from lora_tool.plan.module_files import module_files
 from lora_tool.plan.side_files import (
     classifier_changes,
+    code_named,
     config_file,
     copied_files,
     dtype_changes,
     label_changes,
     left_out,
     other_tokenizers,
+    owners,
     pad_token,
     vocabulary_changes,
 )
@@ -59,7 +62,7 @@ def assembled(
     """
     homes = layout.homes(steps, base.tensors)
     shards = layout.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
-    side_files, notes, warnings = _side_files(merge)
+    side_files, notes, warnings = _side_files(merge, task)
     if len(shards) > 1:
         index = SideFile(filename=layout.INDEX, content=layout.index_json(shards), reason="written for the new weights")
         side_files = (*side_files, index)
@@ -114,7 +117,7 @@ def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, s
     return {base.root: "base", **dict(zip((each.root for each in adapters), _adapter_names(adapters), strict=True))}
 
 
-def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
+def _side_files(merge: Merge, task: Task) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
     if merge.facts is not None:
@@ -137,11 +140,15 @@ def _side_files(merge: Merge) -> tuple[tuple[SideFile, ...], tuple[str, ...], tu
             )
         class_name = merge.arch.sequence_classification or ""
         changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
-    files = (config_file(merge.base, changes), *copied_files(adapters, merge.base, generation=merge.head is None))
-    warnings += other_tokenizers(adapters)
+    modules = module_files(owners(adapters, merge.base), task)
+    files = (
+        config_file(merge.base, changes),
+        *copied_files(adapters, merge.base, generation=merge.head is None),
+        *modules.files,
+    )
+    warnings += [*other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
-    notes = (f"not copied from the base: {', '.join(left)}",) if left else ()
-    return files, notes, tuple(warnings)
+    return files, (*left, *modules.notes), tuple(warnings)
 
 
 def _left_out_notes(leftovers: Sequence[Leftover], base: ModelDir) -> Iterator[str]:

@@ -91,6 +91,13 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
 
 
+def _named(reason: str, plan: Plan) -> str:
+    """Return the reason with an input's name in the manifest for its folder."""
+    for folder, name in plan.input_names.items():
+        reason = reason.replace(f"from the adapter {folder}", f"from {name}")
+    return reason
+
+
 def manifest_bytes(
     plan: Plan,
     hashes: Mapping[Path, str],
@@ -114,6 +121,7 @@ def manifest_bytes(
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),
         "counts": plan.counts(),
+        "side_files": [{"name": file.filename, "reason": _named(file.reason, plan)} for file in plan.side_files],
         "ledger": [
             {
                 **step_json(step, plan.input_names),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
+from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
-from lora_tool.formats.files import json_bytes, require_own_file, same_content
-from lora_tool.formats.tokenizer import PadToken, read_pad_token
+from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
+from lora_tool.formats.tokenizer import TEMPLATES, PadToken, read_pad_token
 from lora_tool.plan.model import SideFile
 from lora_tool.tensors import DType
 
 GENERATION_CONFIG = "generation_config.json"
-_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 _CONFIG_DTYPES = {
     DType.BF16: "bfloat16",
     DType.F16: "float16",
@@ -89,23 +90,34 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
     return {name: _CONFIG_DTYPES[dtype]}
 
 
+def owners(adapters: Sequence[AdapterDir], base: ModelDir) -> list[tuple[Folder, str]]:
+    """Return the folders that files are copied from, the first first, each with what to call it."""
+    several = len(adapters) > 1
+    named = [(each.folder, f"adapter {each.root}" if several else "adapter") for each in adapters]
+    return [*named, (base.folder, "base")]
+
+
 def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
     """Yield the tokenizer's files, from the adapters first and the base last, licences and generation config.
 
     Raises `CorruptFile` for one that is no regular file inside its folder.
     """
     taken = set()
-    owners = [(adapter.folder, "adapter") for adapter in adapters]
-    if len(adapters) > 1:
-        owners = [(folder, f"adapter {folder.root}") for folder, _ in owners]
-    for folder, whose in (*owners, (base.folder, "base")):
-        for name in folder.tokenizer_files:
+    for folder, whose in owners(adapters, base):
+        for name in (*folder.tokenizer_files, *_templates(folder)):
             if name not in taken:
                 taken.add(name)
                 yield _copied(folder, name, whose)
     for name in base.folder.files:
         if name.upper().startswith(_LICENCES) or (generation and name == GENERATION_CONFIG):
             yield _copied(base.folder, name, "base")
+
+
+def _templates(folder: Folder) -> list[str]:
+    """Return the paths of the named chat templates, relative to the folder."""
+    if TEMPLATES not in folder.folders:
+        return []
+    return sorted(f"{TEMPLATES}/{path.name}" for path in (folder.root / TEMPLATES).glob("*.jinja"))
 
 
 def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
@@ -133,15 +145,45 @@ def _copied(folder: Folder, name: str, whose: str) -> SideFile:
     return SideFile(filename=name, source=folder.root / name, reason=f"copied from the {whose}")
 
 
-def left_out(base: ModelDir, copied: set[str]) -> tuple[str, ...]:
-    """Return the base's files that are neither weights nor copied, to be named in the report."""
+def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
+    """Yield what to say of the base's files and folders that are neither weights nor copied, its code by itself."""
     weights = {file.path.name for file in base.weights.files}
     index = {base.weights.index.name} if base.weights.index else set()
-    return tuple(name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name))
+    names = [name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name)]
+    taken = {name.partition("/")[0] for name in copied}
+    skipped = {*taken, *base.folder.checkpoints, *base.folder.training_state}
+    names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]
+    code = [name for name in names if name.endswith(".py")]
+    others = [name for name in names if name not in code]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        yield f"not copied from the base: {', '.join(others[:_NAMED])}{more}"
+    if code:
+        yield f"code of the base is never run, and not copied: {', '.join(code)}"
+
+
+_NAMED = 40
 
 
 def _is_worth_a_word(name: str) -> bool:
-    return not name.startswith(".") and name not in ("README.md", "training_args.bin")
+    return not name.startswith((".", "__")) and name not in ("README.md", "training_args.bin")
+
+
+def code_named(files: Iterable[SideFile]) -> Iterator[str]:
+    """Yield a warning for each copied config that names code (`auto_map`): the code is not copied with it."""
+    for file in files:
+        if file.source is None or not file.filename.endswith("_config.json"):
+            continue
+        try:
+            table = read_json(file.source)
+        except CorruptFile:
+            continue  # said by validate; the bytes are copied as they are
+        named = table.get("auto_map") if isinstance(table, dict) else None
+        if named:
+            yield (
+                f"{file.filename} names code (`auto_map`), which is not copied: load what it describes from "
+                f"{file.source.parent}, or copy the code once you trust it"
+            )
 
 
 def model_dtype(base: ModelDir) -> DType | None:

@@ -11,6 +11,7 @@ from typing import Any
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
+from lora_tool.formats.sentence_transformers import root_files
 from lora_tool.formats.tokenizer import FILE_NAMES
 from lora_tool.plan.architectures import architecture_of
 from lora_tool.plan.strays import is_computed
@@ -230,14 +231,16 @@ def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
 
 @rule("LT615", Severity.WARNING, on=MergedSubject)
 def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
-    """The tokenizer or chat template was not taken along.
+    """The tokenizer, chat template or pooling modules were not taken along.
 
     ## What it does
-    Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the merged folder.
+    Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the merged folder;
+    for an embedding model also for the files of sentence-transformers.
 
     ## Why it matters
     Who loads the folder takes the tokenizer from it, or from somewhere else: with other special tokens or another
-    chat template the model sees other inputs than it was trained on.
+    chat template the model sees other inputs than it was trained on. Without `modules.json` an embedding model is
+    pooled by the mean, however it was trained.
 
     ## Example
     `chat_template.jinja` lies beside the adapter, and not in the merged folder.
@@ -247,7 +250,9 @@ def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
     """
     files = set(subject.checkpoint.folder.files)
     wanted = [file for file in (subject.plan.side_files if subject.plan else ()) if file.source is not None]
-    missing = [file for file in wanted if file.filename in FILE_NAMES and file.filename not in files]
+    modules = {*root_files(file.filename for file in wanted)}
+    looked_for = [f for f in wanted if f.filename in FILE_NAMES | modules or "/" in f.filename]
+    missing = [file for file in looked_for if not (subject.checkpoint.root / file.filename).is_file()]
     if "tokenizer.json" in files:  # what newer versions of transformers write into it
         old = {
             "vocab.json",
@@ -261,7 +266,7 @@ def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
     for file in missing:
         if file.filename.startswith("chat_template") and _has_template(subject):
             continue
-        hint = f"cp {file.source} {subject.checkpoint.root}/"
+        hint = f"cp {file.source} {subject.checkpoint.root / Path(file.filename).parent}/"
         yield Fault(subject=file.filename, message="is not in the merged folder", hint=hint)
 
 

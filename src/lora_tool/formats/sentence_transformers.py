@@ -1,0 +1,114 @@
+"""The files of sentence-transformers beside a transformer: which modules follow it, and which files each is made of.
+
+`modules.json` is a list of modules in their order, each with a `path` inside the folder ("" for the folder itself,
+where the transformer lies) and a `type`, the class. Format: sentence-transformers 2 to 6, `base/model.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.files import inside, read_json, require_own_file
+
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+_TRANSFORMER = re.compile(r"sentence_[\w-]+_config\.json\Z")
+_BARE_NAME = re.compile(r"\w[\w.-]*\Z")
+_OWN_TYPES = "sentence_transformers."
+_EMPTY = ".Normalize"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Modules:
+    """What a `modules.json` says. `folders` are bare names, one per module that is not the transformer."""
+
+    root: Path
+    folders: tuple[str, ...]
+    without_files: frozenset[str]
+    """Folders of modules that may have nothing to save: an empty folder is lost on its way through the Hub."""
+    foreign: tuple[str, ...]
+    """Classes that are not sentence-transformers' own: it loads them as code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleFiles:
+    """Paths in one module's folder, relative to the model's, with `/`: what belongs to it, and what is left out."""
+
+    kept: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def root_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Return which of the file names are sentence-transformers' own."""
+    return tuple(name for name in names if name in (MODULES, SETTINGS) or _TRANSFORMER.match(name))
+
+
+def read_modules(root: Path) -> Modules:
+    """Return what `modules.json` in `root` says.
+
+    Raises `CorruptFile` where it is no list of modules, names anything but bare folder names, or says that the
+    transformer lies in another folder than `root`: what is merged into `root` would not be loaded.
+    """
+    path = root / MODULES
+    require_own_file(root, path)
+    listed = read_json(path)
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise _bad(path, "is no list of modules")
+    folders = [item.get("path", "") for item in listed]
+    types = [str(item.get("type", "")) for item in listed]
+    for folder in folders:
+        if not isinstance(folder, str) or (folder and not _BARE_NAME.match(folder)):
+            raise _bad(path, f"names the folder {folder!r}, which is no plain name of a folder beside it")
+    if "" not in folders:
+        first = folders[0] if folders else "nowhere"
+        raise _bad(path, f"says that the transformer lies in {first!r}, not beside it: that one would be loaded")
+    return Modules(
+        root=root,
+        folders=tuple(dict.fromkeys(folder for folder in folders if folder)),
+        without_files=frozenset(folder for folder, name in zip(folders, types, strict=True) if name.endswith(_EMPTY)),
+        foreign=tuple(dict.fromkeys(name for name in types if not name.startswith(_OWN_TYPES))),
+    )
+
+
+def is_cross_encoder(root: Path) -> bool:
+    """Whether the settings in `root` are those of a CrossEncoder, whose transformer is a sequence classifier."""
+    try:
+        require_own_file(root, root / SETTINGS)
+        settings = read_json(root / SETTINGS)
+    except CorruptFile:
+        return False
+    return isinstance(settings, dict) and settings.get("model_type") == "CrossEncoder"
+
+
+def files_of(root: Path, name: str) -> ModuleFiles:
+    """Return the files of the module in the folder `name`: none where there is no such folder.
+
+    Left out are code, hidden files, links to folders, and pickles that lie beside the same weights as safetensors.
+    Raises `CorruptFile` for a link out of `root` and for what is no regular file.
+    """
+    if not (root / name).is_dir():
+        return ModuleFiles()
+    if not inside(root, root / name):
+        raise _bad(root / name, "is a link out of its folder")
+    kept: list[str] = []
+    left: list[str] = []
+    for folder, below, files in os.walk(root / name):
+        here = Path(folder).relative_to(root)
+        left += [f"{here.as_posix()}/{each}/" for each in below if (Path(folder) / each).is_symlink()]
+        below[:] = sorted(each for each in below if not each.startswith((".", "__")))
+        safe = any(file.endswith(".safetensors") for file in files)
+        for file in sorted(files):
+            out = file.startswith(".") or file.endswith((".py", ".pyc")) or (safe and file.endswith(".bin"))
+            (left if out else kept).append((here / file).as_posix())
+    for each in kept:
+        require_own_file(root, root / each)
+    return ModuleFiles(kept=tuple(kept), left=tuple(left))
+
+
+def _bad(path: Path, message: str) -> CorruptFile:
+    return CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
