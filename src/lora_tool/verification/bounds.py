@@ -44,6 +44,8 @@ def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
     """Return the bound of what lora-tool writes with `precision`."""
     terms = tuple(terms_of(op))
     result = FLOATS[out].roundoff
+    if isinstance(op, LoraDelta) and op.init is not None:
+        precision = Precision.PEFT  # whatever was asked for: it is PEFT's own formula, in float32
     if not terms and not isinstance(op, DoraDelta):
         return _compared(Bound(of_result=1), op, out)
     rank = sum(term.rank for term in terms)

@@ -13,12 +13,13 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from lora_tool.cores import available_cores
-from lora_tool.plan.model import DoraDelta, Plan, Precision, Step
+from lora_tool.plan.model import DoraDelta, LoraDelta, Plan, Precision, Step
 from lora_tool.rules.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
 from lora_tool.verification.diagnosis import evidence_of
 from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.initial import CannotTellError
 from lora_tool.verification.parts import Part, parts_of
 from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretches, stretches
 from lora_tool.verification.recompute import Recomputer, why_not
@@ -103,7 +104,9 @@ def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
         elif why_not(part.op) is None and part.stored.spec.numel:
             rows = list(blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
             # the norms of DoRA on a weight stored [in, out] take a pass over all of it: once, not once per task
-            alone = isinstance(part.op, DoraDelta) and part.op.transposed
+            # so does the decomposition that an init takes
+            init = isinstance(part.op, LoraDelta) and part.op.init is not None
+            alone = init or (isinstance(part.op, DoraDelta) and part.op.transposed)
             for group in [rows] if alone else _grouped(rows):
                 yield _Task(number=number, part=part, rows=tuple(group))
 
@@ -128,11 +131,14 @@ def _in_parallel(
         if not hasattr(local, "recomputer"):
             local.recomputer = Recomputer(files)
         tally = Tally()
-        for part in _run(task, files, local.recomputer, precision):
-            tally.add(part)
-            if stop.is_set():
-                break
-            progress(part.compared * task.part.stored.dtype.bits // 8)
+        try:
+            for part in _run(task, files, local.recomputer, precision):
+                tally.add(part)
+                if stop.is_set():
+                    break
+                progress(part.compared * task.part.stored.dtype.bits // 8)
+        except CannotTellError as why:
+            return _unknown(task.part, files, str(why))
         return tally
 
     with ThreadPoolExecutor(jobs or available_cores()) as workers:
@@ -153,6 +159,10 @@ def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision
             yield _compare_bytes(part, files, start, nbytes)
         return
     dtype = part.stored.dtype
+    if isinstance(part.op, LoraDelta) and part.op.init is not None and part.op.source.dtype is not dtype:
+        raise CannotTellError(
+            f"{part.op.init} was taken out of the base as {dtype}, and the base is {part.op.source.dtype}"
+        )
     wide = working_type(part.op, dtype)
     bound = stated_bound(part.op, dtype, precision or Precision.FLOAT32)
     loose = None if precision else sixteen_bit_bound(part.op, dtype)
@@ -163,6 +173,14 @@ def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision
                 stored = files.rows(part.stored, some)
                 position = partial(_flat, rows=some, width=width, begin=part.begin)
                 yield compare(stored, dtype, expected, bound, loose, position)
+
+
+def _unknown(part: Part, files: Files, why: str) -> Tally:
+    """Return that nothing is known of the part but whether it is still its source."""
+    tally = Tally(unknown=why)
+    for start, nbytes in stretches(part.stored) if _comparable(part) else ():
+        tally.add(_compare_bytes(part, files, start, nbytes))
+    return tally
 
 
 def _flat(at: int, *, rows: Rows, width: int, begin: int) -> int:

@@ -32,8 +32,8 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
     total = Tally()
     for _, tally in seen:
         total.add(tally)
-    unknown = next((reason for part, _ in seen if (reason := _why_unknown(part))), None)
-    known = [(part, tally) for part, tally in seen if _why_unknown(part) is None]
+    unknown = next((reason for part, tally in seen if (reason := _why_unknown(part, tally))), None)
+    known = [(part, tally) for part, tally in seen if _why_unknown(part, tally) is None]
     wrong = [(part, tally) for part, tally in known if (tally.wrong if stated else tally.loosely_wrong)]
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
@@ -68,8 +68,8 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
     )
 
 
-def _why_unknown(part: Part) -> str | None:
-    return None if part.copied else why_not(part.op)
+def _why_unknown(part: Part, tally: Tally) -> str | None:
+    return None if part.copied else why_not(part.op) or tally.unknown
 
 
 def _diagnose(part: Part, tally: Tally, files: Files) -> tuple[Verdict, float | None]:

@@ -14,8 +14,9 @@ import numpy as np
 
 from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, ExpertLayout, LoraDelta, LoraTerm, Op, ReplaceRows
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.elements import Array, decode
+from lora_tool.verification.elements import FLOATS, Array, decode
 from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.initial import Taken, taken
 from lora_tool.verification.pieces import split
 
 Products = Callable[[Array, Array], Array]
@@ -33,6 +34,8 @@ class Expected:
     change: Array
     products: Products
     """‖b‖·‖a‖ of the values at given rows and columns: asked for only where it decides."""
+    room: Products | None = None
+    """How much further the values at given rows and columns may be off: what an init took out was taken in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,6 @@ def why_not(op: Op) -> str | None:
         return f"{type(op).__name__} has no second formula yet"
     if isinstance(op, LoraDelta | DoraDelta) and len(op.source.shape) != MATRIX:
         return f"LoRA on a tensor of shape {list(op.source.shape)} has no second formula yet"
-    if isinstance(op, LoraDelta) and op.init is not None:
-        return f"the base is first changed as {op.init} does, which has no second formula yet"
     if not op.source.dtype.is_float:
         return f"{op.source.dtype} is not a float type"
     return None
@@ -80,6 +81,7 @@ class Recomputer:
         self._files = files
         self._factors_kept: dict[str, tuple[StoredTensor, int, Array]] = {}
         self._buffer: Array = np.empty(0)
+        self._taken_kept: tuple[LoraDelta, Taken] | None = None
 
     def blocks(self, op: Op, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Expected]]:
         """Yield the given rows of what `op` makes, a few at a time. Raises `SourceChanged` where a file ends early.
@@ -102,6 +104,8 @@ class Recomputer:
     def _expected(self, op: Op, rows: Rows, product: Product | None, wide: np.dtype[Any]) -> Expected:
         base = self._files.matrix(op.source, rows, wide)
         match op:
+            case LoraDelta(init=str()) if product:
+                return self._without_init(op, rows, base, product, wide)
             case LoraDelta() if product:
                 return Expected(base, product.values.astype(wide, copy=False), product.norms)
             case DoraDelta() if product:
@@ -117,7 +121,7 @@ class Recomputer:
 
     def transposed_change(self, op: LoraDelta | DoraDelta, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""
-        if op.source.shape[0] != op.source.shape[1]:
+        if op.source.shape[0] != op.source.shape[1] or (isinstance(op, LoraDelta) and op.init is not None):
             return None
         return self._multiplied(_terms(op), rows, transposed=not op.transposed).values
 
@@ -176,6 +180,23 @@ class Recomputer:
         if held is None or held[0] is not tensor or held[1] != what:
             self._factors_kept[place] = held = (tensor, what, read())
         return held[2]
+
+    def _without_init(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
+        """Return W less what the init takes out of it, plus the delta: what is left is rounded once more."""
+        (term,) = op.terms
+        out = self._taken_kept
+        if out is None or out[0] is not op:
+            weight = self._files.matrix(op.source, None, _DOUBLE)
+            self._taken_kept = out = (op, taken(op.init or "", weight, term.rank, term.scaling))
+        chosen = np.concatenate([np.arange(first, last) for first, last in rows])
+        gone = out[1].left[chosen] @ out[1].right
+        roundoff = FLOATS[op.source.dtype].roundoff
+
+        def room(i: Array, j: Array) -> Array:
+            left, whole = np.abs(base[i, j] - gone[i, j]), np.abs(base[i, j]) + np.abs(gone[i, j])
+            return np.asarray(1.01 * roundoff * left + 2.0**-22 * whole + out[1].room(chosen[i], j))
+
+        return Expected(base, (product.values - gone).astype(wide, copy=False), product.norms, room)
 
     def _dora(self, op: DoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
         moved = product.values + base
