@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
+from lora_tool.plan.features import ALLOW_IN_MEMORY
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.readings import Readings, home
@@ -261,15 +262,20 @@ _SAVE_AGAIN = "write it as transformers does, once: from_pretrained(BASE), save_
 
 
 def _require_as_in_memory(mapped: Mapped, modules: AdapterModules) -> None:
-    """Return unless an adapted weight is stored transposed. Raises `UnsupportedAdapter`."""
+    """Return unless an adapted weight is stored transposed.
+
+    Raises `UnsupportedAdapter`; `OnlyInMemory` where transformers writes it back so, and saving again is no way out.
+    """
     adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
     for name in sorted(adapted & mapped.as_stored.keys()):
         tensor = mapped.as_stored[name]
-        raise UnsupportedAdapter(
+        message = (
             f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}; the adapter is for "
-            f"`{name}`, {list(mapped.facts.shapes[name])}",
-            hint=_SAVE_AGAIN,
+            f"`{name}`, {list(mapped.facts.shapes[name])}"
         )
+        if not mapped.naming.is_written_as_in_memory(name):
+            raise OnlyInMemory(f"{message}, and transformers writes it back so", hint=ALLOW_IN_MEMORY)
+        raise UnsupportedAdapter(message, hint=_SAVE_AGAIN)
 
 
 def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from lora_tool.verification.elements import FLOATS, Array
 _STABLE = 16.0
 _SINGLE = FLOATS[DType.F32].roundoff
 _DOUBLE = FLOATS[DType.F64].roundoff
-_TELLS = 0.25
+_TELLS = 0.5
 """A bound above this share of what is taken out tells nothing."""
 
 
