@@ -37,7 +37,7 @@ class InMemory:
     num_labels: int | None
     dtype: DType | None
     facts: ModelFacts | None = None
-    """The class, for a task other than a causal LM or a sequence classifier."""
+    """The class, where it was looked up: a language model that sees is none of `AutoModelForCausalLM`'s."""
 
     @property
     def needed_bytes(self) -> int:
@@ -79,9 +79,10 @@ def ask_in_memory(
             place[name] for place in (whole, found.base.tensors) for name in head_names(found.arch) if name in place
         ]
         rows = held[0].shape[0] if held else wanted
-    elif found.task is not Task.CAUSAL_LM and found.facts is not None:
+    elif found.facts is not None:
         facts = found.facts
-        rows = count_labels(facts, whole, found.base, asked=num_labels)
+        if found.task is not Task.CAUSAL_LM:
+            rows = count_labels(facts, whole, found.base, asked=num_labels)
     return InMemory(
         base=base,
         adapters=tuple(adapters),
