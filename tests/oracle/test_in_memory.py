@@ -9,14 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, TaskType, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 
 from lora_tool.execution import in_memory
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import different, layout, load_model, merge_with_peft, save_base, saved_tensors
-from tests.oracle.tiny import Task
+from tests.oracle.test_task_types import load_vlm
+from tests.oracle.test_task_types import save_adapter as save_any_adapter
+from tests.oracle.test_task_types import save_base as save_whole
+from tests.oracle.tiny import AUTO, Task, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 Q: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
@@ -107,3 +110,23 @@ def test_what_peft_merges_wrongly_stays_refused(tmp_path: Path, call: Caller) ->
         assert done.code == 3
         assert f"`{field}`" in done.err
         assert "--allow-in-memory" not in done.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_weight_that_transformers_writes_back_transposed(tmp_path: Path, call: Caller) -> None:
+    base, adapter, ours = tmp_path / "base", tmp_path / "adapter", tmp_path / "ours"
+    config = tiny_config("ernie4_5_vl_moe", "image-text-to-text")
+    config.text_config.rope_parameters = {**config.text_config.rope_parameters, "mrope_section": [1, 1, 2]}
+    save_whole(AUTO["image-text-to-text"].from_config(config), base)
+    choices = {"target_modules": ["q_proj"], "target_parameters": ["text_moe.gate.weight"]}
+    save_any_adapter(load_vlm(base), adapter, "CAUSAL_LM", **choices)
+    refused = call("merge", adapter, "--base", base, "-o", ours)
+    assert refused.code == 3
+    assert "transformers writes it back so" in refused.err
+    assert "hint: --allow-in-memory" in refused.err
+    done = call("merge", adapter, "--base", base, "-o", ours, "--allow-in-memory")
+    assert done.code == 0, done.err
+    PeftModel.from_pretrained(load_vlm(base), adapter).merge_and_unload().save_pretrained(tmp_path / "theirs")
+    merged, theirs = saved_tensors(ours), saved_tensors(tmp_path / "theirs")
+    assert layout(merged) == layout(theirs)
+    assert different(merged, theirs) == []
