@@ -714,6 +714,17 @@ def _three_labels(folder: Path) -> None:
     edit.as_classifier(folder, labels=3)
 
 
+@_breaks("LT312", MODEL, task="reward")
+def _causal_asked_as_reward(folder: Path) -> None:
+    assert open_model(folder).config is not None  # as it is: a causal LM
+
+
+@_breaks("LT312 labels, no class", MODEL, num_labels=3)
+def _no_class_asked_as_classifier(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        del config["architectures"]
+
+
 @_breaks("LT309", MODEL)
 def _pad_id_beyond(folder: Path) -> None:
     edit.as_classifier(folder, pad=304)

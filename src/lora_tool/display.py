@@ -52,7 +52,7 @@ def json_text(value: object, *, spread: int, indent: str = "") -> str:
     For tables of many thousand entries: `json` indents in Python, which takes seconds, and encodes a line in C.
     """
     if not spread or not isinstance(value, dict | list) or not value:
-        return json.dumps(value)
+        return json.dumps(value, allow_nan=False)
     inner = f"{indent}  "
     if isinstance(value, dict):
         entries = [f"{json.dumps(k)}: {json_text(v, spread=spread - 1, indent=inner)}" for k, v in value.items()]

@@ -221,8 +221,11 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
         best = _by_metric(valid)[:keep_best]
         last = valid[max(0, len(valid) - keep_last) :] or ([] if best else valid[-1:])
         newer = listed[listed.index(valid[-1]) :] if valid else listed
+        roots = {
+            why: {item.root for item in of} for why, of in ((Why.LAST, last), (Why.BEST, best), (Why.NEWER, newer))
+        }
         for item in listed:
-            yield Choice(checkpoint=item, why=_why(item, valid=valid, last=last, best=best, newer=newer))
+            yield Choice(checkpoint=item, why=_why(item, roots, any_valid=bool(valid)))
 
 
 def _by_metric(valid: list[Listed]) -> list[Listed]:
@@ -237,14 +240,14 @@ def _by_metric(valid: list[Listed]) -> list[Listed]:
     return [item for _, item in sorted(measured, key=lambda pair: (pair[0] if lower else -pair[0], not pair[1].best))]
 
 
-def _why(item: Listed, *, valid: list[Listed], last: list[Listed], best: list[Listed], newer: list[Listed]) -> Why:
+def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_valid: bool) -> Why:
     reasons = {
         Why.LINK: item.root.is_symlink(),
-        Why.NONE_VALID: not valid,
-        Why.BEST: item in best,
-        Why.LAST: item in last,
+        Why.NONE_VALID: not any_valid,
+        Why.BEST: item.root in roots[Why.BEST],
+        Why.LAST: item.root in roots[Why.LAST],
         Why.POINTED_AT: item.pointed_at,
         Why.OLDER: item.row.whole,
-        Why.NEWER: item in newer,
+        Why.NEWER: item.root in roots[Why.NEWER],
     }
     return next((why for why, holds in reasons.items() if holds), Why.INVALID)

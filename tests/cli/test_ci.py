@@ -250,8 +250,9 @@ def test_another_base_of_the_same_shape_is_said(call: Caller, clone: Path, tmp_p
 
 
 def test_a_model_of_another_task_is_no_reward_model(call: Caller, tmp_path: Path) -> None:
-    found, _ = stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--rm", code=3)
-    assert found["merge"] == "failed"
+    found, told = stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--rm", code=1)
+    assert found["consolidate"] == "failed"
+    assert [finding["code"] for finding in told["report"]["findings"]] == ["LT312"]
     stages(call, "fixtures/fsdp2-full", "-o", tmp_path / "out", "--task", "causal-lm")
 
 

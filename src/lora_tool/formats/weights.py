@@ -7,6 +7,7 @@ the shard of each tensor, `metadata.total_size` the sum of their bytes.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,11 +105,10 @@ def read_sharded(index: Path) -> Weights:
     except CorruptFile as error:
         gathering.problems.append(error.problem)
         return gathering.weights(index)
-    for name in dict.fromkeys(weight_map.values()):
+    for name, held in Counter(weight_map.values()).items():  # in the order of the index
         if not is_bare(name):
             gathering.note(Defect.SHARD_NAME, index, "is not a bare file name: refused", name)
         elif not os.path.exists(index.parent / name):  # noqa: PTH110 - Path.exists raises for names that are too long
-            held = sum(shard == name for shard in weight_map.values())
             gathering.note(Defect.SHARD_MISSING, index, f"is missing: {held} tensors are not there", name)
         else:
             gathering.add(name)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from lora_tool.display import json_text
 from lora_tool.report.model import Page, Report, Severity
 
 
@@ -47,7 +47,7 @@ def rendered(
     if form is Form.JSON:
         from lora_tool.report.json import report_json  # noqa: PLC0415
 
-        return json.dumps(report_json(report), indent=2, allow_nan=False)
+        return json_text(report_json(report), spread=2)
     if form is Form.GITHUB:
         from lora_tool.report.github import report_github  # noqa: PLC0415
 
@@ -62,4 +62,4 @@ def rendered(
         return report_junit(report, pages=pages, fail_on=fail_on)
     from lora_tool.report.sarif import report_sarif  # noqa: PLC0415
 
-    return json.dumps(report_sarif(report, pages=pages, root=where), indent=2)
+    return json_text(report_sarif(report, pages=pages, root=where), spread=4)

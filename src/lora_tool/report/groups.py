@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,11 +11,10 @@ from lora_tool.report.model import Finding, Skipped
 
 def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:
     """Yield the findings of one rule and severity together, worst first, then by code."""
-
-    def order(finding: Finding) -> tuple[int, str]:
-        return -finding.severity.weight, finding.code
-
-    for _, group in itertools.groupby(sorted(findings, key=order), key=order):
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.code), []).append(finding)
+    for group in sorted(groups.values(), key=lambda group: (-group[0].severity.weight, group[0].code)):
         yield tuple(group)
 
 

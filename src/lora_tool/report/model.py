@@ -23,7 +23,7 @@ class Severity(str, enum.Enum):
     @property
     def weight(self) -> int:
         """3 for an error, 2 for a warning, 1 for info."""
-        return {"error": 3, "warning": 2, "info": 1}[self.value]
+        return _WEIGHTS[self]
 
     def __lt__(self, other: str) -> bool:
         return self.weight < Severity(other).weight
@@ -39,6 +39,9 @@ class Severity(str, enum.Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+_WEIGHTS = {Severity.ERROR: 3, Severity.WARNING: 2, Severity.INFO: 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +163,12 @@ class Report:
     @property
     def worst(self) -> Severity | None:
         """The severity of the worst finding, None without findings."""
-        return max((finding.severity for finding in self.findings), default=None)
+        return max({finding.severity for finding in self.findings}, default=None)
 
     def at_least(self, severity: Severity) -> tuple[Finding, ...]:
         """Return the findings of that severity or worse."""
-        return tuple(finding for finding in self.findings if finding.severity >= severity)
+        bad = {other for other in Severity if other >= severity}
+        return tuple(finding for finding in self.findings if finding.severity in bad)
 
     def count(self, severity: Severity) -> int:
         """Return how many findings have exactly that severity."""

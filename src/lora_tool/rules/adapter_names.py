@@ -71,6 +71,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
     """
     plain = _plain(subject)
+    embeddings = {layer.target for layer in subject.layers if layer.embedding}
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
     for name, key in subject.keys.items():
         path, tensor = subject.paths[name], subject.tensors[name]
@@ -80,7 +81,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=message, severity=Severity.INFO if expected else None)
         elif key.part is Part.BASE_LAYER and key.leaf != "bias" and not head_of(path):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
-            expected = is_end(path) or any(layer.embedding and layer.target == path for layer in subject.layers)
+            expected = is_end(path) or path in embeddings
             severity = Severity.INFO if expected else None
             message = f"the frozen weight of the base, {size(tensor.nbytes)} that the base has too"
             hint = _KEPT_ON_PURPOSE if severity else None

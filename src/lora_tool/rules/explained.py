@@ -21,6 +21,8 @@ VALUE_HEADS = frozenset({"v_head", "value_head", "reward_head", "regression_head
 
 QUESTION_HEADS = frozenset({"qa_outputs"})
 
+_HEADS = CLASSIFIERS | VALUE_HEADS | QUESTION_HEADS
+
 _ADDED_HEADS = frozenset({"score", "classifier"})
 
 CLASSIFICATION_TASKS = frozenset({"SEQ_CLS", "TOKEN_CLS"})
@@ -29,7 +31,7 @@ CLASSIFICATION_TASKS = frozenset({"SEQ_CLS", "TOKEN_CLS"})
 def head_of(path: str) -> str | None:
     """Return the head that a module path is or lies in: ``classifier`` of ``classifier.out_proj``. None if no head."""
     first = path.partition(".")[0]
-    return first if first in CLASSIFIERS | VALUE_HEADS | QUESTION_HEADS else None
+    return first if first in _HEADS else None
 
 
 def is_end(path: str) -> bool:

@@ -17,7 +17,9 @@ _PIECES = 5
 _NOT_RECOMPUTED = "only its bytes were compared with the base's"
 
 
-def merged_subject(provenance: Provenance, *, num_labels: int | None, read: bool) -> MergedSubject:
+def merged_subject(
+    provenance: Provenance, *, num_labels: int | None, task: str | None = None, read: bool
+) -> MergedSubject:
     """Return a merged model beside what it should be, with the evidence of its bytes unless `read` is False.
 
     Raises `IncompatibleBase` where base and adapter do not fit, `SourceChanged` where a file ends early.
@@ -27,6 +29,7 @@ def merged_subject(provenance: Provenance, *, num_labels: int | None, read: bool
     return MergedSubject(
         checkpoint=merged,
         num_labels=num_labels,
+        task=task,
         plan=plan,
         why_no_plan=why_no_plan,
         evidence=_evidence(plan, merged.tensors) if plan is not None and read else {},

@@ -1,7 +1,8 @@
-"""LT306 to LT308: what a classifier's folder must say beside its weights."""
+"""LT306 to LT308 and LT312: what a classifier's folder must say beside its weights."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from lora_tool.formats import tokenizer
 from lora_tool.formats.files import inside, read_json
 from lora_tool.plan.architectures import architecture_of
 from lora_tool.report import Severity
-from lora_tool.rules.explained import CLASSIFIERS, head_of
+from lora_tool.rules.explained import CLASSIFIERS, VALUE_HEADS, head_of
 from lora_tool.rules.head_tensors import head_weight, is_classifier, labels, labels_of
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
@@ -18,6 +19,11 @@ from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _DECODER_HEAD = "score"
 """The head of decoders, which read the score at the last token that is no padding."""
+
+_NO_CLASSIFIER = re.compile(
+    r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|LMHeadModel|(?<!Reward)Model)\Z"
+)
+"""Classes of transformers that have no head with labels. A reward model of other code may be called anything else."""
 
 
 @rule("LT306", Severity.WARNING, on=Subject, needs=_WHOLE)
@@ -127,3 +133,35 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
     means = f"means {labels(told)}" if model.config.num_labels is not None else "is not set, which means 2 labels"
     yield Fault(subject="id2label", message=f"{means}, {rows}", path=str(model.config.path))
+
+
+@rule("LT312", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def no_head(subject: ModelSubject) -> Iterator[Fault]:
+    """A model without the head that is asked for.
+
+    ## What it does
+    Looks for a head with labels (`score`, `classifier`) in a model that is said to be a reward model or classifier
+    (`--rm`, `--num-labels`). A model that is given as `--base` needs none.
+
+    ## Why it matters
+    A causal LM that is loaded as a reward model gets a random head, another one on every load: it gives rewards that
+    mean nothing, and a log line is all that tells.
+
+    ## Example
+    `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
+
+    ## What to do
+    Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
+    meant to be a causal LM, leave `--rm` and `--num-labels` out.
+    """
+    config = subject.checkpoint.config
+    if config is None or (subject.num_labels is None and subject.task not in ("reward", "seq-cls")):
+        return
+    if any(head_of(name) in CLASSIFIERS | VALUE_HEADS for name in subject.tensors):
+        return
+    class_name = next(iter(config.architectures), None)
+    if class_name is not None and not _NO_CLASSIFIER.search(class_name):
+        return  # LT307 tells of a classifier that lost its head
+    wanted = "a reward model" if subject.task == "reward" else "a classifier"
+    message = f"{wanted} was asked for, this is {class_name or 'a model of no class'}, and its weights have no head"
+    yield Fault(subject="architectures", message=message, path=str(config.path))

@@ -95,16 +95,17 @@ class Rule:
 
     def run(self, subject: Subject) -> Iterator[Finding]:
         """Yield the rule's findings on a subject of its kind."""
-        advice: str | None = None
+        advice, home = "", ""
         for fault in self.check(subject):
-            advice = advice or self.hint  # read off the page once: a hostile file gives a million findings
+            # read off the page and the folder once: a hostile file gives a million findings
+            advice, home = advice or self.hint or "", home or subject.home
             yield Finding(
                 code=self.code,
                 severity=fault.severity or self.severity,
-                path=fault.path or subject.home,
+                path=fault.path or home,
                 subject=fault.subject,
                 message=fault.message,
-                hint=fault.hint or advice,
+                hint=fault.hint or advice or None,
             )
 
 

@@ -75,6 +75,7 @@ class ModelSubject(Subject):
 
     checkpoint: ModelDir
     num_labels: int | None = None
+    task: str | None = None
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

@@ -163,9 +163,9 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         from lora_tool.rules.merged_bytes import merged_subject  # noqa: PLC0415
 
         provenance = Provenance(merged=checkpoint, base=asked.base, adapters=asked.adapters)
-        yield merged_subject(provenance, num_labels=asked.num_labels, read=asked.deep is not False)
+        yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
-        yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels)
+        yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels, task=asked.task)
     elif isinstance(checkpoint, ZeroDir | DcpDir):
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:

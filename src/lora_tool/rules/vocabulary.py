@@ -17,7 +17,7 @@ from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_OUTPUTS = frozenset({"lm_head", "embed_out"})
+_INPUTS = ENDS - {"lm_head", "embed_out"}
 _MATRIX = 2
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(?P<number>\d{1,6})\.")
 _SHARED_LAYERS = frozenset({"albert"})
@@ -83,7 +83,7 @@ def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 
 
 def _is_input(path: str) -> bool:
-    return path.rpartition(".")[2] in ENDS - _OUTPUTS
+    return path.rpartition(".")[2] in _INPUTS
 
 
 @rule("LT310", Severity.ERROR, on=ModelSubject, needs=_WHOLE)

@@ -7,6 +7,7 @@ whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are s
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,36 +29,42 @@ Bits = NDArray[Any]
 def scan_all(tensors: TensorTable, *, progress: Callable[[int], None] | None = None) -> dict[str, WeightScan]:
     """Return the scan of each tensor by name. Raises as `scan_exactly`, for the first that fails."""
     found = {}
+    stopped = threading.Event()
+
+    def scanned(tensor: StoredTensor) -> WeightScan:
+        return scan_exactly(tensor, stopped)
+
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
         try:
-            for tensor, scanned in zip(tensors.values(), pool.map(scan_exactly, tensors.values()), strict=True):
-                found[tensor.name] = scanned
+            for tensor, one in zip(tensors.values(), pool.map(scanned, tensors.values()), strict=True):
+                found[tensor.name] = one
                 if progress is not None:
                     progress(tensor.nbytes)
         except BaseException:
+            stopped.set()  # a tensor may take hours, and leaving the pool waits for it
             pool.shutdown(cancel_futures=True)
             raise
     return found
 
 
-def scan_exactly(tensor: StoredTensor) -> WeightScan:
+def scan_exactly(tensor: StoredTensor, stopped: threading.Event | None = None) -> WeightScan:
     """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
 
-    Raises `CorruptFile` or `SourceChanged` if its file went away.
+    Nothing more is read once `stopped` is set. Raises `CorruptFile` or `SourceChanged` if its file went away.
     """
     layout = LAYOUTS.get(tensor.dtype)
     if layout is None:
-        zero = tensor.nbytes > 0 and not any(block.any() for block in _blocks(tensor, np.dtype(np.uint8)))
+        zero = tensor.nbytes > 0 and not any(block.any() for block in _blocks(tensor, np.dtype(np.uint8), stopped))
         return WeightScan(all_zero=zero)
-    return _scan_floats(tensor, layout)
+    return _scan_floats(tensor, layout, stopped)
 
 
-def _scan_floats(tensor: StoredTensor, layout: Layout) -> WeightScan:
+def _scan_floats(tensor: StoredTensor, layout: Layout, stopped: threading.Event | None) -> WeightScan:
     kind = np.dtype(f"<u{layout.nbytes}")
     sign = 1 << (8 * layout.nbytes - 1)
     nonfinite, first, largest, done = 0, None, 0, 0
     constant, element = tensor.spec.numel > 1, None
-    for block in _blocks(tensor, kind):
+    for block in _blocks(tensor, kind, stopped):
         element = block[0].copy() if element is None else element
         constant = constant and bool(block[-1] == element) and bool((block == element).all())
         top = _top(block, sign)
@@ -93,7 +100,7 @@ def _value(bits: int, layout: Layout) -> float:
     return float(np.ldexp(float((1 << layout.fraction) + fraction), exponent - bias - layout.fraction))
 
 
-def _blocks(tensor: StoredTensor, kind: np.dtype[Any]) -> Iterator[Bits]:
+def _blocks(tensor: StoredTensor, kind: np.dtype[Any], stopped: threading.Event | None) -> Iterator[Bits]:
     """Yield the tensor's elements in blocks; each is overwritten by the next."""
     buffer = np.empty(_BLOCK_BYTES, np.uint8)
     for span in tensor.spans:
@@ -101,6 +108,8 @@ def _blocks(tensor: StoredTensor, kind: np.dtype[Any]) -> Iterator[Bits]:
             continue
         with open_regular(span.path) as fd:
             for at in range(0, span.nbytes, _BLOCK_BYTES):
+                if stopped is not None and stopped.is_set():
+                    return
                 block = buffer[: min(_BLOCK_BYTES, span.nbytes - at)]
                 if os.preadv(fd, [block.data], span.offset + at) != block.nbytes:
                     raise shorter(span)
