@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.checkpoint import open_sharded
+from lora_tool.execution import engine
 from lora_tool.plan import value_checks
+from lora_tool.plan.consolidate import plan_consolidate
 from tests.cli.calling import FIXTURES, Caller
 
 REWARD, FULL, HEADLESS = (f"fixtures/zero/stage3-{name}" for name in ("reward", "full", "headless"))
@@ -20,7 +24,10 @@ INTERRUPTED = """
 import os, signal, sys, time
 from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
+from lora_tool.checkpoint import open_sharded
+from lora_tool.execution import engine
 from lora_tool.plan import value_checks
+from lora_tool.plan.consolidate import plan_consolidate
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 value_checks.BLOCK_BYTES = 64
 look = value_checks._Values.look_at
@@ -87,6 +94,53 @@ def test_a_lost_head_is_refused_and_can_be_ignored(call: Caller, tmp_path: Path)
     assert told["ignored"] == ["LT415"]
     assert any("the head is lost" in warning for warning in told["warnings"])
     assert "LT302" in call("validate", out).out
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A checkpoint with one bit of a master weight turned over."""
+    run = Path(shutil.copytree(FIXTURES.parent / REWARD, tmp_path / "in" / "run"))
+    step = next(plan_consolidate(open_sharded(run)).steps)
+    span = step.op.source.spans[-1]
+    with span.path.open("r+b") as file:
+        file.seek(span.offset)
+        (byte,) = file.read(1)
+        file.seek(span.offset)
+        file.write(bytes([byte ^ 1]))
+    return run
+
+
+def test_values_that_are_damaged_are_not_published(damaged: Path, call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for options in ([], ["--resume"], ["--resume"]):
+        refused = call("consolidate", damaged, "-o", tmp_path / "out" / "adapter", *options)
+        assert refused.code == 1
+        assert "LT411" in refused.err
+        assert "to go on all the same: --ignore LT411" in refused.err
+        assert [path.name for path in tmp_path.glob("out/*") if not path.name.startswith(".")] == []
+    assert not list(tmp_path.glob("out/.*/.lora-tool-journal")), "what was refused is not taken over"
+
+
+def test_damaged_values_that_are_ignored_are_told(damaged: Path, call: Caller, tmp_path: Path) -> None:
+    done = call("consolidate", damaged, "-o", tmp_path / "out", "--json", "--ignore", "LT411")
+    assert done.code == 0
+    assert "warning: LT411" in done.err
+    told = json.loads((tmp_path / "out" / "lora_tool.json").read_text())["warnings"]
+    assert told == done.json["warnings"]
+    assert [warning.partition(" ")[0] for warning in told] == ["LT411"]
+
+
+def test_a_disk_that_is_full_is_told_while_values_are_read(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(engine, "_copy_in_kernel", full)
+    called = call("consolidate", REWARD, "-o", tmp_path / "out")
+    assert called.code == 3
+    assert "the disk is full" in called.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ import click
 
 from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
 from lora_tool.cli.options import ignore_option, require_rules
-from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.execution.folder import check_output
-from lora_tool.plan.consolidate import What, plan_consolidate
+from lora_tool.plan.consolidate import What, prepare_consolidate
 
 
 @click.command("consolidate", epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
@@ -64,7 +63,7 @@ def command(
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
-    plan = plan_consolidate(
+    plan, values = prepare_consolidate(
         opened,
         what=what,
         tag=tag,
@@ -72,8 +71,6 @@ def command(
         dtype=DTYPES[dtype] if dtype else None,
         max_shard_bytes=max_shard_size,
         ignore=ignored,
-        check_values=not dry_run,
-        watch=lambda nbytes: progress_bar("checking", nbytes, quiet=quiet or as_json),
     )
     carry_out(
         plan,
@@ -86,6 +83,7 @@ def command(
         as_json=as_json,
         quiet=quiet,
         verify=verify,
+        values=values,
     )
 
 

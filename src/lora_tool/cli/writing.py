@@ -14,6 +14,7 @@ import click
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
 from lora_tool.display import json_text, printable, size
+from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
 from lora_tool.tensors import DType
@@ -105,10 +106,12 @@ def carry_out(
     as_json: bool,
     quiet: bool,
     verify: bool = True,
+    values: ValueCheck | None = None,
 ) -> None:
     """Print the plan (`dry_run`), or write the folder `out` and print what was done. Raises as `execute` does.
 
-    With `verify` samples of what was written are read back and compared before the folder gets its name.
+    With `verify` samples of what was written are read back and compared before the folder gets its name; `values` is
+    the check of what is read, for `execute`.
     """
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
 
@@ -121,8 +124,9 @@ def carry_out(
     from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
 
     check = ReadBack(plan, out, jobs=jobs) if verify else None
-    with progress_bar("writing", plan.data_bytes, quiet=quiet or as_json) as advance:
-        execute(plan, out, jobs=jobs, overwrite=overwrite, resume=resume, progress=advance, check=check)
+    what, total = ("checking and writing", plan.data_bytes + values.nbytes) if values else ("writing", plan.data_bytes)
+    with progress_bar(what, total, quiet=quiet or as_json) as advance:
+        execute(plan, out, jobs=jobs, overwrite=overwrite, resume=resume, progress=advance, check=check, values=values)
     _print_result(plan, out, check, as_json=as_json, quiet=quiet)
 
 
@@ -144,10 +148,10 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
     from lora_tool.formats.manifest import FILE_NAME  # noqa: PLC0415
     from lora_tool.plan import fidelity  # noqa: PLC0415
 
-    kept = json.loads((out / FILE_NAME).read_bytes()).get("fidelity")
-    advice = fidelity.warning(kept, plan)
-    if advice is not None:
-        _warn(advice)
+    manifest = json.loads((out / FILE_NAME).read_bytes())
+    kept = manifest["fidelity"]
+    for late in manifest["warnings"][len(plan.warnings) :]:
+        _warn(late)
     if as_json:
         result = {
             "schema_version": 1,
@@ -158,7 +162,7 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
             "verification": checked.summary if checked else None,
             "notes": list(plan.notes),
             "fidelity": kept,
-            "warnings": [*plan.warnings, *filter(None, [advice])],
+            "warnings": manifest["warnings"],
         }
         click.echo(json.dumps(result, indent=2))
     elif not quiet:

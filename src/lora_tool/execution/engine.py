@@ -7,7 +7,9 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +22,11 @@ from lora_tool.execution.output import MOST_OPEN, ShardFile, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
+from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
 from lora_tool.plan.model import LoraDelta, Plan, Precision, Shard, SideFile
+from lora_tool.report import Finding
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +40,9 @@ Progress = Callable[[int], None]
 Check = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""
 
+Task = Callable[[], Any]
+"""What a worker does from beginning to end."""
+
 
 def execute(
     plan: Plan,
@@ -46,13 +53,16 @@ def execute(
     resume: bool = False,
     progress: Progress | None = None,
     check: Check | None = None,
+    values: ValueCheck | None = None,
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
     It appears under that name complete and flushed to disk, or not at all. Anonymous memory is a few blocks per
     worker; `jobs` workers, by default one per available core. `resume` takes over the files that a killed run of the
-    same plan had finished, and leaves its own after a failure. `check` may look at it before it gets its name, and
-    refuse it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what `check` raises.
+    same plan had finished, and leaves its own after a failure. `values` is run while the files are written, because the
+    one waits for the processor and the other for the disk. `check` may look at the folder before it gets its name.
+    Either may refuse it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what
+    `values` and `check` raise.
     """
     target = Path(out)
     check_output(target, overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
@@ -69,22 +79,29 @@ def execute(
         writing = _Writing(plan, sources, journal, advance)
         writing.take_over(finished)
         jobs = 1 if plan.recomputes_inits else jobs or available_cores()
-        with _one_thread_each(plan):
-            hashes = _write_shards(plan, folder, writing, jobs=jobs, finished=finished)
+        with _one_thread_each(plan), _refusals(journal):
+            hashes, found = _write_shards(plan, folder, writing, jobs=jobs, finished=finished, values=values)
+            kept = values.judge(found) if values else []
         for file in plan.side_files:
             _write_side_file(folder, file)
-        verification = _checked(folder, check, journal)
+        with _refusals(journal):
+            verification = check(folder) if check is not None else None
+        plan = replace(plan, warnings=(*plan.warnings, *map(str, kept)))
         write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, writing.survived, verification))
         sources.check_unchanged()
         journal.remove()
     return target
 
 
-def _checked(folder: Path, check: Check | None, journal: Journal) -> Mapping[str, Any] | None:
+@contextlib.contextmanager
+def _refusals(journal: Journal) -> Iterator[None]:
+    """Let nothing that was written be taken over by a later run where a check refuses, as against a failure."""
     try:
-        return check(folder) if check is not None else None
+        yield
+    except ExecutionError:
+        raise
     except LoraToolError:
-        journal.remove()  # nothing of what failed its check is taken over
+        journal.remove()
         raise
 
 
@@ -154,6 +171,22 @@ class _Writing:
             self._stop.set()
             raise
 
+    def look(self, part: Callable[[Progress], list[Finding]]) -> list[Finding]:
+        """Return what a part of the check of values finds, unless the run has been stopped; an error stops it."""
+        try:
+            self._go_on(0)
+            return part(self._go_on)
+        except CancelledError:
+            return []  # what stopped the run is raised by whoever met it
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _go_on(self, nbytes: int) -> None:
+        if self._stop.is_set():
+            raise CancelledError
+        self._progress(nbytes)
+
     def _computer(self, unit: ComputeUnit) -> Computer | TorchComputer:
         """Return this thread's own, of the kind that the unit needs."""
         op = unit.step.op
@@ -185,7 +218,7 @@ class _Writing:
             self._stop.set()
             raise
 
-    def wait(self, written: Sequence[Future[None]]) -> None:
+    def wait(self, written: Collection[Future[Any]]) -> None:
         """Return when everything is written and on the disk; raise the first error at once."""
         _all_done(written)
         for flush in self._flushes:
@@ -217,28 +250,43 @@ class _Writing:
 
 
 def _write_shards(
-    plan: Plan, folder: Path, writing: _Writing, *, jobs: int, finished: Collection[str]
-) -> dict[Path, str]:
-    """Write all weight files that are not finished, and return the hashes of `plan.hashed`, taken beside."""
+    plan: Plan,
+    folder: Path,
+    writing: _Writing,
+    *,
+    jobs: int,
+    finished: Collection[str],
+    values: ValueCheck | None,
+) -> tuple[dict[Path, str], list[Finding]]:
+    """Write all weight files that are not finished; return the hashes of `plan.hashed` and what `values` found."""
     slots = threading.Semaphore(max(MOST_OPEN, jobs + 1))
-    written: list[Future[None]] = []
+    work: list[Task] = []
     with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, writing:
         hashing = {path: workers.submit(sha256_of, path) for path in plan.hashed}
         for shard in plan.shards:
             if shard.filename in finished:
                 continue
-            work = tuple(batches(units_of(shard, whole_tensors=plan.precision is Precision.PEFT)))
-            if not work:
+            units = tuple(batches(units_of(shard, whole_tensors=plan.precision is Precision.PEFT)))
+            if not units:
                 write_file(folder / shard.filename, shard.header)
                 continue
-            out = ShardFile(folder, shard, batches=len(work), slots=slots)
+            out = ShardFile(folder, shard, batches=len(units), slots=slots)
             files.callback(out.close)
-            written += [workers.submit(writing.run, batch, out) for batch in work]
-        writing.wait(written)
-        return {path: digest.result() for path, digest in hashing.items()}
+            work += [partial(writing.run, batch, out) for batch in units]
+        looks: list[Task] = [partial(writing.look, part) for part in values.parts] if values else []
+        done = {task: workers.submit(task) for task in _spread(work, looks)}
+        writing.wait(done.values())
+        found = [fault for look in looks for fault in done[look].result()]
+        return {path: digest.result() for path, digest in hashing.items()}, found
 
 
-def _all_done(futures: Sequence[Future[None]]) -> None:
+def _spread(work: Sequence[Task], among: Sequence[Task]) -> Iterator[Task]:
+    """Yield the tasks of both, each in its order, evenly mixed."""
+    placed = [((at + 0.5) / len(tasks), task) for tasks in (work, among) for at, task in enumerate(tasks)]
+    return (task for _, task in sorted(placed, key=itemgetter(0)))
+
+
+def _all_done(futures: Collection[Future[Any]]) -> None:
     """Return when all are done; raise the first error at once."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in done:

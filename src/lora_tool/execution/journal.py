@@ -10,11 +10,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lora_tool.errors import MissingDependency
 from lora_tool.plan.model import Plan, Precision, Shard
@@ -35,10 +33,20 @@ def digest_of(plan: Plan) -> str:
         "plan": plan_json(plan),
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
-        "versions": [__version__, np.__version__, _torch_version() if plan.precision is Precision.PEFT else None],
+        "versions": [__version__, *_versions(plan)],
     }
     text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
+
+
+def _versions(plan: Plan) -> Iterator[str]:
+    """Yield the versions of what computes; they are slow to import, and a plan of copies needs none."""
+    if not plan.only_copies:
+        from numpy import __version__ as numpy_version  # noqa: PLC0415
+
+        yield numpy_version
+    if plan.precision is Precision.PEFT:
+        yield _torch_version()
 
 
 def _torch_version() -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.turned import read_turned
 from lora_tool.tensors import FileStamp, StoredTensor, TurnedSpan
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ class Sources:
         for span in tensor.part(start, len(buffer)):
             part = buffer[filled : filled + span.nbytes]
             if isinstance(span, TurnedSpan):
+                from lora_tool.formats.turned import read_turned  # noqa: PLC0415 - numpy, for few checkpoints
+
                 part[:] = read_turned(span, partial(self.read_exactly, span.path)).data
             else:
                 self.read_exactly(span.path, span.offset, part)

@@ -36,7 +36,8 @@ from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.proofs import Proofs, key_of
 from lora_tool.plan import fidelity
 from lora_tool.plan.assembling import HubOrigin
-from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.checking import ValueCheck
+from lora_tool.plan.consolidate import prepare_consolidate
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
@@ -178,11 +179,11 @@ class _Running:
             done = self._proofs.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
-        plan = plan_consolidate(
+        plan, values = prepare_consolidate(
             open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.ignore
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
-        self._write("consolidate", key, plan, folder)
+        self._write("consolidate", key, plan, folder, values)
         summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
         stage = self._put_together(folder, Status.PASSED, summary)
         if stage.status is Status.PASSED:
@@ -272,7 +273,7 @@ class _Running:
             error.hint = error.hint or "give the model that the adapter was trained on: --base MODEL"
             raise
 
-    def _write(self, name: str, key: str, plan: Plan, folder: Path) -> None:
+    def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> None:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
         from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
         from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415
@@ -290,8 +291,11 @@ class _Running:
             )
         if not folder.exists():
             self._proofs.begin(name, key)
-        with self._watch(name, plan.data_bytes) as advance:
-            execute(plan, folder, jobs=self._job.jobs, overwrite=overwrite, progress=advance, check=check)
+        total = plan.data_bytes + (values.nbytes if values else 0)
+        with self._watch(name, total) as advance:
+            execute(
+                plan, folder, jobs=self._job.jobs, overwrite=overwrite, progress=advance, check=check, values=values
+            )
 
     def verify(self) -> Stage:
         """Compare every value of the merged model with base and adapter."""

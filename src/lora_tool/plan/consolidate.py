@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from lora_tool.formats.files import inside, json_bytes, read_json
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.plan import layout
 from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
+from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.model import Cast, Copy, Fate, Leftover, Op, Plan, Precision, Shard, SideFile, Step
 from lora_tool.plan.side_files import GENERATION_CONFIG
-from lora_tool.plan.training_state import TrainingState, Watch, training_state, unwatched
+from lora_tool.plan.training_state import TrainingState, training_state
 from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 
@@ -62,16 +64,41 @@ def plan_consolidate(
     dtype: DType | None = None,
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
-    check_values: bool = True,
-    watch: Watch = unwatched,
 ) -> Plan:
-    """Return the plan that puts the checkpoint's tensors together. Nothing is written.
+    """Return the plan that puts the checkpoint's tensors together, after a look at every value that it will copy.
 
-    `dtype` None keeps each tensor's own: float32 for trained ones, the model's for frozen ones. With `check_values`
-    every byte that will be used is read once, unless all of that is ignored: CRC32, NaN, all-zero parts;
-    `watch` is told of it. Raises `FindingsFound` for faults that are
-    errors and whose codes do not begin with one of `ignore`; `UnsupportedCheckpoint` and `CheckpointError` for what
-    cannot be put together at all.
+    Nothing is written. See `prepare_consolidate`, which leaves the look to be taken.
+    """
+    plan, values = prepare_consolidate(
+        checkpoint,
+        what=what,
+        tag=tag,
+        adapter_config=adapter_config,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        ignore=ignore,
+    )
+    kept = values.run(lambda _: None) if values else []
+    return replace(plan, warnings=(*plan.warnings, *map(str, kept)))
+
+
+def prepare_consolidate(
+    checkpoint: ZeroDir | DcpDir,
+    *,
+    what: What | str = What.AUTO,
+    tag: str | None = None,
+    adapter_config: Path | None = None,
+    dtype: DType | None = None,
+    max_shard_bytes: int | None = None,
+    ignore: Iterable[str] = (),
+) -> tuple[Plan, ValueCheck | None]:
+    """Return the plan that puts the checkpoint's tensors together, and the check of the values that it copies.
+
+    Nothing is written, and no values are read. `dtype` None keeps each tensor's own: float32 for trained ones, the
+    model's for frozen ones. The check reads every byte that will be used once (CRC32, NaN, all-zero parts, rounding)
+    and is None where all of that is ignored. Both raise `FindingsFound` for faults that are errors and whose codes do
+    not begin with one of `ignore`; the planning `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put
+    together at all.
     """
     ignored = tuple(code.upper() for code in ignore)
     state = training_state(checkpoint, tag=tag)
@@ -82,15 +109,15 @@ def plan_consolidate(
     choice = _choose(decided, state, adapter_config, dtype)
     kept += _refuse_errors(choice.faults, ignored)
     tensors = state.assemble(frozenset(choice.names.values()))
-    if check_values and not all(code.startswith(ignored or "-") for code in _VALUE_CODES):
-        kept += _refuse_errors(state.look_at(tensors, watch), ignored)
+    unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
+    values = None if unchecked else replace(state.value_check(tensors), judge=partial(_refuse_errors, ignored=ignored))
     steps = tuple(_steps(choice.names, tensors, state.entries, dtype))
     shards = _shards(decided, steps, max_shard_bytes)
     side_files = choice.side_files
     if len(shards) > 1:
         index = SideFile(filename=layout.INDEX, content=layout.index_json(shards), reason="written for the new weights")
         side_files = (*side_files, index)
-    return Plan(
+    plan = Plan(
         shards=shards,
         side_files=side_files,
         leftovers=tuple(
@@ -109,11 +136,12 @@ def plan_consolidate(
             "what": decided.value,
             "dtype": dtype.value if dtype else "as saved",
             "merged_adapters": [],
-            "values_checked": check_values,
+            "values_checked": values is not None,
             "ignored": list(ignored),
             "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
         },
     )
+    return plan, values
 
 
 def _refuse_errors(faults: Iterable[Finding], ignored: tuple[str, ...]) -> list[Finding]:

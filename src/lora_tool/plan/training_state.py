@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,11 @@ from lora_tool.formats.partitions import Entry, Role, assemble, entries, unaccou
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
 from lora_tool.plan import dcp_checks, zero_checks
+from lora_tool.plan.checking import Advance, ValueCheck
 from lora_tool.report import Finding
-from lora_tool.tensors import FileStamp, StoredTensor
+from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
-Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Asked once for how many bytes are going to be read, it gives what is told of each block, from any thread."""
-
-
-def unwatched(_: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Return what to be told where nobody watches."""
-    return contextlib.nullcontext(lambda _: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +41,8 @@ class TrainingState:
     faults: tuple[Finding, ...]
     """What its structure has wrong."""
     assemble: Callable[[Container[str]], dict[str, StoredTensor]]
-    look_at: Callable[[Tensors, Watch], list[Finding]]
-    """Reads the values of these tensors and returns what is wrong with them."""
+    value_check: Callable[[Tensors], ValueCheck]
+    """Prepares a look at the values of these tensors."""
     stamps: Mapping[Path, FileStamp]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the manifest records about it."""
@@ -91,7 +85,7 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
             *zero_checks.frozen_not_saved(first.file.path if first else folder, lost),
         ),
         assemble=lambda wanted: assemble(found, wanted),
-        look_at=lambda tensors, watch: _look_at(checkpoint.root, found, tensors, watch),
+        value_check=lambda tensors: _value_check(checkpoint.root, found, tensors),
         stamps={states.file.path: states.file.stamp for states in files},
         facts={
             "format": f"DeepSpeed ZeRO-{found.stage}",
@@ -129,11 +123,9 @@ def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Fi
     pieces, problems = read_pieces(found)
     lost = zero_checks.base_layers_left_out(found.tensors)
 
-    def look_at(tensors: Tensors, watch: Watch) -> list[Finding]:
-        from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415 - numpy, only where values are read
-
-        records = [piece.record for name in tensors for piece in pieces[name]]
-        return value_faults(tensors, records, masters=frozenset(), watch=watch)
+    def value_check(tensors: Tensors) -> ValueCheck:
+        records = frozenset(piece.record for name in tensors for piece in pieces[name])
+        return _check_of_files(tensors, records, masters=frozenset())
 
     return TrainingState(
         root=checkpoint.root,
@@ -148,7 +140,7 @@ def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Fi
             *zero_checks.frozen_not_saved(found.folder, lost),
         ),
         assemble=lambda wanted: assemble_dcp(found, pieces, wanted),
-        look_at=look_at,
+        value_check=value_check,
         stamps=stamps(found),
         facts={"format": "torch distributed checkpoint", "tag": part, "save_id": found.save_id},
     )
@@ -177,17 +169,39 @@ def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
     )
 
 
-def _look_at(root: Path, tag: ZeroTag, tensors: Tensors, watch: Watch) -> list[Finding]:
-    from lora_tool.plan.rounding import rounding_faults  # noqa: PLC0415 - numpy, only where values are read
-    from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415
-
+def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
     known = entries(tag)
     masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
-    faults = value_faults(tensors, _records(tag, tensors), masters=masters, watch=watch)
-    return [*faults, *rounding_faults(root, tag, tensors)]
+
+    def rounding(_: Advance) -> list[Finding]:
+        from lora_tool.plan.rounding import rounding_faults  # noqa: PLC0415 - numpy, only where values are read
+
+        return list(rounding_faults(root, tag, tensors))
+
+    of_files = _check_of_files(tensors, _records(tag, tensors), masters=masters)
+    return replace(of_files, parts=(*of_files.parts, rounding))
 
 
-def _records(tag: ZeroTag, tensors: Tensors) -> list[Record]:
+def _check_of_files(tensors: Tensors, records: Collection[Record], *, masters: frozenset[str]) -> ValueCheck:
+    """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
+    by_path: dict[Path, list[Record]] = defaultdict(list)
+    for record in records:
+        by_path[record.path].append(record)
+    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
+    for tensor in tensors.values():
+        for span in tensor.spans:
+            pieces[span.path].append((span, tensor))
+
+    def part(path: Path, advance: Advance) -> list[Finding]:
+        from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415 - numpy, only where values are read
+
+        return value_faults(path, by_path[path], pieces[path], masters=masters, advance=advance)
+
+    nbytes = sum(record.nbytes for record in records)
+    return ValueCheck(nbytes=nbytes, parts=tuple(partial(part, path) for path in sorted(by_path)))
+
+
+def _records(tag: ZeroTag, tensors: Tensors) -> frozenset[Record]:
     """Return the archive members that hold the tensors."""
     records = []
     names = set(tensors)
@@ -197,4 +211,4 @@ def _records(tag: ZeroTag, tensors: Tensors) -> list[Record]:
         held = {**states.module, **(states.frozen or {})}
         records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
     used = {span.path for tensor in tensors.values() for span in tensor.spans}
-    return [record for record in records if record.path in used]
+    return frozenset(record for record in records if record.path in used)

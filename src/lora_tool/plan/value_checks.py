@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lora_tool.cores import available_cores
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.torch_zip import Record
-from lora_tool.plan.training_state import Watch
+from lora_tool.plan.checking import Advance
 from lora_tool.report import Finding, Severity
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, Span, StoredTensor
 
 BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
@@ -43,45 +39,24 @@ class _Piece(NamedTuple):
 
 
 def value_faults(
-    tensors: Mapping[str, StoredTensor],
+    path: Path,
     records: Iterable[Record],
+    pieces: Iterable[tuple[Span, StoredTensor]],
     *,
     masters: frozenset[str],
-    watch: Watch,
+    advance: Advance,
 ) -> list[Finding]:
-    """Return what is wrong with the values of `tensors`: LT411 CRC, LT412 not finite, LT413 a rank's masters all zero.
+    """Return what is wrong with the values in a file: LT411 CRC, LT412 not finite, LT413 its masters all zero.
 
-    `records` are the archive members that hold them; `masters` the names of the trained tensors.
+    `records` are the archive members to read, `pieces` the parts of tensors that they hold, `masters` the names of the
+    trained tensors; `advance` is told of each block.
     """
-    pieces: dict[Path, list[_Piece]] = defaultdict(list)
-    for tensor in tensors.values():
-        for span in tensor.spans:
-            pieces[span.path].append(_Piece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype))
-    by_path: dict[Path, list[Record]] = defaultdict(list)
-    for record in dict.fromkeys(records):
-        by_path[record.path].append(record)
-    stop = threading.Event()
-    nbytes = sum(record.nbytes for listed in by_path.values() for record in listed)
-    with watch(nbytes) as advance, ThreadPoolExecutor(min(4, available_cores())) as workers:
-
-        def go_on(done: int) -> bool:
-            advance(done)
-            return not stop.is_set()
-
-        def look(path: Path) -> list[Finding]:
-            values = _Values(sorted(pieces.get(path, ())), masters)
-            return [*_file_faults(path, by_path[path], values, go_on), *values.faults(path)]
-
-        try:
-            return [fault for run in workers.map(look, by_path) for fault in run]
-        except BaseException:
-            stop.set()
-            raise
+    spans = sorted(_Piece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype) for span, tensor in pieces)
+    values = _Values(spans, masters)
+    return [*_file_faults(path, records, values, advance), *values.faults(path)]
 
 
-def _file_faults(
-    path: Path, records: Iterable[Record], values: _Values, go_on: Callable[[int], bool]
-) -> Iterator[Finding]:
+def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance: Advance) -> Iterator[Finding]:
     """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
         for start, record in sorted((record.data_at(), record) for record in records):
@@ -89,8 +64,7 @@ def _file_faults(
             for begin, block in _blocks(fd, start, record.nbytes):
                 crc = zlib.crc32(block, crc)
                 values.look_at(begin, block)
-                if not go_on(len(block)):
-                    return
+                advance(len(block))
             if crc != record.crc:
                 message = (
                     f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"

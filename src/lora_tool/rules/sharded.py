@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,10 @@ from lora_tool.rules.registry import Fault
 from lora_tool.rules.subject import Subject
 
 if TYPE_CHECKING:
-    from lora_tool.plan.training_state import TrainingState, Watch
+    from lora_tool.plan.training_state import TrainingState
+
+Watch = Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]]
+"""Asked once for how many bytes are going to be read, it gives what is told of each block, from any thread."""
 
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 
@@ -27,7 +31,7 @@ class ShardedSubject(Subject):
     looks: list[tuple[Finding, ...]] = field(default_factory=list, compare=False)
     """What a look at the values has found; empty before it."""
     watch: Watch | None = field(default=None, compare=False)
-    """Asked once for how many bytes are going to be read, it gives what is told of each block."""
+    """Told of a look at the values."""
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +55,10 @@ class ShardedSubject(Subject):
         yield from (as_fault(found) for found in self.looks[0] if found.code == code)
 
     def _look(self) -> list[Finding]:
-        from lora_tool.plan.training_state import unwatched  # noqa: PLC0415 - slow to import, for few folders
-
         try:
-            return self.state.look_at(self.state.assemble(self.state.entries), self.watch or unwatched)
+            check = self.state.value_check(self.state.assemble(self.state.entries))
+            with (self.watch or _unwatched)(check.nbytes) as advance:
+                return check.run(advance)
         except CheckpointError as error:  # damage inside of a file whose outside is good
             path = str(self.state.folder)
             return [
@@ -72,6 +76,10 @@ def sharded_subject(checkpoint: ZeroDir | DcpDir, *, watch: Watch | None = None)
     # a `latest` that is missing or names nothing is LT409's to report
     tag = checkpoint.latest if checkpoint.latest in tags else tags[-1]
     return ShardedSubject(checkpoint=checkpoint, state=zero_state(checkpoint, tag=tag), watch=watch)
+
+
+def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    return contextlib.nullcontext(lambda _: None)
 
 
 def as_fault(found: Finding) -> Fault:

@@ -50,7 +50,7 @@ from lora_tool.rules.sharded import ShardedSubject, sharded_subject
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, RunSubject, Server, Subject, bare_path, layers_of
 
 if TYPE_CHECKING:
-    from lora_tool.plan.training_state import Watch
+    from lora_tool.rules.sharded import Watch
 
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""

@@ -1,0 +1,43 @@
+"""A check of the values that a plan reads, in parts that can run beside the writing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lora_tool.cores import available_cores
+from lora_tool.report import Finding
+
+Advance = Callable[[int], None]
+"""Told of how many bytes were just read, from any thread; what it raises stops the reading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueCheck:
+    """A look at the values of tensors that is still to be taken."""
+
+    nbytes: int
+    """How many bytes it reads."""
+    parts: tuple[Callable[[Advance], list[Finding]], ...]
+    """What may run at the same time: each reads the values of a file and returns what is wrong with them."""
+    judge: Callable[[list[Finding]], list[Finding]] = list
+    """Given all that the parts found, in their order, returns what is to be told; raises where that is to stop us."""
+
+    def run(self, advance: Advance) -> list[Finding]:
+        """Run all parts and judge what they found. Raises what they raise."""
+        stop = threading.Event()
+
+        def go_on(nbytes: int) -> None:
+            if stop.is_set():
+                raise CancelledError
+            advance(nbytes)
+
+        with ThreadPoolExecutor(min(4, available_cores())) as workers:
+            try:
+                found = [*workers.map(lambda part: part(go_on), self.parts)]
+            except BaseException:
+                stop.set()
+                raise
+        return self.judge([fault for part in found for fault in part])
