@@ -1,76 +1,34 @@
 """LT414: masters against the 16-bit weights that were saved with them.
 
-Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights beside it. A sample of
-every rank's part is compared: it proves order, step and run of the ranks, where names and counters show nothing.
+A sample of every rank's part is compared: it proves order, step and run of the ranks, where names and counters show
+nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool import keys
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.files import open_regular
-from lora_tool.formats.partitions import Role, entries
-from lora_tool.formats.zero import ZeroTag
-from lora_tool.report import Finding, Severity
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.plan.saved_copies import SavedCopies
+from lora_tool.report import Finding
+from lora_tool.tensors import DType
 
 _SAMPLE = 1 << 14
 """Elements that are compared at the beginning of each rank's part of a tensor."""
 
-Tensors = Mapping[str, StoredTensor]
 
-
-def rounding_faults(root: Path, tag: ZeroTag, tensors: Tensors) -> Iterator[Finding]:
+def rounding_faults(saved: SavedCopies) -> Iterator[Finding]:
     """Yield LT414 for trained tensors whose masters do not round to the weights saved with them."""
-    known = entries(tag)
-    masters = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if known[name].role is Role.TRAINED and tensor.dtype is DType.F32
-    }
-    if tag.stage in (1, 2) and tag.first is not None:
-        file, held = tag.first.file, tag.first.module
-        copies = {
-            name: file.stored(held[name], name)
-            for name in masters
-            if name in held and held[name].shape == known[name].shape
-        }
-        yield from _disagreeing(masters, copies, Severity.ERROR)
-    elif tag.stage == 3:  # noqa: PLR2004 - the stage
-        copies, same_step = _gathered_beside(root, tag, masters)
-        # a file of which nobody knows when it was written proves less
-        yield from _disagreeing(masters, copies, Severity.ERROR if same_step else Severity.WARNING)
-
-
-def _gathered_beside(root: Path, tag: ZeroTag, masters: Tensors) -> tuple[dict[str, StoredTensor], bool]:
-    """Return the masters' names → their copies in the adapter or model in `root`; whether it is of the same step."""
-    try:
-        beside = open_checkpoint(root)
-    except (CheckpointError, UnsupportedCheckpoint):
-        return {}, False
-    if not isinstance(beside, AdapterDir | ModelDir) or any(problem.fatal for problem in beside.weights.problems):
-        return {}, False
-    held = {keys.parse(name).canonical: tensor for name, tensor in beside.tensors.items()}
-    found = {name: held.get(keys.parse(name).canonical) for name in masters}
-    trainer, first = beside.folder.trainer, tag.first
-    same_step = trainer is not None and first is not None and trainer.global_step == first.global_steps
-    return {name: copy for name, copy in found.items() if copy and copy.shape == masters[name].shape}, same_step
-
-
-def _disagreeing(masters: Tensors, copies: Tensors, severity: Severity) -> Iterator[Finding]:
-    for name, copy in copies.items():
+    for name, copy in saved.copies.items():
         (whole,) = copy.spans
         size, done = copy.dtype.bits // 8, 0
-        for span in masters[name].spans:
+        for span in saved.masters[name].spans:
             count = min(_SAMPLE, span.nbytes // 4)
             master = _read(span.path, span.offset, count * 4, "<f4")
             held = _read(whole.path, whole.offset + done // 4 * size, count * size, f"<u{size}")
@@ -78,7 +36,7 @@ def _disagreeing(masters: Tensors, copies: Tensors, severity: Severity) -> Itera
             if not _rounds_to(master, held, copy.dtype):
                 yield Finding(
                     code="LT414",
-                    severity=severity,
+                    severity=saved.severity,
                     path=str(span.path),
                     subject=name,
                     message=f"does not round to the {copy.dtype} weights in {whole.path}: of another run or step",

@@ -18,6 +18,8 @@ from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
 from lora_tool.plan import dcp_checks, zero_checks
 from lora_tool.plan.checking import Advance, ValueCheck
+from lora_tool.plan.saved_copies import saved_copies
+from lora_tool.plan.value_checks import value_faults
 from lora_tool.report import Finding
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
@@ -174,9 +176,12 @@ def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
     masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
 
     def rounding(_: Advance) -> list[Finding]:
-        from lora_tool.plan.rounding import rounding_faults  # noqa: PLC0415 - numpy, only where values are read
+        saved = saved_copies(root, tag, tensors)
+        if not saved.copies:
+            return []
+        from lora_tool.plan.rounding import rounding_faults  # noqa: PLC0415 - numpy, only where it is needed
 
-        return list(rounding_faults(root, tag, tensors))
+        return list(rounding_faults(saved))
 
     of_files = _check_of_files(tensors, _records(tag, tensors), masters=masters)
     return replace(of_files, parts=(*of_files.parts, rounding))
@@ -193,8 +198,6 @@ def _check_of_files(tensors: Tensors, records: Collection[Record], *, masters: f
             pieces[span.path].append((span, tensor))
 
     def part(path: Path, advance: Advance) -> list[Finding]:
-        from lora_tool.plan.value_checks import value_faults  # noqa: PLC0415 - numpy, only where values are read
-
         return value_faults(path, by_path[path], pieces[path], masters=masters, advance=advance)
 
     nbytes = sum(record.nbytes for record in records)
