@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, require_whole
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, require_whole, unexpected
 from lora_tool.cli.exit_codes import FINDINGS
 from lora_tool.cli.inspect import plain
 from lora_tool.cli.options import json_option, quiet_option
@@ -43,7 +43,7 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
             comparison = compare_models(pair[0], pair[1], progress)
         else:
             raise NotACheckpoint(
-                f"{first} is {_a(pair[0])}, {second} is {_a(pair[1])}: only like things can be compared",
+                f"{first} is {pair[0].kind.with_article}, {second} is {pair[1].kind.with_article}: only like things can be compared",
                 hint="compare two adapters or two models; merge the adapter first: lora-tool merge ADAPTER",
             )
     if as_json:
@@ -60,13 +60,6 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
 def _open(reference: str) -> AdapterDir | ModelDir:
     checkpoint: Checkpoint = open_checkpoint(resolve(reference, download=True, wanted=Wanted.ADAPTER).path)
     if not isinstance(checkpoint, AdapterDir | ModelDir):
-        raise NotACheckpoint(
-            f"{reference} is a {checkpoint.kind}, which has no weights of its own to compare",
-            hint=f"lora-tool consolidate {reference}, or name one of its checkpoints",
-        )
+        raise unexpected(checkpoint, "an adapter or a model")
     require_whole(checkpoint)
     return checkpoint
-
-
-def _a(checkpoint: Checkpoint) -> str:
-    return f"{'an' if checkpoint.kind.value[0] in 'aeiou' else 'a'} {checkpoint.kind}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,16 @@ from typing import Any
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint, open_model
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    adapters_below,
+    open_checkpoint,
+    open_model,
+    unexpected,
+)
 from lora_tool.cli.writing import DTYPES, asked_task, carry_out, dtype_option, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
@@ -130,14 +140,19 @@ def _open_adapter(source: Source) -> AdapterDir:
         )
     opened = open_checkpoint(inner[0] if inner else source.path)
     if not isinstance(opened, AdapterDir):
-        raise NotACheckpoint(
-            f"{source.path} is not an adapter but: {opened.kind}", hint=_not_an_adapter(opened.kind.value)
-        )
+        raise unexpected(opened, "an adapter", hint=_merge_instead(opened))
     return opened
 
 
-def _not_an_adapter(kind: str) -> str:
-    return "name one of its checkpoint folders" if kind == "run folder" else "lora-tool merge ADAPTER --base MODEL"
+def _merge_instead(opened: Checkpoint) -> str | None:
+    """Return the merge that may have been meant, None where another command comes first."""
+    root = shlex.quote(str(opened.root))
+    if isinstance(opened, RunDir):
+        last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
+        return f"name one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
+    if isinstance(opened, ModelDir) and opened.manifest is None:
+        return f"lora-tool merge ADAPTER --base {root}"
+    return None
 
 
 def _base_source(adapters: Sequence[AdapterDir], base: str | None) -> Source:
@@ -178,11 +193,7 @@ class _Inputs:
 
     def base(self) -> ModelDir:
         """Return the base model. Raises `NotACheckpoint` where it is something else."""
-        path = self.base_source.path
-        base = open_checkpoint(path)
-        if not isinstance(base, ModelDir):
-            raise NotACheckpoint(f"{path} is not a model but: {base.kind}", hint="give a model: --base MODEL")
-        return base
+        return open_model(self.base_source.path, hint="give a model: --base MODEL")
 
     def origins(self) -> dict[str, Any]:
         """Return Hub ids and commits, as the planner takes them."""

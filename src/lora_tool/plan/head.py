@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.architectures import Architecture
@@ -55,7 +56,8 @@ def find_head(
     if weight is None:
         raise UnsupportedAdapter(
             f"{adapter.root}: no `{names[0]}` in the adapter nor in the base: {_why_headless(arch.head, modules)}",
-            hint="look for it in the training checkpoint (global_step…), or train again with "
+            hint=_where_the_head_is(adapter)
+            or "look for it in the training checkpoint (global_step…), or train again with "
             f'task_type="SEQ_CLS" or modules_to_save=["{arch.head}"]',
         )
     rows = weight.shape[0]
@@ -65,6 +67,11 @@ def find_head(
             hint=f"leave --num-labels and --rm out, or give --num-labels {rows} with --task seq-cls",
         )
     return Head(module=arch.head, weight=weight, num_labels=rows)
+
+
+def _where_the_head_is(adapter: AdapterDir) -> str | None:
+    command = consolidate_command(adapter.root)
+    return f"look for it in the training checkpoint: {command}" if command else None
 
 
 def _why_headless(head: str, modules: AdapterModules) -> str:

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.merge import plan_merge
@@ -88,7 +88,7 @@ def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequen
     """
     model = open_model(merged)
     paths = [resolve(adapter, download=True, wanted=Wanted.ADAPTER).path for adapter in adapters]
-    opened = tuple(_open_adapter(path) for path in paths or _recorded_adapters(model))
+    opened = tuple(map(open_adapter, paths or _recorded_adapters(model)))
     return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
 
 
@@ -107,13 +107,6 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
 def _adapter_name(number: int) -> str:
     """Return what the manifest calls the adapter of that number."""
     return "adapter" if number == 1 else f"adapter {number}"
-
-
-def _open_adapter(path: Path) -> AdapterDir:
-    opened = open_checkpoint(path)
-    if not isinstance(opened, AdapterDir):
-        raise NotACheckpoint(f"{path} is not an adapter but: {opened.kind}")
-    return opened
 
 
 def _open_base(merged: ModelDir, adapter: AdapterDir, given: str | None) -> ModelDir:

@@ -10,7 +10,8 @@ from lora_tool.rules.explained import CLASSIFIERS, head_of
 from lora_tool.rules.subject import AdapterSubject
 from lora_tool.tensors import StoredTensor
 
-_CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
+CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
+"""How the names of the classes end whose heads have one row per label."""
 _MATRIX = 2
 _TRANSFORMERS_LABELS = 2
 """What transformers assumes where the config names no labels."""
@@ -56,7 +57,7 @@ def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
 
 def is_classifier(model: ModelDir) -> bool:
     """Return whether the model's config names a sequence or token classifier."""
-    return model.config is not None and any(name.endswith(_CLASSIFYING) for name in model.config.architectures)
+    return model.config is not None and any(name.endswith(CLASSIFYING) for name in model.config.architectures)
 
 
 def labels_of(model: ModelDir) -> int | None:
