@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +19,8 @@ from lora_tool.inspection.factors import BLOCK, READABLE, Matrix, raw_blocks, sq
 from lora_tool.inspection.folders import lora_modules
 from lora_tool.inspection.model import LoraModule
 from lora_tool.keys import Part, split_layer
+from lora_tool.progress import Progress
 from lora_tool.tensors import StoredTensor
-
-Progress = Callable[[int], None]
-"""Called with a number of bytes just compared."""
 
 
 @enum.unique

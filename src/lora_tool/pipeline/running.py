@@ -41,6 +41,7 @@ from lora_tool.plan.consolidate import prepare_consolidate
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
+from lora_tool.progress import Progress
 from lora_tool.report.model import Finding, Report, Severity
 from lora_tool.rules.explained import CLASSIFIERS
 from lora_tool.rules.head_tensors import head_weight
@@ -50,11 +51,11 @@ from lora_tool.sources import Source, another_base, resolve
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
-Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
 """Given what is done and how many bytes of it there are, a progress bar."""
 
 
-def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: Watch | None = None) -> Outcome:
+def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: StageWatch | None = None) -> Outcome:
     """Run the pipeline and return what became of every stage; `told` is called with each as it ends.
 
     A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
@@ -94,7 +95,7 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
 class _Running:
     """The state of one run: what the stages hand on."""
 
-    def __init__(self, job: Job, watch: Watch) -> None:
+    def __init__(self, job: Job, watch: StageWatch) -> None:
         self._job = job
         self._watch = watch
         self._proofs = Proofs(job.output)
