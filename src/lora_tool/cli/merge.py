@@ -21,41 +21,17 @@ from lora_tool.checkpoint import (
     open_model,
     unexpected,
 )
-from lora_tool.cli.writing import DTYPES, asked_task, carry_out, dtype_option, writing_options
+from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
-from lora_tool.plan.model import ExpertLayout, Plan, Precision
-from lora_tool.plan.task import Task
+from lora_tool.plan.model import ExpertLayout, Plan
 from lora_tool.sources import Source, Wanted, another_base, resolve
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
 @click.argument("adapters", nargs=-1, metavar="[ADAPTER]...")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: ADAPTER-merged]")
-@click.option("--base", help="Base model: path or Hub id.  [default: what adapter_config.json names]")
-@click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
-@click.option(
-    "--task",
-    type=click.Choice([task.value for task in Task]),
-    default=Task.AUTO.value,
-    show_default=True,
-    help="What the merged model is; reward is seq-cls with one label, own-class what adapter or base name.",
-)
-@click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
-@dtype_option("each as in the base")
-@click.option(
-    "--precision",
-    type=click.Choice([precision.value for precision in Precision]),
-    default=Precision.FLOAT32.value,
-    show_default=True,
-    help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
-)
-@click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
-@click.option(
-    "--moe-b-layout",
-    type=click.Choice([layout.value for layout in ExpertLayout]),
-    help="How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank_major]",
-)
+@model_options
 @click.option(
     "--allow-in-memory", is_flag=True, help="Let PEFT merge what only it can, with the whole model in memory."
 )

@@ -23,10 +23,10 @@ from lora_tool.cli.options import (
     quiet_option,
     report_option,
     select_option,
-    wants_colour,
 )
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
+from lora_tool.cli.terminal import show_error, wants_colour
 from lora_tool.errors import CheckpointError, LoraToolError
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.forms import Form, rendered
@@ -257,8 +257,6 @@ def _show(report: Report, asked: _Asked) -> None:
 
 
 def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> int:
-    from lora_tool.cli.main import show_error  # noqa: PLC0415 - main imports this module
-
     for error in errors:
         show_error(error)
     if errors:

@@ -130,8 +130,15 @@ def _base_fields(first: AdapterDir, second: AdapterDir) -> dict[str, tuple[str, 
 def _fields(first: object, second: object, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     if first is None or second is None:
         return {} if first is second else {"config": ("there" if first else "none", "there" if second else "none")}
-    pairs = {name: (str(getattr(first, name)), str(getattr(second, name))) for name in names}
+    pairs = {name: (_shown(getattr(first, name)), _shown(getattr(second, name))) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _shown(value: object) -> str:
+    """Return a config's value as a reader would write it."""
+    if isinstance(value, tuple | list | frozenset):
+        return ", ".join(map(str, sorted(value) if isinstance(value, frozenset) else value))
+    return "not set" if value is None else str(value)
 
 
 def _is_factor(part: Part, leaf: str | None) -> bool:
