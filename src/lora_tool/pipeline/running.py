@@ -38,12 +38,12 @@ from lora_tool.plan import fidelity
 from lora_tool.plan.assembling import HubOrigin
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.consolidate import prepare_consolidate
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
 from lora_tool.progress import Progress
 from lora_tool.report.model import Finding, Report, Severity
-from lora_tool.rules.explained import CLASSIFIERS
 from lora_tool.rules.head_tensors import head_weight
 from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, another_base, resolve
@@ -231,7 +231,7 @@ class _Running:
             return
         asked, config = self._job.task, opened.config
         name = config.architectures[0] if config and config.architectures else ""
-        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFIERS))
+        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFICATION_HEADS))
         if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
             asked is Task.CAUSAL_LM and name.endswith(_CLASSIFIER)
         ):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
-from lora_tool.plan.manifest import fingerprint
+from lora_tool.plan.manifest import adapter_name, fingerprint
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
@@ -69,7 +69,7 @@ class Provenance:
 
     def fingerprints(self) -> Mapping[str, str]:
         """Return the inputs' fingerprints by the names that the manifest gives them."""
-        names = (_adapter_name(number) for number in range(1, len(self.adapters) + 1))
+        names = (adapter_name(number) for number in range(1, len(self.adapters) + 1))
         adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
         return {"base": fingerprint(self.base.weights), **adapters}
 
@@ -94,7 +94,7 @@ def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequen
 
 def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
     number = 1
-    while (entry := _recorded(merged, _adapter_name(number))) is not None:
+    while (entry := _recorded(merged, adapter_name(number))) is not None:
         yield _resolve_named(entry, merged, "adapter")
         number += 1
     if number == 1:
@@ -102,11 +102,6 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
             f"{merged.root} does not say which adapter it was merged with",
             hint=f"lora-tool verify {merged.root} --adapter ADAPTER",
         )
-
-
-def _adapter_name(number: int) -> str:
-    """Return what the manifest calls the adapter of that number."""
-    return "adapter" if number == 1 else f"adapter {number}"
 
 
 def _open_base(merged: ModelDir, adapter: AdapterDir, given: str | None) -> ModelDir:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.keys import Part
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
-from lora_tool.rules.explained import CLASSIFICATION_TASKS, CLASSIFIERS, VALUE_HEADS, head_of, is_end
+from lora_tool.rules.explained import CLASSIFICATION_TASKS, VALUE_HEADS, head_of, is_end
 from lora_tool.rules.head_tensors import (
     CLASSIFYING,
     head_weight,
@@ -54,7 +55,7 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     if _carries_head(subject) or lora_heads(subject):
         return
     lost = "no trained head (`score.weight` or `classifier.weight`) is in the file"
-    base_head = head_weight(subject.base.tensors, CLASSIFIERS) if subject.base else None
+    base_head = head_weight(subject.base.tensors, CLASSIFICATION_HEADS) if subject.base else None
     if base_head is None and not (unsaid and subject.base is None):
         yield Fault(message=f"{lost}: what it learned to score is lost", hint=_where_the_head_is(subject))
     elif base_head is None:
@@ -72,7 +73,7 @@ def _where_the_head_is(subject: AdapterSubject) -> str | None:
 
 def _carries_head(subject: AdapterSubject) -> bool:
     """Whether a head is saved: one of the known names, or a top-level module of its own beside the adapted trunk."""
-    if any(head_of(name) in CLASSIFIERS for name in saved_heads(subject)):
+    if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
         return True
     trunks = {layer.target.partition(".")[0] for layer in subject.layers}
     tops = {path.partition(".")[0] for _, path, _ in subject.plain() if not is_end(path)}
@@ -134,11 +135,11 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
     """
     if isinstance(subject, AdapterSubject):
-        weight = head_weight(saved_heads(subject), CLASSIFIERS) or lora_head_rows(subject)
+        weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS) or lora_head_rows(subject)
         base = subject.base
         told = labels_of(base) if base else None
     elif isinstance(subject, ModelSubject):
-        weight = head_weight(subject.tensors, CLASSIFIERS)
+        weight = head_weight(subject.tensors, CLASSIFICATION_HEADS)
         base, told = None, None
     else:
         return
@@ -197,7 +198,7 @@ def _heads_present(subject: AdapterSubject) -> dict[str, StoredTensor]:
     heads: dict[str, StoredTensor] = {}
     for path, tensor in (*saved_heads(subject).items(), *under_lora.items()):
         head = head_of(path)
-        if head in CLASSIFIERS | VALUE_HEADS:
+        if head in CLASSIFICATION_HEADS | VALUE_HEADS:
             heads.setdefault(head, tensor)
     return heads
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.keys import Part
-from lora_tool.rules.explained import CLASSIFIERS, head_of
+from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.rules.explained import head_of
 from lora_tool.rules.subject import AdapterSubject
 from lora_tool.tensors import StoredTensor
 
@@ -50,7 +51,7 @@ def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
     ends = frozenset(leaf.removesuffix(".weight") for leaf in _LAST if not leaf.startswith("dense"))
     for module, lora_b in lora_heads(subject).items():
         head, _, inner = module.partition(".")
-        if head in CLASSIFIERS and (not inner or inner in ends) and lora_b.shape:
+        if head in CLASSIFICATION_HEADS and (not inner or inner in ends) and lora_b.shape:
             return lora_b
     return None
 
