@@ -49,6 +49,11 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < _KIB - 1 else f"{value:.0f} {unit}"
 
 
+def counted(n: int, what: str) -> str:
+    """Return how many there are, in words: "1 file", "2,048 files", "no files"."""
+    return f"{f'{n:,}' if n else 'no'} {what}{'' if n == 1 else 's'}"
+
+
 def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
     """Return frozen data as JSON data: names from files escaped, NaN and infinities null."""
     if isinstance(value, dict):

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.tables import filled, fits, number, print_all
-from lora_tool.display import printable, size
+from lora_tool.display import counted, printable, size
 from lora_tool.inventory import Choice, Content, Inventory, Listed
 
 _COLOURS = {"good": "green", "warned": "yellow", "broken": "red"}
@@ -27,7 +27,7 @@ def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:
         table = _table(listed, root, by_content=False)
     totals = {content: sum(item.sizes[content] for _, item in listed) for content in Content}
     kinds = ", ".join(f"{content} {size(total)}" for content, total in totals.items() if total)
-    print_all([table, f"{_count(len(listed))}, {size(sum(totals.values()))}: {kinds}"], out)
+    print_all([table, f"{counted(len(listed), 'checkpoint')}, {size(sum(totals.values()))}: {kinds}"], out)
 
 
 def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content: bool) -> Table:
@@ -76,9 +76,9 @@ def show_choices(choices: Sequence[Choice], root: Path, out: TextIO, *, done: bo
     elif not going:
         print_all([table, "nothing to remove"], out)
     elif done:
-        print_all([table, f"removed {_count(len(going))}, {freed}"], out)
+        print_all([table, f"removed {counted(len(going), 'checkpoint')}, {freed}"], out)
     else:
-        print_all([table, f"would remove {_count(len(going))} and free {freed}; --apply does it"], out)
+        print_all([table, f"would remove {counted(len(going), 'checkpoint')} and free {freed}; --apply does it"], out)
 
 
 def _name(item: Listed, root: Path) -> str:
@@ -91,7 +91,3 @@ def _verdict(item: Listed) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else number(value)
-
-
-def _count(n: int) -> str:
-    return f"{n} checkpoint" if n == 1 else f"{n} checkpoints"

@@ -13,7 +13,7 @@ import click
 
 from lora_tool.cli.options import json_option, quiet_option
 from lora_tool.cli.terminal import tell
-from lora_tool.display import printable
+from lora_tool.display import counted, printable
 from lora_tool.train.methods import METHODS
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcom
 def _summarise(run: RunConfig, outcome: Outcome) -> None:
     facts = outcome.facts
     warnings = sum(str(item.severity) == "warning" for item in outcome.findings)
-    told = f"{warnings} warning{'s' if warnings > 1 else ''}" if warnings else "no findings"
+    told = counted(warnings, "warning") if warnings else "no findings"
     if outcome.status.value == "checked":
         click.echo(f"{run.method.name}: ready to train, {told}")
         return
@@ -215,11 +215,7 @@ def _summarise(run: RunConfig, outcome: Outcome) -> None:
         + (f", parameters moved by {facts['moved']:.3g}" if facts.get("moved") is not None else "")
         + f", {told}"
     )
-    head = (
-        f" with its head {facts['head']} ({facts['num_labels']} label{'s' if facts['num_labels'] != 1 else ''})"
-        if facts.get("head")
-        else ""
-    )
+    head = f" with its head {facts['head']} ({counted(facts['num_labels'], 'label')})" if facts.get("head") else ""
     click.echo(f"wrote {printable(str(facts.get('output')))}{head}; the report is {REPORT} in it")
 
 

@@ -14,7 +14,7 @@ from lora_tool.cli.options import base_option, jobs_option, overwrite_option, qu
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
 from lora_tool.cli.terminal import warn
-from lora_tool.display import json_text, printable, size
+from lora_tool.display import counted, json_text, printable, size
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
@@ -206,4 +206,6 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
             click.echo(printable(fidelity.line(kept)))
         if checked is not None:
             click.echo(checked.line)
-        click.echo(f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {len(plan.shards)} weight files")
+        click.echo(
+            f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
+        )

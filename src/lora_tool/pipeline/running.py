@@ -20,7 +20,7 @@ from lora_tool.checkpoint import (
     open_model,
     open_sharded,
 )
-from lora_tool.display import size
+from lora_tool.display import counted, size
 from lora_tool.errors import (
     CheckpointError,
     LoraToolError,
@@ -38,6 +38,7 @@ from lora_tool.plan import fidelity
 from lora_tool.plan.assembling import HubOrigin
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.consolidate import prepare_consolidate
+from lora_tool.plan.features import OTHER_BASE
 from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
@@ -271,7 +272,7 @@ class _Running:
         try:
             return resolve(reference, near=self._root, revision=revision, download=True)
         except NotACheckpoint as error:
-            error.hint = error.hint or "give the model that the adapter was trained on: --base MODEL"
+            error.hint = error.hint or OTHER_BASE
             raise
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> None:
@@ -366,6 +367,6 @@ def _curable(findings: Iterable[Finding]) -> bool:
 
 def _counted(report: Report) -> str:
     counts = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
-    told = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
+    told = [counted(count, what) for count, what in counts if count]
     codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
     return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"

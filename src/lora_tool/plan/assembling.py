@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.display import counted
 from lora_tool.plan import layout
 from lora_tool.plan.manifest import adapter_name, describe_input, fingerprint
 from lora_tool.plan.model import Fate, Leftover, Plan, Precision, SideFile, Step
@@ -159,7 +160,7 @@ def _left_out_notes(leftovers: Sequence[Leftover], base: ModelDir) -> Iterator[s
 
 def _task_note(merge: Merge) -> str:
     sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
-    labels = "1 label" if merge.labels == 1 else f"{merge.labels} labels"
+    labels = "" if merge.labels is None else counted(merge.labels, "label")
     if merge.head is None:
         told = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
         return f"merging {sources} into {merge.base.root} as {told}"

@@ -14,6 +14,7 @@ _AS_PLAIN_LORA = (
     'save_pretrained(folder, path_initial_model_for_weight_conversion="the adapter before training")'
 )
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
 UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
 
 

@@ -17,7 +17,7 @@ from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
-from lora_tool.plan.features import ALLOW_IN_MEMORY, WITH_PEFT
+from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE, WITH_PEFT
 from lora_tool.plan.head import way_to_head
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
@@ -197,7 +197,7 @@ def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
             f"{mapped.base.root}: {mapped.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
             + (f" ({len(lacking)} in all)" if len(lacking) > 1 else "")
             + ": transformers would fill it with random values on every load",
-            hint="give the model that the adapter was trained on: --base MODEL",
+            hint=OTHER_BASE,
         )
 
 
@@ -302,7 +302,7 @@ def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
             raise IncompatibleBase(
                 f"{step.op.source.path}: `{step.out.name}` is {list(step.out.shape)}, the adapter's lora_B·lora_A is "
                 f"{list(needed)}",
-                hint="give the model that the adapter was trained on: --base MODEL",
+                hint=OTHER_BASE,
             )
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)

@@ -22,7 +22,7 @@ from lora_tool.plan.ends import (
     with_vocabulary,
     without_tied_repeats,
 )
-from lora_tool.plan.features import WITH_PEFT, require_mergeable
+from lora_tool.plan.features import OTHER_BASE, WITH_PEFT, require_mergeable
 from lora_tool.plan.head import Head, count_labels, find_head
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.model import ExpertLayout, LoraDelta, Plan, Precision, Step
@@ -243,6 +243,6 @@ def require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir]) ->
             raise IncompatibleBase(
                 f"{base.root} is a merged model that holds this very adapter already ({adapter.root}): "
                 "merging again would apply it twice",
-                hint="give the model that the adapter was trained on: --base MODEL",
+                hint=OTHER_BASE,
             )
     return prints

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.checkpoint.nearby import consolidate_command
+from lora_tool.display import counted
 from lora_tool.keys import Part
 from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
@@ -12,7 +13,6 @@ from lora_tool.rules.explained import CLASSIFICATION_TASKS, VALUE_HEADS, head_of
 from lora_tool.rules.head_tensors import (
     CLASSIFYING,
     head_weight,
-    labels,
     labels_of,
     lora_head_rows,
     lora_heads,
@@ -147,9 +147,9 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         return
     rows, asked = f"has {weight.shape[0]} rows", subject.num_labels
     if asked is not None and asked != weight.shape[0]:
-        yield Fault(subject=weight.name, message=f"{rows}, asked for: {labels(asked)}", path=str(weight.path))
+        yield Fault(subject=weight.name, message=f"{rows}, asked for: {counted(asked, 'label')}", path=str(weight.path))
     elif told is not None and told != weight.shape[0] and base is not None:
-        message = f"{rows}, but {base.root / 'config.json'} means {labels(told)}"
+        message = f"{rows}, but {base.root / 'config.json'} means {counted(told, 'label')}"
         yield Fault(subject=weight.name, message=message, path=str(weight.path))
 
 

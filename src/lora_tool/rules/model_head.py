@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.display import counted
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import tokenizer
 from lora_tool.formats.files import inside, read_json
@@ -13,7 +14,7 @@ from lora_tool.plan.architectures import architecture_of
 from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
 from lora_tool.rules.explained import VALUE_HEADS, head_of
-from lora_tool.rules.head_tensors import head_weight, is_classifier, labels, labels_of
+from lora_tool.rules.head_tensors import head_weight, is_classifier, labels_of
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 
@@ -132,7 +133,9 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     if weight is None or told is None or model.config is None or told == weight.shape[0]:
         return
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
-    means = f"means {labels(told)}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+    means = (
+        f"means {counted(told, 'label')}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+    )
     yield Fault(subject="id2label", message=f"{means}, {rows}", path=str(model.config.path))
 
 
