@@ -619,6 +619,17 @@ def _no_head(folder: Path) -> None:
         del table[SCORE]
 
 
+@_breaks("LT301 trained without a task type", REWARD, with_base=True)
+def _no_head_and_no_task(folder: Path) -> None:
+    _no_head(folder)
+    with fields(folder) as config:
+        config |= {"task_type": None, "modules_to_save": None}
+        config["auto_mapping"] = {
+            "base_model_class": "Qwen2ForSequenceClassification",
+            "parent_library": "transformers",
+        }
+
+
 @_breaks("LT301 in a run", RUN)
 def _no_head_in_run(folder: Path) -> None:
     _no_head(folder)

@@ -16,7 +16,8 @@ import click
 
 from lora_tool.cli.exit_codes import MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
-from lora_tool.rules.registry import RULES
+from lora_tool.report import Severity
+from lora_tool.rules.registry import RULES, Rule
 from lora_tool.rules.validation import validate
 
 README = Path(__file__).parents[1] / "README.md"
@@ -35,11 +36,33 @@ def command_table() -> str:
     return "\n".join(lines)
 
 
+FAMILIES = {
+    "LT1": "the files themselves",
+    "LT2": "an adapter",
+    "LT3": "the head of a classifier or reward model",
+    "LT4": "rank files of DeepSpeed and FSDP",
+    "LT5": "an adapter against its base",
+    "LT6": "a merged model",
+    "LT7": "a training run",
+    "LT8": "an adapter for a server, with `--for`",
+}
+"""How the codes of a family begin → what its rules judge."""
+
+
 def rule_table() -> str:
-    """Return every rule with its severity and title."""
+    """Return every rule with its title, by family; those that are no errors say so."""
     assert validate.__module__ == "lora_tool.rules.validation"  # importing it registers every rule
-    rows = [f"| {rule.code} | {rule.severity.value} | {rule.title} |" for _, rule in sorted(RULES.items())]
-    return "\n".join(["| code | severity | what it means |", "|---|---|---|", *rows])
+    lines = ["| about | rules |", "|---|---|"]
+    for family, about in FAMILIES.items():
+        rules = [rule for code, rule in sorted(RULES.items()) if code.startswith(family)]
+        lines.append(f"| {about} | {' · '.join(map(_rule, rules))} |")
+    assert sum(text.count("**LT") for text in lines) == len(RULES), "a family is missing"
+    return "\n".join(lines)
+
+
+def _rule(rule: Rule) -> str:
+    mark = "" if rule.severity is Severity.ERROR else f" ({rule.severity.value})"
+    return f"**{rule.code}** {rule.title}{mark}"
 
 
 def exit_code_table() -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
+from pathlib import Path
+from typing import Any
 
 _KIB = 1024
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -44,6 +47,22 @@ def size(nbytes: int) -> str:
             break
         value /= _KIB
     return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < _KIB - 1 else f"{value:.0f} {unit}"
+
+
+def counted(n: int, what: str) -> str:
+    """Return how many there are, in words: "1 file", "2,048 files", "no files"."""
+    return f"{f'{n:,}' if n else 'no'} {what}{'' if n == 1 else 's'}"
+
+
+def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
+    """Return frozen data as JSON data: names from files escaped, NaN and infinities null."""
+    if isinstance(value, dict):
+        return {printable(str(key)): json_data(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_data(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return printable(str(value)) if isinstance(value, str | Path) else value
 
 
 def json_text(value: object, *, spread: int, indent: str = "") -> str:

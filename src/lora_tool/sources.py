@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.hub_cache import may_hold
+from lora_tool.mistyped import no_such_folder, not_a_folder, probably_meant
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _URI = "hf://"
@@ -53,8 +54,8 @@ def resolve(
     An existing path is local; ``hf://`` is the Hub; a bare ``owner/name`` is local if such a folder exists, else the
     Hub. A relative path is looked for in the working directory and in `near` (PEFT writes the path as it was typed
     when training); if both exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache;
-    it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was looked for, `IncompleteCheckpoint`
-    where the Hub could not give it.
+    it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was
+    looked for, `IncompleteCheckpoint` where the Hub could not give it.
     """
     if not reference:
         raise NotACheckpoint("an empty name: no such folder, and no Hub id")
@@ -65,10 +66,8 @@ def resolve(
         _require_no_file(reference)
     match = _HUB_ID.match(reference.removeprefix(_URI))
     if match is None:
-        places = (
-            f" (looked in {Path.cwd()}{f' and {near}' if near else ''})" if not Path(reference).is_absolute() else ""
-        )
-        raise NotACheckpoint(f"{reference}: no such folder{places}")
+        looked_in = f"looked in {Path.cwd()}{f' and {near}' if near else ''}"
+        raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
     return _from_hub(match["id"], match["revision"] or revision, reference, download=download, wanted=wanted)
 
 
@@ -94,7 +93,7 @@ def _require_no_file(reference: str) -> None:
     except (OSError, ValueError):  # a name that is too long, or has a NUL in it
         return
     if is_file:
-        raise NotACheckpoint(f"{reference} is a file, not a folder", hint=f"name its folder: {path.parent}")
+        raise not_a_folder(reference)
 
 
 def _tidy(path: Path) -> Path:
@@ -116,7 +115,8 @@ def _cached_source(path: Path, reference: str) -> Source:
 def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:
     if not download and not may_hold(hub_id):
         raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and it is not in the Hub cache", hint=f"hf download {hub_id}"
+            f"{reference}: no such folder, and it is not in the Hub cache",
+            hint=probably_meant(reference) or f"hf download {hub_id}",
         )
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
@@ -142,11 +142,13 @@ def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bo
         tried = "the Hub cannot be reached and it is" if download else "it is"
         raise IncompleteCheckpoint(
             f"{reference}: no such folder, and {tried} not in the Hub cache",
-            hint=f"hf download {hub_id}" + (f" --revision {revision}" if revision else ""),
+            hint=probably_meant(reference) or f"hf download {hub_id}" + (f" --revision {revision}" if revision else ""),
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise IncompleteCheckpoint(f"{reference}: the Hub did not give it: {reason}") from error
+        raise IncompleteCheckpoint(
+            f"{reference}: no such folder, and the Hub did not give it: {reason}", hint=probably_meant(reference)
+        ) from error
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
 

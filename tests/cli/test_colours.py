@@ -42,3 +42,25 @@ def test_a_terminal_gets_colours_unless_its_user_says_no(command: str, tmp_path:
     plain = on_a_terminal(*args, NO_COLOR="1")
     assert plain
     assert "\x1b" not in plain
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (["ls"], ["checkpoint-2", "checkpoint-4 *", "0.617", "good"]),
+        (["diff", "checkpoint-2", "checkpoint-4"], ["down_proj", "score.weight", "0.182", "cosine"]),
+        (["inspect", "checkpoint-2"], ["gate_proj", "scaling", "0.193"]),
+        (["prune"], ["checkpoint-2", "88 KiB", "goes"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_no_name_or_number_is_broken_where_the_terminal_is_narrow(
+    command: list[str], names: list[str], columns: str
+) -> None:
+    name, *paths = command
+    run = FIXTURES / "reward-run"
+    written = on_a_terminal(name, *(str(run / path) for path in paths or ["."]), COLUMNS=columns, NO_COLOR="1")
+    rows = written.splitlines()
+    for shown in names:
+        assert any(f"  {shown}  " in f"  {row}  " or row.endswith(f"  {shown}") for row in rows), (shown, written)

@@ -132,9 +132,12 @@ def test_an_unknown_command_names_the_closest(call: Caller) -> None:
     ("arguments", "words"),
     [
         (["nowhere"], ["nowhere: no such folder"]),
-        (["fixtures/causal-llama/base"], ["is not an adapter but: base model", "--base MODEL"]),
-        (["fixtures/reward-run"], ["is not an adapter but: run folder", "checkpoint"]),
-        ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is not a model but: trainer checkpoint"]),
+        (["fixtures/causal-llama/base"], ["is a base model: expected an adapter", "--base fixtures/causal-llama/base"]),
+        (
+            ["fixtures/reward-run"],
+            ["is a run folder: expected an adapter", "lora-tool merge fixtures/reward-run/checkpoint-4"],
+        ),
+        ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is a trainer checkpoint: expected a model"]),
         ([LLAMA, "--base", ""], ["no such folder"]),
         ([LLAMA, "--rm"], ["task_type is CAUSAL_LM, but --task reward was asked for", "SEQ_CLS"]),
         ([QWEN, "--num-labels", "4"], ["has 1 rows", "asked for were 4"]),

@@ -10,9 +10,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
-    **dict.fromkeys(("errors", "tensors", "keys", "display", "cores", "version"), 0),
+    **dict.fromkeys(("errors", "tensors", "keys", "display", "cores", "progress", "version"), 0),
     "formats": 1,
-    "hub_cache": 1,
+    **dict.fromkeys(("hub_cache", "mistyped"), 1),
     **dict.fromkeys(("checkpoint", "sources"), 2),
     # the third floor has steps: findings and plans are data, rules ask plans what can be merged
     **dict.fromkeys(("report", "names"), 3),

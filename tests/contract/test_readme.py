@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from lora_tool.cli.configuration import configuration
 from lora_tool.cli.main import COMMANDS, cli
 from lora_tool.plan.architectures import ARCHITECTURES
 from tests.readme import rewritten, transcripts
@@ -47,6 +48,33 @@ def test_library_example_runs(clone: Path) -> None:
     (example,) = blocks("python")
     subprocess.run([sys.executable, "-c", example], check=True)
     assert (clone / "reward-model" / "lora_tool.json").is_file()
+
+
+def options(name: str) -> set[str]:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None, name
+    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_every_option_that_is_shown_exists() -> None:
+    lines = re.findall(r"^(?:\$ |- |    - )?(lora-tool [a-z]+.*)$", README, re.MULTILINE)
+    lines += re.findall(r"`(lora-tool [a-z]+[^`]*)`", README)
+    assert len(lines) > 20
+    for line in lines:
+        name, *words = line.partition("  #")[0].split()[1:]
+        if name not in ("train", "guard"):  # which hand options on to TRL
+            assert {word for word in words if word.startswith("-")} <= options(name), line
+    named = set(re.findall(r"`(--[a-z][a-z-]*)", README))
+    assert named <= {"--help"}.union(*map(options, COMMANDS))
+
+
+def test_the_configuration_is_one(tmp_path: Path) -> None:
+    (example,) = blocks("toml")
+    (tmp_path / "lora-tool.toml").write_text(example)
+    read = configuration(str(tmp_path / "lora-tool.toml"), [])
+    assert read.servers == ("vllm",)
+    assert list(read.ignore) == ["LT803"]
+    assert read.ci == {"output": "reward-model", "rm": True}
 
 
 def test_both_ci_commands_are_there_and_pinned() -> None:

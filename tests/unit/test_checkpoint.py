@@ -194,8 +194,14 @@ def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: 
         (lambda path: path.write_text(""), "is a file, not a folder"),
         (lambda path: path.mkdir(), "holds no adapter_config.json"),
         (lambda path: files(path, "sub/config.json"), "is no checkpoint itself, but holds: sub"),
+        (
+            lambda path: files(
+                path, "a/config.json", *(f"{of}/global_step1/mp_rank_00_model_states.pt" for of in "bc")
+            ),
+            "is no checkpoint itself, but holds: a, b, c",
+        ),
     ],
-    ids=["missing", "file", "empty", "around"],
+    ids=["missing", "file", "empty", "around", "of several kinds"],
 )
 def test_nothing_known_is_said_so(make: object, words: str, tmp_path: Path) -> None:
     assert callable(make)
@@ -204,8 +210,25 @@ def test_nothing_known_is_said_so(make: object, words: str, tmp_path: Path) -> N
         open_checkpoint(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    ("folder", "kind", "command"),
+    [
+        ("causal-llama/adapter", "an adapter", "merge"),
+        ("causal-llama/base", "a base model", "validate"),
+        ("reward-run", "a run folder", "ls"),
+    ],
+)
+def test_what_is_no_rank_files_is_said_with_the_command_that_takes_it(folder: str, kind: str, command: str) -> None:
+    root = FIXTURES / folder
+    with pytest.raises(NotACheckpoint, match=f"is {kind}: expected a DeepSpeed checkpoint") as caught:
+        open_sharded(root)
+    named = str(caught.value.hint)
+    # a training checkpoint beside it may hold what an adapter lacks
+    assert named == f"lora-tool {command} {root}" or (command == "merge" and "lora-tool consolidate" in named)
+
+
 def test_an_adapter_is_no_model() -> None:
-    with pytest.raises(NotACheckpoint, match="is not a model folder but: adapter"):
+    with pytest.raises(NotACheckpoint, match="is an adapter: expected a model"):
         open_model(FIXTURES / "causal-llama" / "adapter")
 
 

@@ -81,6 +81,22 @@ def test_a_lost_head_is_only_a_warning_where_the_base_has_one(tmp_path: Path) ->
     assert _only(judge(folder, base=folder.parent / "base"), "LT301").severity is Severity.WARNING
 
 
+def test_without_a_task_type_the_head_of_the_base_is_kept_and_may_be_there(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    break_(folder, "LT301 trained without a task type")
+    assert _only(judge(folder), "LT301").severity is Severity.WARNING
+    edit.as_classifier(folder.parent / "base")
+    assert lines(judge(folder, base=folder.parent / "base")) == []
+
+
+def test_a_lost_head_is_looked_for_in_the_training_checkpoint_nearby(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    break_(folder, "LT301")
+    (folder / "global_step5").mkdir()
+    (folder / "global_step5" / "mp_rank_00_model_states.pt").touch()
+    assert (_only(judge(folder), "LT301").hint or "").endswith(f"lora-tool consolidate {folder}")
+
+
 def test_lora_on_a_head_that_the_adapter_carries_is_fine(tmp_path: Path) -> None:
     folder = copy_of(REWARD, tmp_path)
     break_(folder, "LT302")

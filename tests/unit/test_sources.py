@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.sources import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -93,3 +93,27 @@ def test_what_is_not_in_the_cache_is_said_so(reference: str, download: bool) -> 
 def test_what_is_neither_path_nor_id_is_said_so(reference: str) -> None:
     with pytest.raises(NotACheckpoint, match="no such folder"):
         resolve(reference)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("runs/reward-qwen2/adaptr", "runs/reward-qwen2/adapter"),
+        ("runs/reward-qwen/adapter", "runs/reward-qwen2/adapter"),
+        ("runs/rewardqwen2", "runs/reward-qwen2"),  # may be a Hub id, too
+        ("hf://owner/name", None),
+        ("runs/reward-qwen/base", None),  # no such folder in what is nearest
+        ("runs/something/else", None),
+        ("runs/reward-qwen2/weights", None),  # a file's name is none
+    ],
+)
+def test_a_mistyped_path_is_told_from_the_nearest_folder(
+    typed: str, meant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "reward-qwen2" / "adapter").mkdir(parents=True)
+    (tmp_path / "runs" / "reward-qwen2" / "weight").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        resolve(typed)
+    said = caught.value.hint or ""
+    assert said == f"did you mean {meant}?" if meant else not said.startswith("did you mean")

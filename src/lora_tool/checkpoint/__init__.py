@@ -1,10 +1,21 @@
 """What a folder is and holds, from names, JSON files and tensor headers: never a weight."""
 
-from lora_tool.checkpoint.folders import AdapterDir, Checkpoint, DcpDir, Folder, Kind, ModelDir, RunDir, ZeroDir
+from lora_tool.checkpoint.folders import (
+    AdapterDir,
+    Checkpoint,
+    DcpDir,
+    Folder,
+    Kind,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    unexpected,
+)
 from lora_tool.checkpoint.opening import (
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
     adapters_below,
+    open_adapter,
     open_checkpoint,
     open_model,
     open_sharded,
@@ -23,8 +34,10 @@ __all__ = [
     "RunDir",
     "ZeroDir",
     "adapters_below",
+    "open_adapter",
     "open_checkpoint",
     "open_model",
     "open_sharded",
     "require_whole",
+    "unexpected",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
 from lora_tool.formats.weights import Weights
+from lora_tool.mistyped import no_such_folder, not_a_folder
 from lora_tool.tensors import TensorTable
 
 _TAG = re.compile(r"global_step\d+\Z")
@@ -37,6 +39,11 @@ class Kind(str, enum.Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+    @property
+    def with_article(self) -> str:
+        """The kind as a sentence has it: "an adapter", "an FSDP checkpoint"."""
+        return f"{'an' if self in (Kind.ADAPTER, Kind.DCP) else 'a'} {self}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +189,29 @@ class RunDir:
 Checkpoint = ModelDir | AdapterDir | ZeroDir | DcpDir | RunDir
 
 
+def unexpected(found: Checkpoint, expected: str, *, hint: str | None = None) -> NotACheckpoint:
+    """Return the error for a checkpoint of another kind than was `expected`; without a hint, the command that takes it."""
+    return NotACheckpoint(
+        f"{found.root} is {found.kind.with_article}: expected {expected}",
+        hint=hint or f"lora-tool {_command_for(found)} {shlex.quote(str(found.root))}",
+    )
+
+
+def _command_for(found: Checkpoint) -> str:
+    """Return the command that goes on from this kind of checkpoint."""
+    if isinstance(found, AdapterDir):
+        return "merge"
+    if isinstance(found, ModelDir):
+        return "validate" if found.manifest is None else "verify"
+    return "ls" if isinstance(found, RunDir) else "consolidate"
+
+
 def read_folder(root: Path) -> Folder:
     """Return what lies in the folder `root`, by name. Raises `NotACheckpoint` where it cannot be listed."""
     if not root.exists():
-        raise NotACheckpoint(f"{root}: no such folder")
+        raise no_such_folder(root)
     if not root.is_dir():
-        raise NotACheckpoint(f"{root} is a file, not a folder", hint=f"lora-tool validate {root.parent}")
+        raise not_a_folder(root)
     files: list[str] = []
     folders: list[str] = []
     try:

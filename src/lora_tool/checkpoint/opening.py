@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +24,7 @@ from lora_tool.checkpoint.folders import (
     RunDir,
     ZeroDir,
     read_folder,
+    unexpected,
 )
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import (
@@ -54,6 +56,8 @@ _MODEL_SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
 _LAST_NUMBER = re.compile(r"\d{1,18}\Z")
 _DCP_METADATA = ".metadata"
+_ENOUGH = 5
+"""Names of folders by which a reader recognises the place."""
 _OTHER_RANK_FILES = (
     (
         re.compile(r"model_world_size_\d+_rank_\d+\.pt\Z"),
@@ -79,10 +83,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     has_weights = bool(names & {MODEL_WEIGHTS, MODEL_INDEX, MODEL_PICKLE, MODEL_PICKLE_INDEX}) or any(
         map(_MODEL_SHARD.match, names)
     )
-    for open_sharded in (_open_zero, _open_dcp):
-        sharded = None if has_weights else open_sharded(folder)
-        if sharded is not None:
-            return sharded
+    sharded = None if has_weights else _open_zero(folder) or _open_dcp(folder)
+    if sharded is not None:
+        return sharded
     if folder.checkpoints and not has_weights:
         return RunDir(folder=folder, problems=folder.problems)
     if not has_weights:
@@ -92,7 +95,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     below = _sharded_below(folder)
     if len(below) == 1:  # OpenRLHF's `_actor`
         return below[0]
-    raise _several(folder, below) if below else _nothing_known(folder)
+    raise _no_checkpoint_itself(folder, [sharded.root.name for sharded in below])
 
 
 def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -123,19 +126,29 @@ def open_sharded(path: str | os.PathLike[str]) -> ZeroDir | DcpDir:
     if len(below) == 1:
         return below[0]
     if below:
-        raise _several(folder, below)
+        last = max(below, key=lambda sharded: _step_of(sharded.root.name)).root
+        raise NotACheckpoint(
+            f"{folder.root} holds {len(below)} checkpoints: {', '.join(sharded.root.name for sharded in below[:8])}",
+            hint=f"lora-tool consolidate {shlex.quote(str(last))}",
+        )
     _refuse_other_rank_files(folder)
-    raise NotACheckpoint(
-        f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)",
-        hint=consolidate_command(folder.root),
-    )
+    raise _not_sharded(folder)
 
 
-def _several(folder: Folder, found: list[ZeroDir | DcpDir]) -> NotACheckpoint:
-    names = ", ".join(sharded.root.name for sharded in found[:8])
-    last = max(found, key=lambda sharded: _step_of(sharded.root.name)).root
-    return NotACheckpoint(
-        f"{folder.root} holds {len(found)} checkpoints: {names}", hint=f"lora-tool consolidate {last}"
+def _not_sharded(folder: Folder) -> NotACheckpoint:
+    """Return what the folder is instead; what lacks weights may have them in a training checkpoint nearby."""
+    try:
+        found = open_checkpoint(folder.root)
+    except CheckpointError:
+        return NotACheckpoint(
+            f"{folder.root} holds no DeepSpeed checkpoint (global_step…) and no FSDP one (.metadata)",
+            hint=consolidate_command(folder.root),
+        )
+    lacking = isinstance(found, AdapterDir) or any(problem.fatal for problem in found.problems)
+    return unexpected(
+        found,
+        "a DeepSpeed checkpoint (global_step…) or an FSDP one (.metadata)",
+        hint=consolidate_command(folder.root) if lacking else None,
     )
 
 
@@ -165,11 +178,19 @@ def require_whole(checkpoint: Checkpoint) -> None:
             raise error(problem, hint=f"lora-tool validate {checkpoint.root}")
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelDir:
-    """Return the model folder `path`. Raises `NotACheckpoint` where it is something else."""
+def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> ModelDir:
+    """Return the model folder `path`. Raises `NotACheckpoint` where it is something else, with the `hint` if given."""
     checkpoint = open_checkpoint(path)
     if not isinstance(checkpoint, ModelDir):
-        raise NotACheckpoint(f"{path} is not a model folder but: {checkpoint.kind}")
+        raise unexpected(checkpoint, "a model", hint=hint)
+    return checkpoint
+
+
+def open_adapter(path: str | os.PathLike[str], *, hint: str | None = None) -> AdapterDir:
+    """Return the adapter folder `path`. Raises `NotACheckpoint` where it is something else, with the `hint` if given."""
+    checkpoint = open_checkpoint(path)
+    if not isinstance(checkpoint, AdapterDir):
+        raise unexpected(checkpoint, "an adapter", hint=hint)
     return checkpoint
 
 
@@ -316,18 +337,18 @@ def _listed(path: Path) -> tuple[str, ...]:
         return ()
 
 
-def _nothing_known(folder: Folder) -> CheckpointError:
-    inner = [
-        name
-        for name in folder.folders
-        if {adapter_config.FILE_NAME, model_config.FILE_NAME} & set(_listed(folder.root / name))
-    ]
-    if inner:
-        listed = ", ".join(inner[:5]) + (", …" if len(inner) > 5 else "")  # noqa: PLR2004 - enough to recognise
+def _no_checkpoint_itself(folder: Folder, sharded: list[str]) -> NotACheckpoint:
+    """Return what the folder holds instead of being a checkpoint; `sharded` are names of some of its folders."""
+    configs = {adapter_config.FILE_NAME, model_config.FILE_NAME}
+    held = [name for name in folder.folders if name in sharded or configs & set(_listed(folder.root / name))]
+    ls = f"lora-tool ls {shlex.quote(str(folder.root))}"
+    if held:
+        listed = ", ".join(held[:_ENOUGH]) + (", …" if len(held) > _ENOUGH else "")
         return NotACheckpoint(
             f"{folder.root} is no checkpoint itself, but holds: {listed}",
-            hint=f"lora-tool validate {folder.root / inner[0]}",
+            hint=f"name one of them: {shlex.quote(str(folder.root / held[0]))}; what they are: {ls}",
         )
     return NotACheckpoint(
-        f"{folder.root} holds no adapter_config.json, config.json, checkpoint-N, global_stepN or .metadata"
+        f"{folder.root} holds no adapter_config.json, config.json, checkpoint-N, global_stepN or .metadata",
+        hint=f"what is further down: {ls}" if folder.folders else None,
     )

@@ -14,22 +14,22 @@ from lora_tool.cli.ci_table import with_table
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
-    base_option,
     fail_on_option,
     ignore_option,
+    jobs_option,
     json_option,
+    overwrite_option,
     quiet_option,
     report_option,
-    wants_colour,
 )
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.push import repository
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
-from lora_tool.cli.writing import DTYPES, asked_task
+from lora_tool.cli.terminal import wants_colour
+from lora_tool.cli.writing import DTYPES, asked_task, model_options
 from lora_tool.display import printable
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.plan.model import ExpertLayout, Precision
-from lora_tool.plan.task import Task
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
 from lora_tool.rules.registry import RULES, expand
@@ -40,24 +40,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
 @click.argument("checkpoint", default=".", type=click.Path(path_type=Path), metavar="[CKPT]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: CKPT-merged]")
-@base_option("Base model: path or Hub id.  [default: what adapter_config.json names]")
-@click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
-@click.option("--task", type=click.Choice([task.value for task in Task]), default="auto", help="What the model is.")
-@click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Type of all weights.  [default: each as in the base]")
-@click.option(
-    "--precision",
-    type=click.Choice([precision.value for precision in Precision]),
-    default=Precision.FLOAT32.value,
-    show_default=True,
-    help="Arithmetic of the merge.",
-)
-@click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
-@click.option(
-    "--moe-b-layout",
-    type=click.Choice([layout.value for layout in ExpertLayout]),
-    help="How a fused lora_B of experts is packed.  [default: as for merge]",
-)
+@model_options
 @click.option("--tag", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]")
 @click.option(
     "--adapter-config",
@@ -71,8 +54,8 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @click.option("--revision", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")
 @report_option
-@click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
+@overwrite_option
+@jobs_option
 @click.option(
     "--config", "config_file", type=click.Path(dir_okay=False), help="Configuration.  [default: lora-tool.toml]"
 )

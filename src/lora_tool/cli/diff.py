@@ -8,11 +8,11 @@ import sys
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, require_whole
-from lora_tool.cli.exit_codes import FINDINGS
-from lora_tool.cli.inspect import plain
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, require_whole, unexpected
+from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import json_option, quiet_option
 from lora_tool.cli.progress import progress_bar
+from lora_tool.display import json_data
 from lora_tool.errors import NotACheckpoint
 from lora_tool.sources import Wanted, resolve
 
@@ -26,7 +26,7 @@ from lora_tool.sources import Wanted, resolve
 @click.option("--exit-code", "tell", is_flag=True, help="Exit with 1 if they differ.")
 @quiet_option("No progress bar.")
 @json_option
-def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as_json: bool) -> None:
+def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as_json: bool) -> int:
     """Compare two adapters, or two models (a base with its merged model, say), module by module.
 
     Adapters are compared by what they do: the ΔW = scaling·B·A of each module, whatever its factors and rank. Shown
@@ -43,30 +43,22 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
             comparison = compare_models(pair[0], pair[1], progress)
         else:
             raise NotACheckpoint(
-                f"{first} is {_a(pair[0])}, {second} is {_a(pair[1])}: only like things can be compared",
+                f"{first} is {pair[0].kind.with_article}, {second} is {pair[1].kind.with_article}: only like things can be compared",
                 hint="compare two adapters or two models; merge the adapter first: lora-tool merge ADAPTER",
             )
     if as_json:
         table = {"schema_version": 1, "first": first, "second": second, "same": comparison.same}
-        click.echo(json.dumps(plain({**table, **dataclasses.asdict(comparison)}), indent=2))
+        click.echo(json.dumps(json_data({**table, **dataclasses.asdict(comparison)}), indent=2))
     else:
         from lora_tool.cli.diff_view import show  # noqa: PLC0415 - rich, only for people
 
         show(comparison, sys.stdout, every=every)
-    if tell and not comparison.same:
-        raise click.exceptions.Exit(FINDINGS)
+    return FINDINGS if tell and not comparison.same else DONE
 
 
 def _open(reference: str) -> AdapterDir | ModelDir:
     checkpoint: Checkpoint = open_checkpoint(resolve(reference, download=True, wanted=Wanted.ADAPTER).path)
     if not isinstance(checkpoint, AdapterDir | ModelDir):
-        raise NotACheckpoint(
-            f"{reference} is a {checkpoint.kind}, which has no weights of its own to compare",
-            hint=f"lora-tool consolidate {reference}, or name one of its checkpoints",
-        )
+        raise unexpected(checkpoint, "an adapter or a model")
     require_whole(checkpoint)
     return checkpoint
-
-
-def _a(checkpoint: Checkpoint) -> str:
-    return f"{'an' if checkpoint.kind.value[0] in 'aeiou' else 'a'} {checkpoint.kind}"

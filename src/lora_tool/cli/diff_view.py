@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import new_table, number, print_all, ranges
+from lora_tool.cli.tables import filled, new_table, number, print_all, ranges
 from lora_tool.display import printable
 from lora_tool.inspection.comparison import Change, Comparison, Difference
 from lora_tool.inspection.folders import short_names
@@ -42,11 +42,11 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _each(items: Iterable[Difference]) -> Table:
-    listed = new_table("module or tensor", "", "first>", "second>", "apart>", "relative>", "cosine>", "")
+    rows: list[list[str | Text]] = []
     for item in items:
         numbers = (item.first, item.second, item.apart, item.relative, item.cosine)
-        listed.add_row(Text(printable(item.name)), str(item.change), *map(_number, numbers), Text(printable(item.note)))
-    return listed
+        rows.append([Text(printable(item.name)), str(item.change), *map(_number, numbers), Text(printable(item.note))])
+    return filled(("module or tensor", "", "first>", "second>", "apart>", "relative>", "cosine>", ""), rows)
 
 
 def _by_target(items: Iterable[Difference]) -> Table:
@@ -54,28 +54,32 @@ def _by_target(items: Iterable[Difference]) -> Table:
     for item in items:
         groups[item.target, item.change, item.note].append(item)
     names = _short({item.target: item.kind for members in groups.values() for item in members})
-    listed = new_table(
-        "\ntarget", "\n×>", "\nlayers", "\n", "‖first‖\nmed>", "‖second‖\nmed>", "relative\nmed>", "relative\nmax>",
+    told = len({change for _, change, _ in groups}) > 1  # else the line above says it of all
+    columns = [
+        "\ntarget", "\n×>", "\nlayers", "\n", "‖1st‖\nmed>", "‖2nd‖\nmed>", "relative\nmed>", "relative\nmax>",
         "cosine\nmin>", "cosine\nmed>", "\n",
-    )  # fmt: skip
+    ]  # fmt: skip
+    rows: list[list[str | Text]] = []
     for (target, change, note), members in groups.items():
         layers = sorted({layer for item in members if (layer := split_layer(item.name)[0]) is not None})
         relatives = [item.relative for item in members if item.relative is not None]
         cosines = [item.cosine for item in members if item.cosine is not None]
-        listed.add_row(
-            Text(printable(names[target])),
-            str(len(members)),
-            ranges(layers),
-            str(change),
-            _median([item.first for item in members if item.first is not None]),
-            _median([item.second for item in members if item.second is not None]),
-            _median(relatives),
-            _number(max(relatives, default=None)),
-            _number(min(cosines, default=None)),
-            _median(cosines),
-            Text(printable(note)),
+        rows.append(
+            [
+                Text(printable(names[target])),
+                str(len(members)),
+                ranges(layers),
+                str(change) if told else "",
+                _median([item.first for item in members if item.first is not None]),
+                _median([item.second for item in members if item.second is not None]),
+                _median(relatives),
+                _number(max(relatives, default=None)),
+                _number(min(cosines, default=None)),
+                _median(cosines),
+                Text(printable(note)),
+            ]
         )
-    return listed
+    return filled(columns, rows)
 
 
 def _short(kinds: Mapping[str, str]) -> Mapping[str, str]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lora_tool.display import printable
+from lora_tool.cli.options import json_option
+from lora_tool.display import counted, printable
 from lora_tool.errors import TrainingFailed, TrainingStopped
 from lora_tool.report import Finding, Severity
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     help="Steps without a signal that stop a run.",
 )
 @click.option("--ignore", multiple=True, metavar="CODE", help="Not this guard.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@json_option
 def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, ...], as_json: bool) -> int:  # noqa: FBT001
     """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.
 
@@ -87,9 +88,8 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         )
     if not as_json:
         warnings = sum(item.severity is Severity.WARNING for item in _findings(outcomes))
-        told = f"{warnings or 'no'} warning{'' if warnings == 1 else 's'}"
-        results = f"{len(saved) or 'no'} result{'' if len(saved) == 1 else 's'} checked"
-        click.echo(f"guarded {printable(words[0])}: {told}, {results}", err=True)
+        told = f"{counted(warnings, 'warning')}, {counted(len(saved), 'result')} checked"
+        click.echo(f"guarded {printable(words[0])}: {told}", err=True)
     return 0
 
 

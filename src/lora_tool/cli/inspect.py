@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import click
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, open_model
 from lora_tool.cli.options import base_option, json_option
-from lora_tool.display import printable
+from lora_tool.display import json_data, printable
 from lora_tool.errors import CheckpointError
 from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import Inspection
@@ -70,16 +69,4 @@ def _base(checkpoint: Checkpoint, given: str | None) -> ModelDir | None:
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:
     """Return the inspection as JSON data. Names from files are escaped; NaN and infinities are null."""
-    table = plain(dataclasses.asdict(inspection))
-    return {"schema_version": 1, **table}
-
-
-def plain(value: object) -> Any:  # noqa: ANN401 - JSON data
-    """Return frozen data as JSON data: names from files escaped, NaN and infinities null."""
-    if isinstance(value, dict):
-        return {printable(str(key)): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return printable(str(value)) if isinstance(value, str | Path) else value
+    return {"schema_version": 1, **json_data(dataclasses.asdict(inspection))}

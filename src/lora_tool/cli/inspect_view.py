@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.tables import new_table, number, print_all, ranges
-from lora_tool.display import printable, size
+from lora_tool.display import counted, printable, size
 from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
@@ -72,7 +72,7 @@ def _model_lines(model: ModelInspection) -> Iterator[tuple[str, str]]:
     yield "type", ", ".join(filter(None, (model.model_type, *model.architectures)))
     yield "layers", "" if model.layers is None else str(model.layers)
     yield "parameters", f"{model.parameters:,} in {model.tensors:,} tensors ({_dtypes(model.dtypes.items())})"
-    yield "weights", f"{size(model.nbytes)} in {_count(len(model.files), 'file')}"
+    yield "weights", f"{size(model.nbytes)} in {counted(len(model.files), 'file')}"
     yield "quantised", model.quantization or ""
     yield "head", _tensor_list(model.head) or "none stored"
     yield "labels", "" if model.num_labels is None else str(model.num_labels)
@@ -198,11 +198,7 @@ def _checkpoint_table(rows: Sequence[CheckpointRow]) -> Table:
 def _problems(inspection: Inspection) -> Iterator[Group]:
     if inspection.problems:
         yield Group(
-            Text(_count(len(inspection.problems), "problem"), style="bold red"),
+            Text(counted(len(inspection.problems), "problem"), style="bold red"),
             *(Text(f"  {printable(problem)}") for problem in inspection.problems[:_SHOWN]),
             Text(f"lora-tool validate {printable(inspection.path)} says more"),
         )
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

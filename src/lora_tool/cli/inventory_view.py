@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import new_table, number, print_all
-from lora_tool.display import printable, size
+from lora_tool.cli.tables import filled, fits, number, print_all
+from lora_tool.display import counted, printable, size
 from lora_tool.inventory import Choice, Content, Inventory, Listed
 
 _COLOURS = {"good": "green", "warned": "yellow", "broken": "red"}
@@ -21,41 +22,53 @@ def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:
     if not listed:
         print_all([f"no checkpoints under {printable(str(root))}"], out)
         return
-    table = new_table(
-        "checkpoint", "kind", "step>", "loss>", "metric>", *(f"{content}>" for content in Content), "verdict"
-    )
-    for run, item in listed:
-        star = " *" if item.best and len(run.checkpoints) > 1 else ""
-        table.add_row(
-            Text(printable(_name(item, root)) + star),
-            item.kind,
-            "" if item.row.step is None else str(item.row.step),
-            _number(item.row.loss),
-            _number(item.row.metric)
-            + (f" {printable(run.metric)}" if run.metric and item.row.metric is not None else ""),
-            *(size(item.sizes[content]) if item.sizes[content] else "" for content in Content),
-            Text(_verdict(item), style=_COLOURS[item.row.verdict]),
-        )
+    table = _table(listed, root, by_content=True)
+    if not fits(table, out):
+        table = _table(listed, root, by_content=False)
     totals = {content: sum(item.sizes[content] for _, item in listed) for content in Content}
     kinds = ", ".join(f"{content} {size(total)}" for content, total in totals.items() if total)
-    print_all([table, f"{_count(len(listed))}, {size(sum(totals.values()))}: {kinds}"], out)
+    print_all([table, f"{counted(len(listed), 'checkpoint')}, {size(sum(totals.values()))}: {kinds}"], out)
+
+
+def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content: bool) -> Table:
+    """Return one line per checkpoint, with its size by what the files are for, or as one number."""
+    contents = [f"{content}>" for content in Content] if by_content else ["size>"]
+    columns = ["checkpoint", "kind", "step>", "loss>", "metric>", *contents, "verdict"]
+    rows: list[list[str | Text]] = []
+    for run, item in listed:
+        star = " *" if item.best and len(run.checkpoints) > 1 else ""
+        metric = f" {printable(run.metric)}" if run.metric and item.row.metric is not None else ""
+        sizes = [item.sizes[content] for content in Content] if by_content else [item.row.nbytes]
+        rows.append(
+            [
+                Text(printable(_name(item, root)) + star),
+                item.kind,
+                "" if item.row.step is None else str(item.row.step),
+                _number(item.row.loss),
+                _number(item.row.metric) + metric,
+                *(size(nbytes) if nbytes else "" for nbytes in sizes),
+                Text(_verdict(item), style=_COLOURS[item.row.verdict]),
+            ]
+        )
+    return filled(columns, rows)
 
 
 def show_choices(choices: Sequence[Choice], root: Path, out: TextIO, *, done: bool) -> None:
     """Write what is kept and what goes, with the reason, and how much that frees."""
-    table = new_table("checkpoint", "step>", "metric>", "size>", "verdict", "", "because")
-    for choice in choices:
-        row = choice.checkpoint.row
-        what = Text("goes", style="red") if choice.goes else Text("stays", style="green")
-        table.add_row(
+    columns = ["checkpoint", "step>", "metric>", "size>", "verdict", "", "because"]
+    rows: list[list[str | Text]] = [
+        [
             Text(printable(_name(choice.checkpoint, root))),
-            "" if row.step is None else str(row.step),
-            _number(row.metric),
-            size(row.nbytes),
+            "" if choice.checkpoint.row.step is None else str(choice.checkpoint.row.step),
+            _number(choice.checkpoint.row.metric),
+            size(choice.checkpoint.row.nbytes),
             _verdict(choice.checkpoint),
-            what,
+            Text("goes", style="red") if choice.goes else Text("stays", style="green"),
             str(choice.why),
-        )
+        ]
+        for choice in choices
+    ]
+    table = filled(columns, rows)
     going = [choice.checkpoint for choice in choices if choice.goes]
     freed = size(sum(item.row.nbytes for item in going))
     if not choices:
@@ -63,9 +76,9 @@ def show_choices(choices: Sequence[Choice], root: Path, out: TextIO, *, done: bo
     elif not going:
         print_all([table, "nothing to remove"], out)
     elif done:
-        print_all([table, f"removed {_count(len(going))}, {freed}"], out)
+        print_all([table, f"removed {counted(len(going), 'checkpoint')}, {freed}"], out)
     else:
-        print_all([table, f"would remove {_count(len(going))} and free {freed}; --apply does it"], out)
+        print_all([table, f"would remove {counted(len(going), 'checkpoint')} and free {freed}; --apply does it"], out)
 
 
 def _name(item: Listed, root: Path) -> str:
@@ -78,7 +91,3 @@ def _verdict(item: Listed) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else number(value)
-
-
-def _count(n: int) -> str:
-    return f"{n} checkpoint" if n == 1 else f"{n} checkpoints"

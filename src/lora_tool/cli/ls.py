@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.inspect import plain
 from lora_tool.cli.options import json_option
+from lora_tool.display import json_data
 
 
 @click.command("ls", epilog="Example: lora-tool ls fixtures/reward-run")
@@ -26,7 +26,7 @@ def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes f
     runs = list(inventory(root))
     if as_json:
         found = [dataclasses.asdict(run) for run in runs]
-        click.echo(json.dumps({"schema_version": 1, "root": plain(root), "runs": plain(found)}, indent=2))
+        click.echo(json.dumps({"schema_version": 1, "root": json_data(root), "runs": json_data(found)}, indent=2))
         return
     from lora_tool.cli.inventory_view import show_inventory  # noqa: PLC0415 - rich, only for people
 

@@ -16,8 +16,9 @@ from typing import NoReturn
 import click
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, exit_code
-from lora_tool.display import printable, shortened
+from lora_tool.cli.terminal import show_error
 from lora_tool.errors import LoraToolError
+from lora_tool.version import __version__
 
 COMMANDS = {
     "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
@@ -38,7 +39,7 @@ COMMANDS = {
 }
 """Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
 
-
+_STDERR = 2
 ENVIRONMENT = "LORA_TOOL"
 """What the names of environment variables begin with: `LORA_TOOL_MERGE_DTYPE` is `--dtype` of `merge`."""
 
@@ -58,9 +59,6 @@ class Context(click.Context):
     """The context of every command."""
 
     formatter_class = Formatter
-
-
-_STDERR = 2
 
 
 class LazyGroup(click.Group):
@@ -108,9 +106,7 @@ def _variable(command: str, option: click.Option) -> str:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
     if value and not ctx.resilient_parsing:
-        from importlib.metadata import version  # noqa: PLC0415 - slow, and only needed here
-
-        click.echo(f"lora-tool {version('lora-tool')}")
+        click.echo(f"lora-tool {__version__}")
         ctx.exit()
 
 
@@ -174,17 +170,6 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-
-
-def show_error(error: LoraToolError) -> None:
-    """Write the error and its hint to stderr."""
-    # one line each: a line break inside is from somebody's file name, and could start a CI system's command
-    colour = False if os.environ.get("NO_COLOR") else None
-    click.echo(
-        f"{click.style('error:', fg='red', bold=True)} {shortened(printable(str(error)))}", err=True, color=colour
-    )
-    if error.hint:
-        click.echo(f"{click.style('hint:', fg='cyan')} {shortened(printable(error.hint))}", err=True, color=colour)
 
 
 def _interrupted() -> int:

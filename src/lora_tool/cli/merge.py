@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,42 +11,27 @@ from typing import Any
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, adapters_below, open_checkpoint, open_model
-from lora_tool.cli.writing import DTYPES, asked_task, carry_out, dtype_option, writing_options
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    adapters_below,
+    open_checkpoint,
+    open_model,
+    unexpected,
+)
+from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
-from lora_tool.plan.model import ExpertLayout, Plan, Precision
-from lora_tool.plan.task import Task
+from lora_tool.plan.model import ExpertLayout, Plan
 from lora_tool.sources import Source, Wanted, another_base, resolve
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
 @click.argument("adapters", nargs=-1, metavar="[ADAPTER]...")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: ADAPTER-merged]")
-@click.option("--base", help="Base model: path or Hub id.  [default: what adapter_config.json names]")
-@click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
-@click.option(
-    "--task",
-    type=click.Choice([task.value for task in Task]),
-    default=Task.AUTO.value,
-    show_default=True,
-    help="What the merged model is; reward is seq-cls with one label, own-class what adapter or base name.",
-)
-@click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
-@dtype_option("each as in the base")
-@click.option(
-    "--precision",
-    type=click.Choice([precision.value for precision in Precision]),
-    default=Precision.FLOAT32.value,
-    show_default=True,
-    help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
-)
-@click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained.")
-@click.option(
-    "--moe-b-layout",
-    type=click.Choice([layout.value for layout in ExpertLayout]),
-    help="How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank_major]",
-)
+@model_options
 @click.option(
     "--allow-in-memory", is_flag=True, help="Let PEFT merge what only it can, with the whole model in memory."
 )
@@ -130,14 +116,19 @@ def _open_adapter(source: Source) -> AdapterDir:
         )
     opened = open_checkpoint(inner[0] if inner else source.path)
     if not isinstance(opened, AdapterDir):
-        raise NotACheckpoint(
-            f"{source.path} is not an adapter but: {opened.kind}", hint=_not_an_adapter(opened.kind.value)
-        )
+        raise unexpected(opened, "an adapter", hint=_merge_instead(opened))
     return opened
 
 
-def _not_an_adapter(kind: str) -> str:
-    return "name one of its checkpoint folders" if kind == "run folder" else "lora-tool merge ADAPTER --base MODEL"
+def _merge_instead(opened: Checkpoint) -> str | None:
+    """Return the merge that may have been meant, None where another command comes first."""
+    root = shlex.quote(str(opened.root))
+    if isinstance(opened, RunDir):
+        last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
+        return f"name one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
+    if isinstance(opened, ModelDir) and opened.manifest is None:
+        return f"lora-tool merge ADAPTER --base {root}"
+    return None
 
 
 def _base_source(adapters: Sequence[AdapterDir], base: str | None) -> Source:
@@ -178,11 +169,7 @@ class _Inputs:
 
     def base(self) -> ModelDir:
         """Return the base model. Raises `NotACheckpoint` where it is something else."""
-        path = self.base_source.path
-        base = open_checkpoint(path)
-        if not isinstance(base, ModelDir):
-            raise NotACheckpoint(f"{path} is not a model but: {base.kind}", hint="give a model: --base MODEL")
-        return base
+        return open_model(self.base_source.path, hint="give a model: --base MODEL")
 
     def origins(self) -> dict[str, Any]:
         """Return Hub ids and commits, as the planner takes them."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -93,6 +91,12 @@ def comma_list(value: str) -> tuple[str, ...]:
     return entries
 
 
-def wants_colour() -> bool:
-    """Return whether stdout is a terminal whose user has not set NO_COLOR (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+def jobs_option(command: Decorated) -> Decorated:
+    """Add ``--jobs``: how many workers read and write."""
+    return click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")(command)
+
+
+def overwrite_option(command: Decorated) -> Decorated:
+    """Add ``--overwrite``: a folder that we wrote may be replaced."""
+    help_text = "Replace an output that lora-tool wrote, after success."
+    return click.option("--overwrite", is_flag=True, help=help_text)(command)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.inspect import plain
 from lora_tool.cli.options import json_option
-from lora_tool.display import printable
+from lora_tool.display import json_data, printable
 
 
 @click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
@@ -64,7 +63,7 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
             }
             for choice in choices
         ]
-        click.echo(json.dumps(plain({"schema_version": 1, "applied": apply_, "checkpoints": rows}), indent=2))
+        click.echo(json.dumps(json_data({"schema_version": 1, "applied": apply_, "checkpoints": rows}), indent=2))
         return
     from lora_tool.cli.inventory_view import show_choices  # noqa: PLC0415 - rich, only for people
 

@@ -16,7 +16,7 @@ import click
 from lora_tool.cli.exit_codes import INTERRUPTED
 from lora_tool.cli.options import ignore_option, json_option, quiet_option, require_rules
 from lora_tool.cli.progress import progress_bar
-from lora_tool.display import printable
+from lora_tool.cli.terminal import warn
 
 _REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _LONGEST_NAME = 96
@@ -117,7 +117,8 @@ def command(
                 readme=Readme(readme),
                 progress=advance,
             )
-        _warn(plan.warnings)
+        for warning in plan.warnings:
+            warn(warning)
         if dry_run:
             click.echo(json.dumps(plan_json(plan), indent=2) if as_json else plan_text(plan))
             return
@@ -139,12 +140,6 @@ def _bytes_of(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
     return 0
-
-
-def _warn(warnings: tuple[str, ...]) -> None:
-    colour = False if os.environ.get("NO_COLOR") else None
-    for warning in warnings:
-        click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
 
 
 def _leave_at_once() -> NoReturn:

@@ -5,43 +5,81 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from typing import Literal, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
-from lora_tool.cli.options import wants_colour
+from lora_tool.cli.terminal import wants_colour
 
 _WIDE = 240
 """Columns where nobody watches: enough that no name is cut."""
+_WIDEST = 4_000
+"""Columns that a table may take: a name may be a megabyte."""
+_GAP = 2
 
 
 def print_all(parts: Iterable[RenderableType], out: TextIO) -> None:
-    """Write the parts with an empty line between them; nothing is cut where nobody watches."""
-    watched = out.isatty()
+    """Write the parts with an empty line between them; nothing is cut, and no name or number is broken."""
     buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        width=Console(file=out).width if watched else _WIDE,
-        force_terminal=watched,
-        color_system="auto" if wants_colour() else None,
-        highlight=False,
-    )
     for at, part in enumerate(parts):
         if at:
-            console.print()
-        console.print(part)
+            buffer.write("\n")
+        Console(
+            file=buffer,
+            # a table that is wider for all its folding is left to the terminal, which breaks its lines, not its cells
+            width=max(_width(out), _least_width(part) if isinstance(part, Table) else 0),
+            force_terminal=out.isatty(),
+            color_system="auto" if wants_colour() else None,
+            highlight=False,
+        ).print(part)
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # Δ and ‖ on a terminal that has no such letters
     out.writelines(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
 
 
+def _width(out: TextIO) -> int:
+    return Console(file=out).width if out.isatty() else _WIDE
+
+
+def _least_width(table: Table) -> int:
+    """Return the columns of a terminal that the table needs when the texts in it are folded between words."""
+    total = 0
+    for column in table.columns:
+        cells = [str(cell) for cell in (column.header, *column.cells)]
+        parts = [part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split())]
+        total += max(map(cell_len, parts), default=0) + _GAP
+    return min(total, _WIDEST)
+
+
+def fits(table: Table, out: TextIO) -> bool:
+    """Return whether every row of the table has one line."""
+    console = Console(file=out, width=_WIDEST)
+    return Measurement.get(console, console.options, table).maximum <= _width(out)
+
+
 def new_table(*columns: str) -> Table:
-    """Return a borderless table; a column whose name ends in ``>`` is aligned to the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan", pad_edge=False)
-    for column in columns:
+    """Return a borderless table; a column whose name ends in ``>`` is aligned to the right.
+
+    Only texts are folded, between their words: not the names in the first column, nor numbers, which are to the right.
+    """
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold cyan", pad_edge=False)
+    for at, column in enumerate(columns):
         right = column.endswith(">")
-        table.add_column(column.removesuffix(">"), justify="right" if right else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=right or at == 0)
+    return table
+
+
+def filled(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
+    """Return a table of the columns that any row has something in."""
+    kept = [at for at, _ in enumerate(columns) if any(str(row[at]) for row in rows)]
+    table = new_table(*(columns[at] for at in kept))
+    for row in rows:
+        table.add_row(*(row[at] for at in kept))
     return table
 
 

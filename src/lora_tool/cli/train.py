@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.cli.options import wants_colour
-from lora_tool.display import printable
+from lora_tool.cli.options import json_option, quiet_option
+from lora_tool.cli.terminal import tell
+from lora_tool.display import counted, printable
 from lora_tool.train.methods import METHODS
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ _SECRET = ("_token", "_key", "_secret")
     help="Check everything and take no step; `static`: only what the options tell, and print them.",
 )
 @click.option("--resume", metavar="auto|PATH", help="Go on from the last checkpoint that is whole, or from this one.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No summary.")
+@json_option
+@quiet_option("No summary.")
 def command(
     method: str,
     options: tuple[str, ...],
@@ -97,7 +98,7 @@ def _after_findings(run: RunConfig) -> tuple[Any, ...]:
         return ()
     from lora_tool.cli.after_training import foreseen  # noqa: PLC0415
 
-    output = Path(run.text("output_dir") or "trainer_output")
+    output = run.output
     return tuple(item for item in foreseen(run, output) if item.code not in run.guard.ignore)
 
 
@@ -130,7 +131,7 @@ def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, Choice]:
     run = replace(run, options=rest, typed=typed)
     if asked is None or asked.lower() == "false":
         return run, Choice()
-    output = Path(run.text("output_dir") or "trainer_output")
+    output = run.output
     choice = last_valid(output) if asked == "auto" else named(Path(asked))
     if choice.path is None:
         click.echo(f"nothing to go on from in {printable(str(output))}: starting at step 0", err=True)
@@ -143,14 +144,11 @@ def _tell(settings: tuple[Setting, ...]) -> None:
 
 
 def _show(found: tuple[Any, ...]) -> None:
-    colours = {"error": "red", "warning": "yellow"}
     for item in found:
-        severity = click.style(f"{item.severity}:", fg=colours.get(str(item.severity)))
         subject = f"{item.subject} " if item.subject else ""
-        text = f"{severity} {item.code}: {printable(f'{item.path}: {subject}{item.message}')}"
-        click.echo(text, err=True, color=None if wants_colour() else False)
+        tell(str(item.severity), f"{item.code}: {item.path}: {subject}{item.message}")
         if item.hint:
-            click.echo(f"  hint: {printable(item.hint)}", err=True)
+            tell("  hint", item.hint)
 
 
 def _print_plan(run: RunConfig) -> None:
@@ -189,7 +187,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> None:
     """Leave the report in the run's folder, where it was begun; no path of this machine in it, for it may be pushed."""
-    output = Path(run.text("output_dir") or "trainer_output")
+    output = run.output
     if output.is_dir():
         table = _report(run, settings, outcome)
         for item in table["findings"]:
@@ -204,7 +202,7 @@ def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcom
 def _summarise(run: RunConfig, outcome: Outcome) -> None:
     facts = outcome.facts
     warnings = sum(str(item.severity) == "warning" for item in outcome.findings)
-    told = f"{warnings} warning{'s' if warnings > 1 else ''}" if warnings else "no findings"
+    told = counted(warnings, "warning") if warnings else "no findings"
     if outcome.status.value == "checked":
         click.echo(f"{run.method.name}: ready to train, {told}")
         return
@@ -217,11 +215,7 @@ def _summarise(run: RunConfig, outcome: Outcome) -> None:
         + (f", parameters moved by {facts['moved']:.3g}" if facts.get("moved") is not None else "")
         + f", {told}"
     )
-    head = (
-        f" with its head {facts['head']} ({facts['num_labels']} label{'s' if facts['num_labels'] != 1 else ''})"
-        if facts.get("head")
-        else ""
-    )
+    head = f" with its head {facts['head']} ({counted(facts['num_labels'], 'label')})" if facts.get("head") else ""
     click.echo(f"wrote {printable(str(facts.get('output')))}{head}; the report is {REPORT} in it")
 
 
@@ -233,7 +227,7 @@ def _rescued(run: RunConfig, outcome: Outcome) -> Outcome:
     from lora_tool.train.rescue import EMPTY, consolidate, newest_rank_files  # noqa: PLC0415
 
     empty = outcome.status is Status.BAD_RESULT and any(item.code == EMPTY for item in outcome.findings)
-    output = Path(run.text("output_dir") or "trainer_output")
+    output = run.output
     checkpoint = newest_rank_files(output) if empty and run.after.consolidate else None
     if checkpoint is None or not consolidate(checkpoint, output / "consolidated"):
         return outcome

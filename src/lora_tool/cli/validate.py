@@ -11,7 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_adapter, open_checkpoint, open_model
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
@@ -23,11 +23,11 @@ from lora_tool.cli.options import (
     quiet_option,
     report_option,
     select_option,
-    wants_colour,
 )
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
-from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint
+from lora_tool.cli.terminal import show_error, wants_colour
+from lora_tool.errors import CheckpointError, LoraToolError
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
@@ -204,18 +204,12 @@ def _watch(nbytes: int, asked: _Asked) -> contextlib.AbstractContextManager[Call
 
 
 def _open_base(source: Source) -> ModelDir:
-    opened = open_checkpoint(source.path)
-    if not isinstance(opened, ModelDir):
-        raise NotACheckpoint(f"{source.path} is not a model but: {opened.kind}", hint="give a model: --base MODEL")
-    return opened
+    return open_model(source.path, hint="give a model: --base MODEL")
 
 
 def _open_adapter(reference: str) -> AdapterDir:
     path = resolve(reference, download=True, wanted=Wanted.ADAPTER).path
-    opened = open_checkpoint(path)
-    if not isinstance(opened, AdapterDir):
-        raise NotACheckpoint(f"{path} is not an adapter but: {opened.kind}", hint="give an adapter: --adapter ADAPTER")
-    return opened
+    return open_adapter(path, hint="give an adapter: --adapter ADAPTER")
 
 
 def _find_base(checkpoint: Checkpoint) -> tuple[ModelDir | None, str]:
@@ -263,8 +257,6 @@ def _show(report: Report, asked: _Asked) -> None:
 
 
 def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> int:
-    from lora_tool.cli.main import show_error  # noqa: PLC0415 - main imports this module
-
     for error in errors:
         show_error(error)
     if errors:

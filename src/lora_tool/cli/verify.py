@@ -14,14 +14,15 @@ from lora_tool.cli.options import (
     fail_on_option,
     format_option,
     ignore_option,
+    jobs_option,
     json_option,
     quiet_option,
     report_option,
     select_option,
-    wants_colour,
 )
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import report_file, require_different
+from lora_tool.cli.terminal import wants_colour
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Severity
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 @ignore_option()
 @fail_on_option
 @click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
+@jobs_option
 @format_option
 @report_option
 @json_option

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any, TypeVar
 
 import click
 
+from lora_tool.cli.options import base_option, jobs_option, overwrite_option, quiet_option
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
-from lora_tool.display import json_text, printable, size
+from lora_tool.cli.terminal import warn
+from lora_tool.display import counted, json_text, printable, size
 from lora_tool.plan.checking import ValueCheck
-from lora_tool.plan.model import Plan
+from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.tensors import DType
 
@@ -62,6 +63,38 @@ def dtype_option(default: str) -> Callable[[Decorated], Decorated]:
     return click.option("--dtype", type=click.Choice(list(DTYPES)), help=f"Type of all weights.  [default: {default}]")
 
 
+def model_options(command: Decorated) -> Decorated:
+    """Add the options of every command that merges: what into what, and how exactly."""
+    options = (
+        base_option("Base model: path or Hub id.  [default: what adapter_config.json names]"),
+        click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward."),
+        click.option(
+            "--task",
+            type=click.Choice([task.value for task in Task]),
+            default=Task.AUTO.value,
+            show_default=True,
+            help="What the merged model is; reward is seq-cls with one label, own-class what adapter or base name.",
+        ),
+        click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have."),
+        dtype_option("each as in the base"),
+        click.option(
+            "--precision",
+            type=click.Choice([precision.value for precision in Precision]),
+            default=Precision.FLOAT32.value,
+            show_default=True,
+            help="Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
+        ),
+        click.option("--untie", is_flag=True, help="Write tied embeddings as two matrices, each as it was trained."),
+        click.option(
+            "--moe-b-layout",
+            type=click.Choice([layout.value for layout in ExpertLayout]),
+            help="How a fused lora_B of experts is packed.  "
+            "[default: as adapter_config.json says, else PEFT's rank_major]",
+        ),
+    )
+    return _with(command, options)
+
+
 def writing_options(shard_default: str, *, verify: bool) -> Callable[[Decorated], Decorated]:
     """Add the options of every command that writes weights, in one order; `verify` is the default of ``--verify``."""
     options = (
@@ -71,26 +104,28 @@ def writing_options(shard_default: str, *, verify: bool) -> Callable[[Decorated]
             metavar="SIZE",
             help=f"Largest weights file.  [default: {shard_default}]",
         ),
-        click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]"),
+        jobs_option,
         click.option(
             "--verify/--no-verify",
             default=verify,
             show_default=True,
             help="Read samples back and check them before publishing.",
         ),
-        click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
+        overwrite_option,
         click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress bar and no summary."),
+        quiet_option("No progress bar and no summary."),
     )
 
-    def add(command: Decorated) -> Decorated:
-        for option in reversed(options):
-            command = option(command)
-        return command
+    return lambda command: _with(command, options)
 
-    return add
+
+def _with(command: Decorated, options: Sequence[Callable[[Decorated], Decorated]]) -> Decorated:
+    """Return the command with the options, in this order in its help."""
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def carry_out(
@@ -117,7 +152,7 @@ def carry_out(
 
     check_output(out, overwrite=overwrite, inputs=tuple(inputs))
     for warning in (*plan.warnings, *warnings):
-        _warn(warning)
+        warn(warning)
     if dry_run:
         _print_plan(plan, out, as_json=as_json)
         return
@@ -128,11 +163,6 @@ def carry_out(
     with progress_bar(what, total, quiet=quiet or as_json) as advance:
         execute(plan, out, jobs=jobs, overwrite=overwrite, resume=resume, progress=advance, check=check, values=values)
     _print_result(plan, out, check, as_json=as_json, quiet=quiet)
-
-
-def _warn(warning: str) -> None:
-    colour = False if os.environ.get("NO_COLOR") else None
-    click.echo(f"{click.style('warning:', fg='yellow')} {printable(warning)}", err=True, color=colour)
 
 
 def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
@@ -151,7 +181,7 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
     manifest = json.loads((out / FILE_NAME).read_bytes())
     kept = manifest["fidelity"]
     for late in manifest["warnings"][len(plan.warnings) :]:
-        _warn(late)
+        warn(late)
     if as_json:
         result = {
             "schema_version": 1,
@@ -176,4 +206,6 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
             click.echo(printable(fidelity.line(kept)))
         if checked is not None:
             click.echo(checked.line)
-        click.echo(f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {len(plan.shards)} weight files")
+        click.echo(
+            f"wrote {printable(str(out))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
+        )

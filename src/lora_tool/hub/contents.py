@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir
-from lora_tool.errors import CorruptFile, NotACheckpoint, PlanError
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, unexpected
+from lora_tool.errors import CorruptFile, PlanError
 from lora_tool.formats import adapter_config, manifest, model_config, sentence_transformers, tokenizer
 from lora_tool.formats.files import require_own_file
 from lora_tool.hub.model import Content, LeftOut
@@ -82,10 +83,8 @@ def pushable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
     if isinstance(checkpoint, AdapterDir | ModelDir):
         return checkpoint
     inside = checkpoint.folder.checkpoints
-    hint = (
-        f"lora-tool push {checkpoint.root / inside[-1]} REPO" if inside else f"lora-tool consolidate {checkpoint.root}"
-    )
-    raise NotACheckpoint(f"{checkpoint.root} is a {checkpoint.kind}: expected an adapter or a model", hint=hint)
+    hint = f"lora-tool push {shlex.quote(str(checkpoint.root / inside[-1]))} REPO" if inside else None
+    raise unexpected(checkpoint, "an adapter or a model", hint=hint)
 
 
 def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tuple[list[Content], list[LeftOut]]:

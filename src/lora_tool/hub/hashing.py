@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from lora_tool.errors import SourceChanged
 from lora_tool.hub.model import Content, PushFile, PushPlan
+from lora_tool.progress import Progress
 from lora_tool.tensors import FileStamp
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[int], None]
 
 _CHUNK = 1 << 20
 _READERS = 4

@@ -13,7 +13,7 @@ from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.hub.card import Licence, Readme, merge_card
 from lora_tool.hub.contents import README, pushable, read_readme, select
-from lora_tool.hub.hashing import Progress, git_oid_of, in_parallel, sha256_of
+from lora_tool.hub.hashing import git_oid_of, in_parallel, sha256_of
 from lora_tool.hub.local_paths import without_paths
 from lora_tool.hub.model import MAIN, Change, Content, PushFile, PushPlan, Remote, RemoteFile
 from lora_tool.hub.origin import Origin, origin_of
@@ -21,6 +21,7 @@ from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
+from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
 from lora_tool.rules.validation import validate
 

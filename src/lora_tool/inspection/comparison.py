@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +19,8 @@ from lora_tool.inspection.factors import BLOCK, READABLE, Matrix, raw_blocks, sq
 from lora_tool.inspection.folders import lora_modules
 from lora_tool.inspection.model import LoraModule
 from lora_tool.keys import Part, split_layer
+from lora_tool.progress import Progress
 from lora_tool.tensors import StoredTensor
-
-Progress = Callable[[int], None]
-"""Called with a number of bytes just compared."""
 
 
 @enum.unique
@@ -132,8 +130,15 @@ def _base_fields(first: AdapterDir, second: AdapterDir) -> dict[str, tuple[str, 
 def _fields(first: object, second: object, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     if first is None or second is None:
         return {} if first is second else {"config": ("there" if first else "none", "there" if second else "none")}
-    pairs = {name: (str(getattr(first, name)), str(getattr(second, name))) for name in names}
+    pairs = {name: (_shown(getattr(first, name)), _shown(getattr(second, name))) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _shown(value: object) -> str:
+    """Return a config's value as a reader would write it."""
+    if isinstance(value, tuple | list | frozenset):
+        return ", ".join(map(str, sorted(value) if isinstance(value, frozenset) else value))
+    return "not set" if value is None else str(value)
 
 
 def _is_factor(part: Part, leaf: str | None) -> bool:

@@ -20,7 +20,7 @@ from lora_tool.checkpoint import (
     open_model,
     open_sharded,
 )
-from lora_tool.display import size
+from lora_tool.display import counted, size
 from lora_tool.errors import (
     CheckpointError,
     LoraToolError,
@@ -38,11 +38,13 @@ from lora_tool.plan import fidelity
 from lora_tool.plan.assembling import HubOrigin
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.consolidate import prepare_consolidate
+from lora_tool.plan.features import OTHER_BASE
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
+from lora_tool.progress import Progress
 from lora_tool.report.model import Finding, Report, Severity
-from lora_tool.rules.explained import CLASSIFIERS
 from lora_tool.rules.head_tensors import head_weight
 from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, another_base, resolve
@@ -50,11 +52,11 @@ from lora_tool.sources import Source, another_base, resolve
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
-Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
 """Given what is done and how many bytes of it there are, a progress bar."""
 
 
-def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: Watch | None = None) -> Outcome:
+def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: StageWatch | None = None) -> Outcome:
     """Run the pipeline and return what became of every stage; `told` is called with each as it ends.
 
     A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
@@ -94,7 +96,7 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
 class _Running:
     """The state of one run: what the stages hand on."""
 
-    def __init__(self, job: Job, watch: Watch) -> None:
+    def __init__(self, job: Job, watch: StageWatch) -> None:
         self._job = job
         self._watch = watch
         self._proofs = Proofs(job.output)
@@ -230,7 +232,7 @@ class _Running:
             return
         asked, config = self._job.task, opened.config
         name = config.architectures[0] if config and config.architectures else ""
-        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFIERS))
+        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFICATION_HEADS))
         if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
             asked is Task.CAUSAL_LM and name.endswith(_CLASSIFIER)
         ):
@@ -270,7 +272,7 @@ class _Running:
         try:
             return resolve(reference, near=self._root, revision=revision, download=True)
         except NotACheckpoint as error:
-            error.hint = error.hint or "give the model that the adapter was trained on: --base MODEL"
+            error.hint = error.hint or OTHER_BASE
             raise
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> None:
@@ -365,6 +367,6 @@ def _curable(findings: Iterable[Finding]) -> bool:
 
 def _counted(report: Report) -> str:
     counts = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
-    told = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
+    told = [counted(count, what) for count, what in counts if count]
     codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
     return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"

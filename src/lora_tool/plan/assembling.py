@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.display import counted
 from lora_tool.plan import layout
-from lora_tool.plan.manifest import describe_input, fingerprint
+from lora_tool.plan.manifest import adapter_name, describe_input, fingerprint
 from lora_tool.plan.model import Fate, Leftover, Plan, Precision, SideFile, Step
 from lora_tool.plan.module_files import module_files
 from lora_tool.plan.side_files import (
@@ -68,7 +69,7 @@ def assembled(
         side_files = (*side_files, index)
     earlier = base.manifest.merged_adapters if base.manifest else ()
     origins = (adapter_origin,) * len(adapters) if isinstance(adapter_origin, HubOrigin) else tuple(adapter_origin)
-    names = _adapter_names(adapters)
+    names = [adapter_name(number) for number, _ in enumerate(adapters, start=1)]
     return Plan(
         shards=shards,
         side_files=side_files,
@@ -77,7 +78,7 @@ def assembled(
         precision=precision,
         warnings=warnings,
         notes=(_task_note(merge), *_left_out_notes(leftovers, base), *notes),
-        input_names=_input_names(base, adapters),
+        input_names=_input_names(base, adapters, names),
         hashed=tuple(file.path for each in adapters for file in each.weights.files),
         manifest={
             "operation": "merge",
@@ -105,16 +106,11 @@ def assembled(
     )
 
 
-def _adapter_names(adapters: Sequence[AdapterDir]) -> tuple[str, ...]:
-    """Return each adapter's name in the manifest: `adapter`, then `adapter 2` and so on."""
-    return tuple("adapter" if number == 1 else f"adapter {number}" for number in range(1, len(adapters) + 1))
-
-
-def _input_names(base: ModelDir, adapters: Sequence[AdapterDir]) -> dict[Path, str]:
+def _input_names(base: ModelDir, adapters: Sequence[AdapterDir], names: Sequence[str]) -> dict[Path, str]:
     """Return folder → name in the manifest where there are several adapters; tensors of one need no telling apart."""
     if len(adapters) == 1:
         return {}
-    return {base.root: "base", **dict(zip((each.root for each in adapters), _adapter_names(adapters), strict=True))}
+    return {base.root: "base", **dict(zip((each.root for each in adapters), names, strict=True))}
 
 
 def _side_files(merge: Merge, task: Task) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
@@ -164,7 +160,7 @@ def _left_out_notes(leftovers: Sequence[Leftover], base: ModelDir) -> Iterator[s
 
 def _task_note(merge: Merge) -> str:
     sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
-    labels = "1 label" if merge.labels == 1 else f"{merge.labels} labels"
+    labels = "" if merge.labels is None else counted(merge.labels, "label")
     if merge.head is None:
         told = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
         return f"merging {sources} into {merge.base.root} as {told}"

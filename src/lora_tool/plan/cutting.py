@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.names.model import Made, row_count
+from lora_tool.plan.features import WITH_PEFT
 from lora_tool.plan.model import (
     Assemble,
     BiasDelta,
@@ -88,7 +89,7 @@ def _cut(step: Step, op: Part, start: int, rows: int) -> Iterator[Part]:
             raise UnsupportedAdapter(
                 f"{op.term.b.path}: `{op.term.b.name}` is DoRA on a layer that is stored in parts and transposed: "
                 f"`{step.out.name}` cannot be merged part by part",
-                hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
+                hint=WITH_PEFT,
             )
         case DoraDelta():
             magnitude = op.magnitude if op.transposed else rows_of(op.magnitude, start, rows)

@@ -13,6 +13,8 @@ _AS_PLAIN_LORA = (
     "save it again where it was trained, as plain LoRA: "
     'save_pretrained(folder, path_initial_model_for_weight_conversion="the adapter before training")'
 )
+WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
 UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
 
 
@@ -53,9 +55,7 @@ def refusals(config: AdapterConfig) -> Iterator[Refusal]:
     """Yield every feature of the adapter that cannot be merged exactly here."""
     if config.peft_type != "LORA":
         text = f"peft_type {config.peft_type}: not LoRA"
-        yield Refusal(
-            text=text, hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
-        )
+        yield Refusal(text=text, hint=WITH_PEFT)
     for name in config.refused:
         field = _REFUSED_FIELDS[name]
         yield Refusal(text=f"`{name}`: {field.text}", hint=field.hint, in_memory=field.in_memory)

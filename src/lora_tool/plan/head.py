@@ -6,11 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.features import WITH_PEFT
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
+
+CLASSIFICATION_HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
+"""What the heads of sequence classifiers are called; PEFT looks for the first two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +52,7 @@ def find_head(
     if arch.head is None or arch.sequence_classification is None:
         raise UnsupportedAdapter(
             f"{base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
-            hint="merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()",
+            hint=WITH_PEFT,
         )
     names = head_names(arch)
     places = (modules.saved, modules.frozen_base, base.tensors)
@@ -55,8 +60,7 @@ def find_head(
     if weight is None:
         raise UnsupportedAdapter(
             f"{adapter.root}: no `{names[0]}` in the adapter nor in the base: {_why_headless(arch.head, modules)}",
-            hint="look for it in the training checkpoint (global_step…), or train again with "
-            f'task_type="SEQ_CLS" or modules_to_save=["{arch.head}"]',
+            hint=way_to_head(adapter, arch.head),
         )
     rows = weight.shape[0]
     if num_labels is not None and rows != num_labels:
@@ -65,6 +69,17 @@ def find_head(
             hint=f"leave --num-labels and --rm out, or give --num-labels {rows} with --task seq-cls",
         )
     return Head(module=arch.head, weight=weight, num_labels=rows)
+
+
+def way_to_head(adapter: AdapterDir, module: str) -> str:
+    """Return what to do for a head that neither adapter nor base has."""
+    command = consolidate_command(adapter.root)
+    if command:
+        return f"look for it in the training checkpoint: {command}"
+    return (
+        "look for it in the training checkpoint (global_step…), or train again with "
+        f'task_type="SEQ_CLS" or modules_to_save=["{module}"]'
+    )
 
 
 def _why_headless(head: str, modules: AdapterModules) -> str:

@@ -79,6 +79,11 @@ def describe_input(
     }
 
 
+def adapter_name(number: int) -> str:
+    """Return what the manifest calls the adapter of that number: `adapter`, then `adapter 2` and so on."""
+    return "adapter" if number == 1 else f"adapter {number}"
+
+
 def _versions(packages: Iterable[str]) -> dict[str, str]:
     """Return our version, and those of the packages that did the arithmetic: they are loaded."""
     loaded = {package: sys.modules[package] for package in packages if package in sys.modules}

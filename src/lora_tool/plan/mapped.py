@@ -17,7 +17,8 @@ from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
-from lora_tool.plan.features import ALLOW_IN_MEMORY
+from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE, WITH_PEFT
+from lora_tool.plan.head import way_to_head
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.readings import Readings, home
@@ -25,7 +26,6 @@ from lora_tool.plan.task import CLASSIFIERS, Task
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TurnedSpan
 
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
-_WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task, *, pl
         what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
         raise UnsupportedAdapter(
             f"{base.root}: transformers has no {what} of model_type {readings.architecture.model_type}",
-            hint=_WITH_PEFT,
+            hint=WITH_PEFT,
         )
     tensors: dict[str, StoredTensor] = {}
     as_stored: dict[str, StoredTensor] = {}
@@ -190,15 +190,14 @@ def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
         raise UnsupportedAdapter(
             f"{mapped.adapters[0].root}: no `{of_head}` in the adapter nor in the base: the trained head of the "
             f"{mapped.facts.class_name} was not saved, and a new one would be random",
-            hint="look for it in the training checkpoint (global_step…), or train again with "
-            f'modules_to_save=["{module.rpartition(".")[2]}"]',
+            hint=way_to_head(mapped.adapters[0], module.rpartition(".")[2]),
         )
     if lacking:
         raise IncompatibleBase(
             f"{mapped.base.root}: {mapped.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
             + (f" ({len(lacking)} in all)" if len(lacking) > 1 else "")
             + ": transformers would fill it with random values on every load",
-            hint="give the model that the adapter was trained on: --base MODEL",
+            hint=OTHER_BASE,
         )
 
 
@@ -234,7 +233,7 @@ def require_whole_experts(mapped: Mapped, per_expert: Mapping[str, tuple[LoraTer
             raise UnsupportedAdapter(
                 f"{mapped.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
                 f"have no LoRA, the first is `{lacking[0]}`: the adapter is incomplete",
-                hint=_WITH_PEFT,
+                hint=WITH_PEFT,
             )
     for adapter in mapped.adapters if per_expert and precision is Precision.PEFT else ():
         config = adapter.config
@@ -303,7 +302,7 @@ def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
             raise IncompatibleBase(
                 f"{step.op.source.path}: `{step.out.name}` is {list(step.out.shape)}, the adapter's lora_B·lora_A is "
                 f"{list(needed)}",
-                hint="give the model that the adapter was trained on: --base MODEL",
+                hint=OTHER_BASE,
             )
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)

@@ -22,7 +22,7 @@ from lora_tool.plan.ends import (
     with_vocabulary,
     without_tied_repeats,
 )
-from lora_tool.plan.features import require_mergeable
+from lora_tool.plan.features import OTHER_BASE, WITH_PEFT, require_mergeable
 from lora_tool.plan.head import Head, count_labels, find_head
 from lora_tool.plan.manifest import fingerprint
 from lora_tool.plan.model import ExpertLayout, LoraDelta, Plan, Precision, Step
@@ -42,8 +42,6 @@ from lora_tool.tensors import DType
 
 if TYPE_CHECKING:
     from lora_tool.plan.mapped import Mapped
-
-_WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 
 
 def plan_merge(
@@ -85,7 +83,7 @@ def plan_merge(
     head = None
     if decided is Task.CAUSAL_LM and arch.causal_lm is None:
         raise UnsupportedAdapter(
-            f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=_WITH_PEFT
+            f"{base.root}: {arch.model_type} has no causal LM that is stored as it is in memory", hint=WITH_PEFT
         )
     if decided in CLASSIFIERS:
         head = find_head(adapters[0], modules, found.base, arch, num_labels=wanted)
@@ -245,6 +243,6 @@ def require_not_merged_before(base: ModelDir, adapters: Sequence[AdapterDir]) ->
             raise IncompatibleBase(
                 f"{base.root} is a merged model that holds this very adapter already ({adapter.root}): "
                 "merging again would apply it twice",
-                hint="give the model that the adapter was trained on: --base MODEL",
+                hint=OTHER_BASE,
             )
     return prints

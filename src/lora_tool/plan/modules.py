@@ -66,68 +66,78 @@ def adapter_modules(
 
     `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
     lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
-    resized, and loads over the base's. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the
-    config, for a tensor that the config does not explain (PEFT would drop it without a word), and for parts that are
-    not merged here.
+    resized, and loads over the base's. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that
+    do not fit together or to the config, for a tensor that the config does not explain (PEFT would drop it without a
+    word), and for parts that are not merged here.
     """
     _require_one_name(adapter)
-    pairs: dict[str, dict[tuple[Part, str | None], StoredTensor]] = defaultdict(dict)
-    saved: dict[str, StoredTensor] = {}
-    frozen: dict[str, StoredTensor] = {}
-    tokens: dict[str, StoredTensor] = {}
-    dropped: dict[str, str] = {}
+    parts = _by_part(adapter, config, ends)
+    _require_one_training(config, parts.tokens)
+    _require_prefix(adapter)
+    layers = parts.layers
+    wrapped = targeted_parameters(config, facts) if facts else {}
+    parameters = {
+        name: (parameter_term(adapter, config, name, facts, layers.pop(module, {}), expert_layout),)
+        for module, name in wrapped.items()
+        if facts
+    }
+    return AdapterModules(
+        lora={module: (_lora_term(adapter, config, module, held),) for module, held in layers.items()},
+        lora_bias={
+            module: (BiasTerm(bias=held[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
+            for module, held in layers.items()
+            if (Part.LORA_B, "bias") in held
+        },
+        magnitudes={
+            module: tensor
+            for module, held in layers.items()
+            for (part, _), tensor in held.items()
+            if part is Part.MAGNITUDE
+        },
+        saved=parts.saved,
+        frozen_base=parts.frozen,
+        embeddings=frozenset(module for module, held in layers.items() if (Part.EMBEDDING_A, None) in held),
+        tokens=parts.tokens,
+        parameters=parameters,
+        dropped=parts.dropped,
+    )
+
+
+@dataclass(slots=True)
+class _ByPart:
+    """An adapter's tensors while they are sorted: by module what belongs to a LoRA layer, by name what is whole."""
+
+    layers: dict[str, dict[tuple[Part, str | None], StoredTensor]] = field(default_factory=lambda: defaultdict(dict))
+    saved: dict[str, StoredTensor] = field(default_factory=dict)
+    frozen: dict[str, StoredTensor] = field(default_factory=dict)
+    tokens: dict[str, StoredTensor] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+def _by_part(adapter: AdapterDir, config: AdapterConfig, ends: frozenset[str]) -> _ByPart:
+    found = _ByPart()
     copies: list[AdapterKey] = []
     for name, key in adapter.keys.items():
         tensor = adapter.tensors[name]
         _require_floats(adapter, tensor)
         if key.part in _LAYER_PARTS:
-            if pairs[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
+            if found.layers[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
                 raise _refuse(adapter, name, f"is there twice: another name for `{key.canonical}` is in the file too")
         elif key.part is Part.PLAIN:
-            saved[_plain(adapter, config, key, ends)] = tensor
+            found.saved[_plain(adapter, config, key, ends)] = tensor
         elif key.part is Part.BASE_LAYER:
             trained = key.leaf == "bias" and config.bias in ("all", "lora_only")
-            (saved if trained else frozen)[f"{key.module}.{key.leaf}"] = tensor
+            (found.saved if trained else found.frozen)[f"{key.module}.{key.leaf}"] = tensor
         elif key.part is Part.TOKENS_DELTA:
-            tokens[key.module] = tensor
+            found.tokens[key.module] = tensor
         elif key.part is Part.TOKENS_BASE:
-            frozen[f"{key.module}.{key.leaf}"] = tensor
+            found.frozen[f"{key.module}.{key.leaf}"] = tensor
         elif key.part is Part.SAVED_MODULE:
             copies.append(key)
         else:
-            dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
-    dropped |= _without_copies(adapter, config, copies, saved)
-    _require_one_training(config, tokens)
-    _require_prefix(adapter)
-    wrapped = targeted_parameters(config, facts) if facts else {}
-    parameters = {
-        name: (parameter_term(adapter, config, name, facts, pairs.pop(module, {}), expert_layout),)
-        for module, name in wrapped.items()
-        if facts
-    }
-    lora = {module: (_lora_term(adapter, config, module, parts),) for module, parts in pairs.items()}
-    biases = {
-        module: (BiasTerm(bias=parts[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
-        for module, parts in pairs.items()
-        if (Part.LORA_B, "bias") in parts
-    }
-    magnitudes = {
-        module: tensor
-        for module, parts in pairs.items()
-        for (part, _), tensor in parts.items()
-        if part is Part.MAGNITUDE
-    }
-    return AdapterModules(
-        lora=lora,
-        lora_bias=biases,
-        magnitudes=magnitudes,
-        saved=saved,
-        frozen_base=frozen,
-        embeddings=frozenset(module for module, parts in pairs.items() if (Part.EMBEDDING_A, None) in parts),
-        tokens=tokens,
-        parameters=parameters,
-        dropped=dropped,
-    )
+            found.dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
+    found.dropped |= _without_copies(adapter, config, copies, found.saved)
+    return found
 
 
 def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:

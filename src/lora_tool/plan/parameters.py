@@ -15,6 +15,7 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
+from lora_tool.plan.features import OTHER_BASE
 from lora_tool.plan.model import ExpertLayout, LoraTerm
 from lora_tool.tensors import StoredTensor
 
@@ -75,7 +76,7 @@ def parameter_term(
         raise IncompatibleBase(
             f"{a.path}: `{a.name}` {list(a.shape)} and its lora_B {list(b.shape)} do not fit `{parameter}` "
             f"{list(shape)} at rank {rank}: expected {list(expected[0])} and {list(expected[1])}",
-            hint="give the model that the adapter was trained on: --base MODEL",
+            hint=OTHER_BASE,
         )
     return LoraTerm(
         a=a,

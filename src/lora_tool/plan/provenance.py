@@ -8,9 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
-from lora_tool.plan.manifest import fingerprint
+from lora_tool.plan.manifest import adapter_name, fingerprint
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import ExpertLayout, Plan, Precision
 from lora_tool.plan.task import Task
@@ -69,7 +69,7 @@ class Provenance:
 
     def fingerprints(self) -> Mapping[str, str]:
         """Return the inputs' fingerprints by the names that the manifest gives them."""
-        names = (_adapter_name(number) for number in range(1, len(self.adapters) + 1))
+        names = (adapter_name(number) for number in range(1, len(self.adapters) + 1))
         adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
         return {"base": fingerprint(self.base.weights), **adapters}
 
@@ -88,13 +88,13 @@ def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequen
     """
     model = open_model(merged)
     paths = [resolve(adapter, download=True, wanted=Wanted.ADAPTER).path for adapter in adapters]
-    opened = tuple(_open_adapter(path) for path in paths or _recorded_adapters(model))
+    opened = tuple(map(open_adapter, paths or _recorded_adapters(model)))
     return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
 
 
 def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
     number = 1
-    while (entry := _recorded(merged, _adapter_name(number))) is not None:
+    while (entry := _recorded(merged, adapter_name(number))) is not None:
         yield _resolve_named(entry, merged, "adapter")
         number += 1
     if number == 1:
@@ -102,18 +102,6 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
             f"{merged.root} does not say which adapter it was merged with",
             hint=f"lora-tool verify {merged.root} --adapter ADAPTER",
         )
-
-
-def _adapter_name(number: int) -> str:
-    """Return what the manifest calls the adapter of that number."""
-    return "adapter" if number == 1 else f"adapter {number}"
-
-
-def _open_adapter(path: Path) -> AdapterDir:
-    opened = open_checkpoint(path)
-    if not isinstance(opened, AdapterDir):
-        raise NotACheckpoint(f"{path} is not an adapter but: {opened.kind}")
-    return opened
 
 
 def _open_base(merged: ModelDir, adapter: AdapterDir, given: str | None) -> ModelDir:

@@ -13,7 +13,7 @@ from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import TiedEnds, Vocabulary
-from lora_tool.plan.features import ALLOW_IN_MEMORY
+from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE
 from lora_tool.plan.head import Head
 from lora_tool.plan.model import (
     Assemble,
@@ -31,8 +31,6 @@ from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.parameters import is_transposed
 from lora_tool.plan.side_files import model_dtype
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
-
-_OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +118,7 @@ def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
     try:
         op = ReplaceRows(source=source, rows=rows, indices=indices)
     except ValueError as error:
-        raise IncompatibleBase(f"{rows.path}: {error}", hint=_OTHER_BASE) from error
+        raise IncompatibleBase(f"{rows.path}: {error}", hint=OTHER_BASE) from error
     if module in merge.modules.lora or rows.shape[1:] != tensor.shape[1:]:
         found = "LoRA too" if module in merge.modules.lora else f"rows of {list(rows.shape[1:])}"
         raise IncompatibleBase(
@@ -180,7 +178,7 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
             raise IncompatibleBase(
                 f"{source.path}: `{source.name}` is {list(source.shape)}, the adapter's lora_B·lora_A is "
                 f"{list(needed)} ({term.a.path})",
-                hint=_OTHER_BASE,
+                hint=OTHER_BASE,
             )
     if not source.dtype.is_float:
         raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
@@ -261,7 +259,7 @@ def _require_same_shape(merge: Merge, found: StoredTensor, base: StoredTensor) -
     if found.shape != expected and not other_labels:
         raise IncompatibleBase(
             f"{found.path}: `{found.name}` is {list(found.shape)}, the base's `{base.name}` is {list(base.shape)}",
-            hint=_OTHER_BASE,
+            hint=OTHER_BASE,
         )
 
 
@@ -294,5 +292,5 @@ def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBa
     nearest = f"; the nearest there is `{close[0]}`" if close else ""
     return IncompatibleBase(
         f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have{nearest}",
-        hint=_OTHER_BASE,
+        hint=OTHER_BASE,
     )

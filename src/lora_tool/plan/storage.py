@@ -19,6 +19,8 @@ from lora_tool.plan.side_files import model_dtype
 from lora_tool.plan.strays import computed_buffers, looks_plain
 from lora_tool.plan.task import Task
 
+_MAPPERS = ("torch", "transformers")
+"""What says where parameters are on disk."""
 _FULL_PRECISION = "give the full-precision model that it was made from: --base MODEL"
 
 
@@ -71,7 +73,7 @@ def must_ask(base: ModelDir, arch: Architecture, task: Task, *, exact: bool) -> 
         return False
     doubtful = exact or not looks_plain(base, arch, classifier=task is not Task.CAUSAL_LM)
     doubtful = doubtful or len(embeddings(base, arch)) > 1  # an encoder's and a decoder's may be one
-    return doubtful and all(find_spec(package) is not None for package in ("torch", "transformers"))
+    return doubtful and all(map(find_spec, _MAPPERS))
 
 
 def config_of(base: ModelDir) -> ModelConfig:
@@ -115,9 +117,6 @@ def plainly_stored(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
         return arch  # what is wrong with the names is said by them
     require_transformers()
     return None
-
-
-_MAPPERS = ("torch", "transformers")
 
 
 def require_transformers() -> None:

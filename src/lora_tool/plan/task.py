@@ -10,6 +10,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 from lora_tool.plan.architectures import Architecture, architecture_of
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 
 
 @enum.unique
@@ -61,7 +62,6 @@ _TASK_TYPES = {
 _TWO = frozenset({"CAUSAL_LM", "SEQ_CLS"})
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
 
 
 def is_classifier(class_names: tuple[str, ...]) -> bool:
@@ -126,7 +126,7 @@ def _is_of_the_two(class_name: str, base: ModelDir) -> bool:
 
 def _carries_head(adapter: AdapterDir) -> bool:
     keys = (key for key in adapter.keys.values() if key.part in (Part.PLAIN, Part.SAVED_MODULE))
-    return any(not _HEADS.isdisjoint(key.module.split(".")) for key in keys)
+    return any(not CLASSIFICATION_HEADS.isdisjoint(key.module.split(".")) for key in keys)
 
 
 def decide_task(task: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDir, arch: Architecture) -> Task:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.display import printable, size
+from lora_tool.display import counted, printable, size
 from lora_tool.plan.model import (
     Assemble,
     BiasDelta,
@@ -29,9 +29,10 @@ def plan_text(plan: Plan) -> str:
     """Return the plan as a few lines: notes, what happens to how many tensors, files, and one step of each sort."""
     lines = [printable(note) for note in plan.notes]
     counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
-    lines += [f"tensors: {counts}", f"output: {size(plan.data_bytes)} in {len(plan.shards)} weight files"]
+    lines += [f"tensors: {counts}", f"output: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"]
     lines += [
-        f"  {shard.filename}  {len(shard.steps)} tensors, {size(shard.data_bytes)}" for shard in plan.shards[:_SHOWN]
+        f"  {shard.filename}  {counted(len(shard.steps), 'tensor')}, {size(shard.data_bytes)}"
+        for shard in plan.shards[:_SHOWN]
     ]
     if len(plan.shards) > _SHOWN:
         lines.append(f"  … and {len(plan.shards) - _SHOWN} more")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from lora_tool.display import printable, size
+from lora_tool.display import counted, printable, size
 from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Finding, Ignored, Report, Run, RunCheckpoint, Severity, Skipped
 
@@ -138,15 +138,11 @@ def spans(codes: Iterable[str]) -> str:
 def summary(report: Report) -> str:
     """Return one line: what was looked at and how many findings there are."""
     kinds = [subject.kind for subject in report.subjects]
-    looked_at = ", ".join(_counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)) or "nothing"
+    looked_at = ", ".join(counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)) or "nothing"
     found = [
-        _counted(report.count(severity), name)
+        counted(report.count(severity), name)
         for severity, name in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "note"))
         if report.count(severity)
     ]
-    skipped = [f"{len(report.skipped)} rule{'s' if len(report.skipped) > 1 else ''} skipped"] if report.skipped else []
+    skipped = [f"{counted(len(report.skipped), 'rule')} skipped"] if report.skipped else []
     return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

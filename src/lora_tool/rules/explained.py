@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.rules.subject import Layer
 
 ALL_LINEAR = "all-linear"
@@ -13,15 +14,12 @@ ALL_LINEAR = "all-linear"
 ENDS = frozenset({"embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared", "embeddings"})
 """Names of input embeddings and output layers: PEFT saves them whole when the vocabulary was resized or targeted."""
 
-CLASSIFIERS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
-"""Names of classification heads; PEFT looks for the first two."""
-
 VALUE_HEADS = frozenset({"v_head", "value_head", "reward_head", "regression_head"})
 """Names of the heads of PPO value models and of other trainers' reward models."""
 
 QUESTION_HEADS = frozenset({"qa_outputs"})
 
-_HEADS = CLASSIFIERS | VALUE_HEADS | QUESTION_HEADS
+_HEADS = CLASSIFICATION_HEADS | VALUE_HEADS | QUESTION_HEADS
 
 _ADDED_HEADS = frozenset({"score", "classifier"})
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.checkpoint.nearby import consolidate_command
+from lora_tool.display import counted
 from lora_tool.keys import Part
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
-from lora_tool.rules.explained import CLASSIFICATION_TASKS, CLASSIFIERS, VALUE_HEADS, head_of, is_end
-from lora_tool.rules.head_tensors import head_weight, labels, labels_of, lora_head_rows, lora_heads, saved_heads
+from lora_tool.rules.explained import CLASSIFICATION_TASKS, VALUE_HEADS, head_of, is_end
+from lora_tool.rules.head_tensors import (
+    CLASSIFYING,
+    head_weight,
+    labels_of,
+    lora_head_rows,
+    lora_heads,
+    saved_heads,
+)
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 from lora_tool.tensors import StoredTensor
@@ -21,8 +31,9 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     """The trained head is not in the adapter.
 
     ## What it does
-    Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, or that are said to be reward models
-    (`--rm`). PEFT lists both `classifier` and `score` in `modules_to_save`; one of them has to be there.
+    Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, that were trained on a classifier's class
+    without any task type, or that are said to be reward models (`--rm`). PEFT lists both `classifier` and `score` in
+    `modules_to_save`; one of them has to be there.
 
     ## Why it matters
     A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools put a random head
@@ -36,24 +47,33 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
 
     If the base is itself a trained reward model, its head is used, and this is a warning.
     """
-    expected = subject.config.task_type in CLASSIFICATION_TASKS or subject.is_reward()
-    if not expected or subject.config.task_type == "CAUSAL_LM" or not subject.layers:
+    config = subject.config
+    unsaid = config.task_type is None and (config.trained_class or "").endswith(CLASSIFYING)
+    expected = config.task_type in CLASSIFICATION_TASKS or subject.is_reward() or unsaid
+    if not expected or config.task_type == "CAUSAL_LM" or not subject.layers:
         return
     if _carries_head(subject) or lora_heads(subject):
         return
-    base_head = head_weight(subject.base.tensors, CLASSIFIERS) if subject.base else None
-    if base_head is not None:
+    lost = "no trained head (`score.weight` or `classifier.weight`) is in the file"
+    base_head = head_weight(subject.base.tensors, CLASSIFICATION_HEADS) if subject.base else None
+    if base_head is None and not (unsaid and subject.base is None):
+        yield Fault(message=f"{lost}: what it learned to score is lost", hint=_where_the_head_is(subject))
+    elif base_head is None:
+        message = f"{lost}, which was trained on a {config.trained_class} without a task type; it must be in the base"
+        yield Fault(message=message, severity=Severity.WARNING)
+    elif not unsaid:  # without a task type PEFT keeps the base's head
         message = f"no trained head is in the file; the base has one, `{base_head.name}`, which PEFT would not use"
         yield Fault(message=message, severity=Severity.WARNING)
-    else:
-        yield Fault(
-            message="no trained head (`score.weight` or `classifier.weight`) is in the file: what it learned to score is lost"
-        )
+
+
+def _where_the_head_is(subject: AdapterSubject) -> str | None:
+    command = consolidate_command(subject.checkpoint.root)
+    return f"look for it in the training checkpoint: {command}" if command else None
 
 
 def _carries_head(subject: AdapterSubject) -> bool:
     """Whether a head is saved: one of the known names, or a top-level module of its own beside the adapted trunk."""
-    if any(head_of(name) in CLASSIFIERS for name in saved_heads(subject)):
+    if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
         return True
     trunks = {layer.target.partition(".")[0] for layer in subject.layers}
     tops = {path.partition(".")[0] for _, path, _ in subject.plain() if not is_end(path)}
@@ -84,7 +104,7 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=lora_b.name, message=message, severity=Severity.WARNING)
         else:
             message = f"LoRA on `{module}`, whose frozen weight is neither in the file nor in {subject.base.root}"
-            yield Fault(subject=lora_b.name, message=message)
+            yield Fault(subject=lora_b.name, message=message, hint=_where_the_head_is(subject))
 
 
 def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
@@ -115,11 +135,11 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
     """
     if isinstance(subject, AdapterSubject):
-        weight = head_weight(saved_heads(subject), CLASSIFIERS) or lora_head_rows(subject)
+        weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS) or lora_head_rows(subject)
         base = subject.base
         told = labels_of(base) if base else None
     elif isinstance(subject, ModelSubject):
-        weight = head_weight(subject.tensors, CLASSIFIERS)
+        weight = head_weight(subject.tensors, CLASSIFICATION_HEADS)
         base, told = None, None
     else:
         return
@@ -127,9 +147,9 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         return
     rows, asked = f"has {weight.shape[0]} rows", subject.num_labels
     if asked is not None and asked != weight.shape[0]:
-        yield Fault(subject=weight.name, message=f"{rows}, asked for: {labels(asked)}", path=str(weight.path))
+        yield Fault(subject=weight.name, message=f"{rows}, asked for: {counted(asked, 'label')}", path=str(weight.path))
     elif told is not None and told != weight.shape[0] and base is not None:
-        message = f"{rows}, but {base.root / 'config.json'} means {labels(told)}"
+        message = f"{rows}, but {base.root / 'config.json'} means {counted(told, 'label')}"
         yield Fault(subject=weight.name, message=message, path=str(weight.path))
 
 
@@ -178,7 +198,7 @@ def _heads_present(subject: AdapterSubject) -> dict[str, StoredTensor]:
     heads: dict[str, StoredTensor] = {}
     for path, tensor in (*saved_heads(subject).items(), *under_lora.items()):
         head = head_of(path)
-        if head in CLASSIFIERS | VALUE_HEADS:
+        if head in CLASSIFICATION_HEADS | VALUE_HEADS:
             heads.setdefault(head, tensor)
     return heads
 

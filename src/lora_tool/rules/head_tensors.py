@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.keys import Part
-from lora_tool.rules.explained import CLASSIFIERS, head_of
+from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.side_files import TRANSFORMERS_LABELS
+from lora_tool.rules.explained import head_of
 from lora_tool.rules.subject import AdapterSubject
 from lora_tool.tensors import StoredTensor
 
-_CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
+CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
+"""How the names of the classes end whose heads have one row per label."""
 _MATRIX = 2
-_TRANSFORMERS_LABELS = 2
-"""What transformers assumes where the config names no labels."""
-
 _LAST = ("weight", "out_proj.weight", "linear_out.weight", "dense.weight")
 """The tensor of a head that has one row per label, first match first: RoBERTa's and BART's heads are two layers."""
 
@@ -49,23 +49,18 @@ def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
     ends = frozenset(leaf.removesuffix(".weight") for leaf in _LAST if not leaf.startswith("dense"))
     for module, lora_b in lora_heads(subject).items():
         head, _, inner = module.partition(".")
-        if head in CLASSIFIERS and (not inner or inner in ends) and lora_b.shape:
+        if head in CLASSIFICATION_HEADS and (not inner or inner in ends) and lora_b.shape:
             return lora_b
     return None
 
 
 def is_classifier(model: ModelDir) -> bool:
     """Return whether the model's config names a sequence or token classifier."""
-    return model.config is not None and any(name.endswith(_CLASSIFYING) for name in model.config.architectures)
+    return model.config is not None and any(name.endswith(CLASSIFYING) for name in model.config.architectures)
 
 
 def labels_of(model: ModelDir) -> int | None:
     """Return how many labels a classifier's config means; None for a model that is none."""
     if model.config is None or not is_classifier(model):
         return None
-    return _TRANSFORMERS_LABELS if model.config.num_labels is None else model.config.num_labels
-
-
-def labels(number: int) -> str:
-    """Return "1 label", "2 labels"."""
-    return "1 label" if number == 1 else f"{number} labels"
+    return TRANSFORMERS_LABELS if model.config.num_labels is None else model.config.num_labels

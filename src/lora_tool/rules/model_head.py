@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.display import counted
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import tokenizer
 from lora_tool.formats.files import inside, read_json
 from lora_tool.plan.architectures import architecture_of
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
-from lora_tool.rules.explained import CLASSIFIERS, VALUE_HEADS, head_of
-from lora_tool.rules.head_tensors import head_weight, is_classifier, labels, labels_of
+from lora_tool.rules.explained import VALUE_HEADS, head_of
+from lora_tool.rules.head_tensors import head_weight, is_classifier, labels_of
 from lora_tool.rules.registry import Fault, Need, rule
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 
@@ -96,7 +98,7 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
     if model.config is None or not model.config.architectures:
         return
     arch = architecture_of(model.config.model_type or "")
-    named = {arch.head} if arch and arch.head else set(CLASSIFIERS)
+    named = {arch.head} if arch and arch.head else set(CLASSIFICATION_HEADS)
     found = sorted(name for name in model.tensors if any(name.startswith(f"{head}.") for head in named))
     class_name = model.config.architectures[0]
     path = str(model.config.path)
@@ -127,11 +129,13 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     reward model.
     """
     model = subject.checkpoint
-    weight, told = head_weight(subject.tensors, CLASSIFIERS), labels_of(model)
+    weight, told = head_weight(subject.tensors, CLASSIFICATION_HEADS), labels_of(model)
     if weight is None or told is None or model.config is None or told == weight.shape[0]:
         return
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
-    means = f"means {labels(told)}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+    means = (
+        f"means {counted(told, 'label')}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+    )
     yield Fault(subject="id2label", message=f"{means}, {rows}", path=str(model.config.path))
 
 
@@ -157,7 +161,7 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
     config = subject.checkpoint.config
     if config is None or (subject.num_labels is None and subject.task not in ("reward", "seq-cls")):
         return
-    if any(head_of(name) in CLASSIFIERS | VALUE_HEADS for name in subject.tensors):
+    if any(head_of(name) in CLASSIFICATION_HEADS | VALUE_HEADS for name in subject.tensors):
         return
     class_name = next(iter(config.architectures), None)
     if class_name is not None and not _NO_CLASSIFIER.search(class_name):

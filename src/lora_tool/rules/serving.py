@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.head_tensors import head_weight, saved_heads
@@ -347,7 +348,7 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Load the base as the message says, or merge it: `lora-tool merge ADAPTER`.
     """
-    weight = head_weight(saved_heads(subject), explained.CLASSIFIERS)
+    weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS)
     if weight is None or not weight.shape:
         return
     for _ in _asked(subject, Server.PEFT):

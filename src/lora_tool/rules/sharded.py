@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import DcpDir, ZeroDir
 from lora_tool.errors import CheckpointError
+from lora_tool.progress import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.registry import Fault
 from lora_tool.rules.subject import Subject
 
 if TYPE_CHECKING:
     from lora_tool.plan.training_state import TrainingState
-
-Watch = Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]]
-"""Asked once for how many bytes are going to be read, it gives what is told of each block, from any thread."""
 
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 

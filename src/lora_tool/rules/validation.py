@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -21,6 +20,7 @@ from lora_tool.display import size
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import inside
+from lora_tool.progress import Watch
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
 from lora_tool.rules import (  # noqa: F401 - importing a family registers its rules
@@ -48,9 +48,6 @@ from lora_tool.rules.registry import RULES, Need, Rule, chosen
 from lora_tool.rules.runs import FINISHED, Judged, run_table
 from lora_tool.rules.sharded import ShardedSubject, sharded_subject
 from lora_tool.rules.subject import AdapterSubject, ModelSubject, RunSubject, Server, Subject, bare_path, layers_of
-
-if TYPE_CHECKING:
-    from lora_tool.rules.sharded import Watch
 
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""

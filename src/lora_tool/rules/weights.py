@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
 from lora_tool.rules.advice import an_earlier_checkpoint
-from lora_tool.rules.explained import CLASSIFIERS
 from lora_tool.rules.head_tensors import head_weight, saved_heads
 from lora_tool.rules.registry import Fault, rule
 from lora_tool.rules.subject import AdapterSubject, Subject
@@ -149,7 +149,7 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
     Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
     """
     tensors = saved_heads(subject) if isinstance(subject, AdapterSubject) else subject.tensors
-    head = head_weight(tensors, CLASSIFIERS)
+    head = head_weight(tensors, CLASSIFICATION_HEADS)
     if head is None or not head.dtype.is_float or not head.spec.numel:
         return
     if subject.scan(head).all_zero:

@@ -105,7 +105,7 @@ def static_findings(run: RunConfig) -> tuple[Finding, ...]:
 
 
 def _old_checkpoints(run: RunConfig) -> Iterator[Finding]:
-    output = Path(run.text("output_dir") or "trainer_output")
+    output = run.output
     names = read_folder(output).checkpoints if output.is_dir() and not run.resuming else ()
     if names:
         yield finding(

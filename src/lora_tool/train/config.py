@@ -68,6 +68,11 @@ class RunConfig:
         value = self.options.get(name)
         return None if value is None or str(value).lower() in ("none", "null") else str(value)
 
+    @property
+    def output(self) -> Path:
+        """The run's folder; without `output_dir` it is the one that transformers names."""
+        return Path(self.text("output_dir") or "trainer_output")
+
     def flag(self, name: str, *, default: bool = False) -> bool:
         """Return a yes-or-no option."""
         value = self.options.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from lora_tool.cores import available_cores
 from lora_tool.plan.model import DoraDelta, LoraDelta, Plan, Precision, Step
+from lora_tool.progress import Progress
 from lora_tool.rules.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
@@ -25,8 +26,6 @@ from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretche
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally, compare
 
-Progress = Callable[[int], None]
-"""Called with the number of bytes just compared, from any worker."""
 _TASK_PARTS = 16
 """Blocks or stretches per task: enough that handing it out costs nothing."""
 

@@ -16,12 +16,13 @@ from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.provenance import Provenance, find_inputs
+from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity, Skipped
 from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged_subject import MergedSubject
 from lora_tool.rules.registry import chosen
 from lora_tool.rules.validation import judge
-from lora_tool.verification.checking import Level, Progress, check_tensors
+from lora_tool.verification.checking import Level, check_tensors
 
 _OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""

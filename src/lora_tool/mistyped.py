@@ -1,0 +1,49 @@
+"""A path that leads to no folder: the error that says so, with the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+from pathlib import Path
+
+from lora_tool.errors import NotACheckpoint
+
+_MOST_NAMES = 10_000
+"""Names of a folder that are compared: it may be anybody's."""
+
+
+def no_such_folder(path: str | Path, looked_in: str = "") -> NotACheckpoint:
+    """Return the error for a path where nothing is; `looked_in` is added to it in brackets."""
+    return NotACheckpoint(f"{path}: no such folder{f' ({looked_in})' if looked_in else ''}", hint=probably_meant(path))
+
+
+def not_a_folder(path: str | Path) -> NotACheckpoint:
+    """Return the error for a file, which is often named where its folder is meant."""
+    return NotACheckpoint(f"{path} is a file, not a folder", hint=f"name its folder: {Path(path).parent}")
+
+
+def probably_meant(path: str | Path) -> str | None:
+    """Return a question that names the folder whose name is the closest, None where none is close.
+
+    The first part of the path that is not there is taken for the mistake; the rest of it has to be there.
+    """
+    wanted = Path(path).expanduser()
+    rest: list[str] = []
+    for part in (wanted, *wanted.parents):
+        if part.parent.is_dir():
+            for name in difflib.get_close_matches(part.name, _folders(part.parent), n=3):
+                meant = part.parent.joinpath(name, *rest)
+                if meant.is_dir():
+                    return f"did you mean {meant}?"
+            return None
+        rest.insert(0, part.name)
+    return None
+
+
+def _folders(parent: Path) -> list[str]:
+    try:
+        with os.scandir(parent) as entries:
+            return [entry.name for entry in itertools.islice(entries, _MOST_NAMES) if entry.is_dir()]
+    except OSError:
+        return []
