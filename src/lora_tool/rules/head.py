@@ -13,6 +13,7 @@ from lora_tool.rules.subject import AdapterSubject, ModelSubject, Subject
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 _IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
 
 
@@ -22,7 +23,8 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
 
     ## What it does
     Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, or that are said to be reward models
-    (`--rm`). PEFT lists both `classifier` and `score` in `modules_to_save`; one of them has to be there.
+    (`--rm`), or that name a classifier of transformers as the class they were trained on. PEFT lists both `classifier`
+    and `score` in `modules_to_save`; one of them has to be there.
 
     ## Why it matters
     A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools put a random head
@@ -34,21 +36,35 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Look for `score.weight` in the training checkpoint (`global_stepN/`), or train again with `task_type="SEQ_CLS"`.
 
-    If the base is itself a trained reward model, its head is used, and this is a warning.
+    If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type`
+    is not set and the base is not known: PEFT then takes the head that the base has.
     """
-    expected = subject.config.task_type in CLASSIFICATION_TASKS or subject.is_reward()
-    if not expected or subject.config.task_type == "CAUSAL_LM" or not subject.layers:
+    task = subject.config.task_type
+    by_class = task is None and not subject.is_reward() and _classifies(subject, _WITH_LABELS)
+    expected = task in CLASSIFICATION_TASKS or subject.is_reward() or by_class
+    if not expected or task == "CAUSAL_LM" or not subject.layers:
         return
     if _carries_head(subject) or lora_heads(subject):
         return
     base_head = head_weight(subject.base.tensors, CLASSIFIERS) if subject.base else None
-    if base_head is not None:
+    if by_class and subject.base is None:
+        message = f"was trained on {subject.config.trained_class}, whose head is not in the file; it must be in the base"
+        yield Fault(message=message, severity=Severity.WARNING)
+    elif by_class and base_head is not None:
+        return
+    elif base_head is not None:
         message = f"no trained head is in the file; the base has one, `{base_head.name}`, which PEFT would not use"
         yield Fault(message=message, severity=Severity.WARNING)
     else:
         yield Fault(
             message="no trained head (`score.weight` or `classifier.weight`) is in the file: what it learned to score is lost"
         )
+
+
+def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
+    """Whether the adapter names a class of transformers with such an ending as the one that it was trained on."""
+    name = subject.config.trained_class
+    return name is not None and name.endswith(endings)
 
 
 def _carries_head(subject: AdapterSubject) -> bool:
@@ -113,6 +129,8 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
 
     ## What to do
     Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
+
+    A head that the adapter carries whole takes the place of the base's: against another number there, this is a warning.
     """
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject), CLASSIFIERS) or lora_head_rows(subject)
@@ -130,7 +148,11 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         yield Fault(subject=weight.name, message=f"{rows}, asked for: {labels(asked)}", path=str(weight.path))
     elif told is not None and told != weight.shape[0] and base is not None:
         message = f"{rows}, but {base.root / 'config.json'} means {labels(told)}"
-        yield Fault(subject=weight.name, message=message, path=str(weight.path))
+        replaced = weight in saved_heads(subject).values() if isinstance(subject, AdapterSubject) else False
+        if replaced:
+            message += f"; a merge takes this head, PEFT needs num_labels={weight.shape[0]} to load the base"
+        severity = Severity.WARNING if replaced else None
+        yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
 
 
 @rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -152,7 +174,8 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     Set `"task_type": "SEQ_CLS"` in `adapter_config.json` if this is a reward model or classifier; else leave `--rm`
     out.
 
-    An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only.
+    An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
+    task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.
     """
     task = subject.config.task_type
     heads = _heads_present(subject)
@@ -162,7 +185,7 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     if task == "SEQ_CLS" and subject.task == "causal-lm":
         message = "a causal LM was asked for, this is the adapter of a sequence classifier"
         yield Fault(subject="task_type", message=message, path=subject.config_path)
-    if task not in ("CAUSAL_LM", None):
+    if task not in ("CAUSAL_LM", None) or (task is None and _classifies(subject, ("Classification",))):
         return
     for head, tensor in heads.items():
         message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without it"
