@@ -124,7 +124,7 @@ def test_the_index_tells_the_true_size(tmp_path: Path) -> None:
 
 
 def test_the_kind_of_problem_of_the_bases_own_labels_is_not_the_reward_models(tmp_path: Path) -> None:
-    """transformers refuses to load one label with it."""
+    """One label cannot be loaded with it."""
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
     adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", LORA, num_labels=1)
     (base / "config.json").write_text(json.dumps({**config_of(base), "problem_type": "single_label_classification"}))

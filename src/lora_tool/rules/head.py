@@ -48,7 +48,9 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
         return
     base_head = head_weight(subject.base.tensors, CLASSIFIERS) if subject.base else None
     if by_class and subject.base is None:
-        message = f"was trained on {subject.config.trained_class}, whose head is not in the file; it must be in the base"
+        message = (
+            f"was trained on {subject.config.trained_class}, whose head is not in the file; it must be in the base"
+        )
         yield Fault(message=message, severity=Severity.WARNING)
     elif by_class and base_head is not None:
         return
