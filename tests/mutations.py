@@ -635,6 +635,22 @@ def _no_head_in_run(folder: Path) -> None:
     _no_head(folder)
 
 
+@_breaks("LT301 by class", REWARD)
+def _no_head_of_the_class(folder: Path) -> None:
+    _no_head(folder)
+    with fields(folder) as config:
+        config["task_type"] = None
+        config["auto_mapping"] = {
+            "base_model_class": "Qwen2ForSequenceClassification",
+            "parent_library": "transformers.models.qwen2.modeling_qwen2",
+        }
+
+
+@_breaks("LT301 by class with a base", REWARD, with_base=True)
+def _no_head_of_the_class_with_base(folder: Path) -> None:
+    _no_head_of_the_class(folder)
+
+
 @_breaks("LT302", REWARD)
 def _lora_on_head(folder: Path) -> None:
     with tensors(folder) as table:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_tool.formats.adapter_config import read_adapter_config
 from tests.hostile.folders import Pair, assert_refused, copy_pair
 
 CATASTROPHIC = [
@@ -17,7 +18,8 @@ CATASTROPHIC = [
     "(x+x+)+y",
     ".*" * 30 + "z",
     "(?:(?:.+)+)+!",
-    "a" * 30_000,
+    "(a?){40}a{40}",
+    "a" * 300_000,
 ]
 BROKEN = ["(", "[", "*", "(?P<x", "\\", "a{2,1}", "(" * 5000]
 
@@ -34,6 +36,30 @@ def test_a_pattern_that_cannot_be_trusted_is_refused(field: str, pattern: str, t
     pair = copy_pair(tmp_path)
     path = change(pair, **{field: pattern if field == "target_modules" else {pattern: 2}})
     assert_refused(pair, str(path), field, "regular expression")
+
+
+HARMLESS = {
+    "unsloth": r"(?:.*?(?:vision|language|text).*?(?:self_attn|attn|mlp).*?(?:q_proj|v_proj|fc1).*?)"
+    r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
+    "llama-factory": r"^(?!.*(?:visual|multi_modal_projector)).*(?:q_proj|v_proj).*",
+    "ms-swift": "^(model(?=\\.).*\\.(q_proj|v_proj)|"
+    + "|".join(rf"visual\.part{part}(?=\.).*\.(qkv|proj)" for part in range(12))
+    + ")$",
+    "every-path": "|".join(
+        rf"model\.layers\.{layer}\.(self_attn|mlp)\.({name})_proj" for layer in range(126) for name in "qkvo"
+    ),
+    "optional": r"(model\.)?(language_model\.)?layers\.\d+\.self_attn\.[qv]_proj|model.*[qv]_proj",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_patterns_as_training_programs_write_them_are_read(name: str, tmp_path: Path) -> None:
+    """Branches are tried one after the other: what they repeat does not multiply."""
+    pair = copy_pair(tmp_path)
+    config = read_adapter_config(change(pair, target_modules=HARMLESS[name]))
+    assert not config.problems
+    assert config.targets("model.layers.1.self_attn.q_proj")
+    assert not config.targets("lm_head")
 
 
 @pytest.mark.parametrize("field", ["exclude_modules", "alpha_pattern"])

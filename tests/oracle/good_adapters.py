@@ -298,6 +298,7 @@ GOOD: Mapping[str, Good] = {
     ),
     "speech": Good(model=_whisper, config={"target_modules": QV}, task=None),
     "reward": Good(model=_reward, config={"target_modules": QV}, task="SEQ_CLS"),
+    "reward-by-class": Good(model=_reward, config={"target_modules": QV, "modules_to_save": ["score"]}, task=None),
     "reward-all-linear": Good(model=_reward, config={"target_modules": "all-linear"}, task="SEQ_CLS"),
     "reward-dora": Good(model=_reward, config={"target_modules": QV, "use_dora": True}, task="SEQ_CLS"),
     "bert": Good(

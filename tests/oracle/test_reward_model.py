@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from lora_tool.checkpoint import Kind, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, Kind, open_checkpoint, open_model
+from lora_tool.plan.merge import plan_merge
+from lora_tool.tensors import DType
 from tests.oracle.peft_merge import (
     different,
     layout,
@@ -119,3 +121,27 @@ def test_the_index_tells_the_true_size(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == table.keys()
     assert "lm_head.weight" not in table
     assert table["score.weight"].shape[0] == 1
+
+
+def test_the_kind_of_problem_of_the_bases_own_labels_is_not_the_reward_models(tmp_path: Path) -> None:
+    """One label cannot be loaded with it."""
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", LORA, num_labels=1)
+    (base / "config.json").write_text(json.dumps({**config_of(base), "problem_type": "single_label_classification"}))
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", task="reward")
+    assert load_whole(merged).config.problem_type is None
+
+
+def test_weights_of_another_type_than_the_config_says_are_named(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", LORA, num_labels=1)
+    (base / "config.json").write_text(json.dumps({**config_of(base), "dtype": "float32"}))
+    opened = open_checkpoint(adapter)
+    assert isinstance(opened, AdapterDir)
+    (warning,) = plan_merge(open_model(base), opened).warnings
+    assert "says float32, the weights are BF16: they keep their type; --dtype float32" in warning
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", 1))
+    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft", dtype=DType.F32))
+    assert layout(ours) == layout(theirs)
+    assert not different(ours, theirs)
+    assert not plan_merge(open_model(base), opened, dtype=DType.F32).warnings

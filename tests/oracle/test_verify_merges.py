@@ -19,6 +19,7 @@ from lora_tool.errors import NotACheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.merge import plan_merge
 from lora_tool.rules.evidence import Verdict
+from lora_tool.tensors import DType
 from lora_tool.verification.checking import Level
 from lora_tool.verification.verifying import Verification, verify
 from tests.oracle.peft_merge import (
@@ -260,3 +261,18 @@ def test_two_adapters_merged_at_once(tmp_path: Path) -> None:
     report = verify(merged, adapters=[first]).report
     assert {finding.code for finding in report.findings} <= {"LT608", "LT610", "LT612"}
     assert report.findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_adapters_are_proven_in_every_precision_and_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    """PEFT rounds after each of them; a scaling that is no power of two rounds the product, of a bias too."""
+    base = make_base(tmp_path / "base", "qwen2", dtype)
+    biased = {"r": 3, "lora_bias": True, "target_modules": ["q_proj", "k_proj"]}
+    plain = {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}
+    loras = [biased | {"lora_alpha": 7}, biased | {"r": 5, "lora_alpha": -4}, plain | {"lora_alpha": 3}]
+    made_of = [save_adapter(tmp_path / str(at), base, "causal-lm", lora) for at, lora in enumerate(loras)]
+    adapters = [opened for each in made_of if isinstance(opened := open_checkpoint(each), AdapterDir)]
+    for precision in PRECISIONS:
+        for out in (None, DType.F16):
+            plan = plan_merge(open_model(base), adapters, precision=precision, dtype=out)
+            proven(verify(execute(plan, tmp_path / f"{precision}-{out}")))

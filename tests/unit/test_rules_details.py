@@ -205,3 +205,22 @@ def test_no_rule_stumbles_over_a_mangled_adapter(seed: int, tmp_path: Path) -> N
     except CheckpointError:
         return
     assert judge(folder, base=folder.parent / "base", task=rng.choice([None, "reward", "causal-lm"])).findings
+
+
+def test_a_head_that_stayed_frozen_is_the_bases(tmp_path: Path) -> None:
+    """Without a task type PEFT saves no head, and takes the one of the model that it is given."""
+    folder = copy_of(REWARD, tmp_path)
+    break_(folder, "LT301 by class")
+    assert _only(judge(folder), "LT301").severity is Severity.WARNING
+    base = folder.parent / "base"
+    assert _only(judge(folder, base=base), "LT301").severity is Severity.ERROR
+    edit.as_classifier(base)
+    assert lines(judge(folder, base=base)) == []
+
+
+def test_a_head_of_another_size_takes_the_place_of_the_bases(tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    edit.as_classifier(folder.parent / "base", labels=3, rows=3)
+    found = _only(judge(folder, base=folder.parent / "base"), "LT303")
+    assert found.severity is Severity.WARNING
+    assert "num_labels=1" in found.message

@@ -211,30 +211,53 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"is not a valid regular expression: {error}") from error
 
 
-_MAX_PATTERN = 20_000
+_MAX_PATTERN = 200_000
+"""A pattern that lists every module of a large model by its path has some 30,000 characters."""
 _MAX_REPEATS = 8
+"""Repeats one after the other, of one branch: the steps of a match grow with the path's length to this power."""
 
 
 def _danger(pattern: str) -> str | None:
-    """Say why a pattern might backtrack exponentially: a repeated group that itself repeats or branches."""
+    """Say why a pattern might backtrack for ever: a repeated group that itself repeats or branches, or many repeats."""
     if len(pattern) > _MAX_PATTERN:
         return f"is {len(pattern):,} characters long"
     text = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
-    if len(re.findall(r"[*+]|\{\d*,\d*\}", text)) > _MAX_REPEATS:
-        return f"repeats more than {_MAX_REPEATS} times over"
-    groups = [False]
+    groups = [_Group()]
     for at, character in enumerate(text):
         if character == "(":
-            groups.append(False)
+            groups.append(_Group())
         elif character == ")" and len(groups) > 1:
             inner = groups.pop()
             repeated = text[at + 1 : at + 2] in ("*", "+", "{")
-            if inner and repeated:
+            if repeated and (inner.branches or inner.most):
                 return "repeats a group that repeats or branches inside, and could run for ever"
-            groups[-1] |= inner or repeated
-        elif character in "*+{|":
-            groups[-1] = True
+            groups[-1].repeats += inner.most
+            groups[-1].branches |= inner.branches
+        elif character == "|":
+            groups[-1].next_branch()
+        elif character == "?" and text[at - 1 : at] not in ("(", "*", "+", "}", "?"):
+            groups[-1].branches = True
+        elif character in "*+" or (character == "{" and "," in text[at:].partition("}")[0]):
+            groups[-1].repeats += 1
+    if max(group.most for group in groups) > _MAX_REPEATS:
+        return f"repeats more than {_MAX_REPEATS} times over"
     return None
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of a pattern while it is read: how often the branch that is open repeats, and the worst before it."""
+
+    repeats: int = 0
+    before: int = 0
+    branches: bool = False
+
+    @property
+    def most(self) -> int:
+        return max(self.before, self.repeats)
+
+    def next_branch(self) -> None:
+        self.before, self.repeats, self.branches = self.most, 0, True
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:

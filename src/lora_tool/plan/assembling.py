@@ -15,6 +15,7 @@ from lora_tool.plan.manifest import adapter_name, describe_input, fingerprint
 from lora_tool.plan.model import Fate, Leftover, Plan, Precision, SideFile, Step
 from lora_tool.plan.module_files import module_files
 from lora_tool.plan.side_files import (
+    another_dtype,
     classifier_changes,
     code_named,
     config_file,
@@ -125,7 +126,7 @@ def _side_files(merge: Merge, task: Task) -> tuple[tuple[SideFile, ...], tuple[s
     if merge.vocabulary is not None:
         changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
     adapters = [part.adapter for part in merge.adapted]
-    warnings: list[str] = []
+    warnings = [] if merge.dtype else list(another_dtype(merge.base))
     if merge.head is not None:
         pad = pad_token(adapters, merge.base)
         pad_id = pad.id if pad else merge.base.config.pad_token_id if merge.base.config else None

@@ -250,10 +250,11 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
     tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
     lost = naming.left_out_by_peft(adapter.root, tensors)
     if lost:
+        placed = all(naming.place(f"{keys.parse(name).module}.weight") in naming.facts.shapes for name in lost)
         raise UnsupportedAdapter(
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",
-            hint=_OWN_WAY,
+            hint=_OWN_WAY if placed else f"lora-tool validate {adapter.root}",
         )
 
 

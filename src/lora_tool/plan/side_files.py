@@ -78,6 +78,8 @@ def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
     }
     if "num_labels" in raw:
         changes["num_labels"] = num_labels
+    if num_labels == 1 and raw.get("problem_type") == "single_label_classification":
+        changes["problem_type"] = None  # of the base's own head: transformers refuses to load one label with it
     return changes
 
 
@@ -188,9 +190,24 @@ def code_named(files: Iterable[SideFile]) -> Iterator[str]:
 
 def model_dtype(base: ModelDir) -> DType | None:
     """Return the type that `from_pretrained(dtype="auto")` gives the model: the config's, else the first float's."""
+    first = next((tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float), None)
+    return _named_dtype(base) or first
+
+
+def _named_dtype(base: ModelDir) -> DType | None:
     raw = base.config.raw if base.config else {}
     named = raw.get("dtype", raw.get("torch_dtype"))
     by_name = {name: dtype for dtype, name in _CONFIG_DTYPES.items()}
-    if isinstance(named, str) and named.removeprefix("torch.") in by_name:
-        return by_name[named.removeprefix("torch.")]
-    return next((tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float), None)
+    return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
+
+
+def another_dtype(base: ModelDir) -> Iterator[str]:
+    """Yield a warning where no weight has the type that the config names: transformers would convert all of them."""
+    named = _named_dtype(base)
+    held = {tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float}
+    if named is not None and held and named not in held:
+        found, wanted = ", ".join(sorted(dtype.value for dtype in held)), _CONFIG_DTYPES[named]
+        yield (
+            f"{base.root / model_config.FILE_NAME} says {wanted}, the weights are {found}: they keep their type; "
+            f"--dtype {wanted} merges what transformers and PEFT would load"
+        )

@@ -45,10 +45,11 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Look for `score.weight` in the training checkpoint (`global_stepN/`), or train again with `task_type="SEQ_CLS"`.
 
-    If the base is itself a trained reward model, its head is used, and this is a warning.
+    If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type`
+    is not set and the base is not known: PEFT then takes the head that the base has.
     """
     config = subject.config
-    unsaid = config.task_type is None and (config.trained_class or "").endswith(CLASSIFYING)
+    unsaid = config.task_type is None and not subject.is_reward() and _classifies(subject, CLASSIFYING)
     expected = config.task_type in CLASSIFICATION_TASKS or subject.is_reward() or unsaid
     if not expected or config.task_type == "CAUSAL_LM" or not subject.layers:
         return
@@ -69,6 +70,12 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
 def _where_the_head_is(subject: AdapterSubject) -> str | None:
     command = consolidate_command(subject.checkpoint.root)
     return f"look for it in the training checkpoint: {command}" if command else None
+
+
+def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
+    """Whether the adapter names a class of transformers with such an ending as the one that it was trained on."""
+    name = subject.config.trained_class
+    return name is not None and name.endswith(endings)
 
 
 def _carries_head(subject: AdapterSubject) -> bool:
@@ -133,6 +140,8 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
 
     ## What to do
     Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
+
+    A head that the adapter carries whole takes the place of the base's: against another number there, this is a warning.
     """
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS) or lora_head_rows(subject)
@@ -150,7 +159,11 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         yield Fault(subject=weight.name, message=f"{rows}, asked for: {counted(asked, 'label')}", path=str(weight.path))
     elif told is not None and told != weight.shape[0] and base is not None:
         message = f"{rows}, but {base.root / 'config.json'} means {counted(told, 'label')}"
-        yield Fault(subject=weight.name, message=message, path=str(weight.path))
+        replaced = weight in saved_heads(subject).values() if isinstance(subject, AdapterSubject) else False
+        if replaced:
+            message += f"; a merge takes this head, PEFT needs num_labels={weight.shape[0]} to load the base"
+        severity = Severity.WARNING if replaced else None
+        yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
 
 
 @rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -172,7 +185,8 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     Set `"task_type": "SEQ_CLS"` in `adapter_config.json` if this is a reward model or classifier; else leave `--rm`
     out.
 
-    An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only.
+    An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
+    task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.
     """
     task = subject.config.task_type
     heads = _heads_present(subject)
@@ -182,7 +196,7 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     if task == "SEQ_CLS" and subject.task == "causal-lm":
         message = "a causal LM was asked for, this is the adapter of a sequence classifier"
         yield Fault(subject="task_type", message=message, path=subject.config_path)
-    if task not in ("CAUSAL_LM", None):
+    if task not in ("CAUSAL_LM", None) or (task is None and _classifies(subject, ("Classification",))):
         return
     for head, tensor in heads.items():
         message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without it"

@@ -5,7 +5,11 @@ and γ(n) = n·u/(1 - n·u). A sum of products of length r, computed in any orde
 γ(r)·|B|·|A| (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., 2002, section 3.5); scaling it and
 adding W are two more roundings. So the accumulated value is within γ(r+2)·(|W| + s·|B|·|A|) of W + s·B·A, and
 storing it costs half a unit in the last place. We use |b·a| ≤ ‖b‖·‖a‖ for the entries of |B|·|A|, and
-|W| ≤ |W'| + |ΔW| with |W'| ≤ 2/u' half units in the last place of a result of roundoff u'.
+|W| ≤ |W'| + |ΔW| with |W'| ≤ 2/u' half units in the last place of a result of roundoff u'. A bias of LoRA is a
+product of rank one, of its own size.
+
+PEFT adds one adapter after the other, and rounds each sum. A sum before the last is at most |W'| plus what comes after
+it, so each such rounding costs u'·(|W'| + Σ‖b‖·‖a‖) at most.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lora_tool.plan.model import Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS
 
@@ -42,15 +46,15 @@ def working_type(op: Op, out: DType) -> np.dtype[np.float32] | np.dtype[np.float
 
 def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
     """Return the bound of what lora-tool writes with `precision`."""
-    terms = tuple(terms_of(op))
     result = FLOATS[out].roundoff
     if isinstance(op, LoraDelta) and op.init is not None:
         precision = Precision.PEFT  # whatever was asked for: it is PEFT's own formula, in float32
-    if not terms and not isinstance(op, DoraDelta):
+    sums = _sums(op)
+    if not sums:
         return _compared(Bound(of_result=1), op, out)
-    rank = sum(term.rank for term in terms)
+    rank = _rank(op)
     unit = _DOUBLE if precision is Precision.FLOAT64 else _SINGLE
-    steps = _gamma(rank + 2 * max(1, len(terms)), unit)
+    steps = _gamma(rank + 2 * sums, unit)
     of_product = 2.5 * steps + (2 * rank * _LEFT_OUT if precision is Precision.FLOAT64 else 0)
     of_result = 1 + 2.5 * steps / result
     of_change = steps
@@ -62,7 +66,8 @@ def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
         if FLOATS[op.source.dtype].roundoff < result:  # PEFT adds to a base that was rounded when it was loaded
             of_result, of_change = of_result + 2, of_change + result
         if isinstance(op, LoraDelta) and op.rounded:
-            of_change += result
+            of_change, of_product = of_change + result, of_product + (sums - 1) * result
+        of_result, of_product = of_result + 2.1 * (sums - 1), of_product + 1.1 * (sums - 1) * result
     return _compared(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
 
 
@@ -78,27 +83,37 @@ def sixteen_bit_bound(op: Op, out: DType) -> Bound:
         unit = max(unit, FLOATS[DType.BF16].roundoff)
     rounded_first = 2 * unit / result if unit > result or FLOATS[op.source.dtype].roundoff < result else 0.0
     of_result = unit / result + rounded_first + (8 * unit / result if isinstance(op, DoraDelta) else 0.0)
+    earlier = max(0, _sums(op) - 1)
     strict = stated_bound(op, out, Precision.FLOAT32)
     return Bound(
-        of_result=strict.of_result + of_result,
+        of_result=strict.of_result + of_result + 2.1 * earlier * unit / result,
         of_change=strict.of_change + 4 * unit,
-        of_product=strict.of_product + 4 * unit,
+        of_product=strict.of_product + (4 + 2 * earlier) * unit,
     )
 
 
 def _compared(bound: Bound, op: Op, out: DType) -> Bound:
     """Add what the comparison itself may be off by: float64 products, and a few operations in the working type."""
     unit = 4 * (_SINGLE if working_type(op, out) == np.float32 else _DOUBLE)
-    rank = sum(term.rank for term in terms_of(op))
     return Bound(
         of_result=bound.of_result + 2 * unit / FLOATS[out].roundoff,
         of_change=bound.of_change + unit,
-        of_product=bound.of_product + _gamma(rank + 4, _DOUBLE),
+        of_product=bound.of_product + _gamma(_rank(op) + 4, _DOUBLE),
     )
 
 
 def _gamma(steps: int, unit: float) -> float:
     return steps * unit / (1 - steps * unit)
+
+
+def _sums(op: Op) -> int:
+    """Return how many deltas are added to the base."""
+    return len(op.terms) if isinstance(op, BiasDelta) else sum(1 for _ in terms_of(op))
+
+
+def _rank(op: Op) -> int:
+    """Return the length of all sums of products together."""
+    return len(op.terms) if isinstance(op, BiasDelta) else sum(term.rank for term in terms_of(op))
 
 
 def terms_of(op: Op) -> Iterator[LoraTerm]:

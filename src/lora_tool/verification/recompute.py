@@ -111,9 +111,9 @@ class Recomputer:
             case DoraDelta() if product:
                 return self._dora(op, rows, base, product, wide)
             case BiasDelta():
-                biases = (self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms)
+                biases = [self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms]
                 change = np.asarray(sum(biases)).astype(wide, copy=False)
-                return Expected(base, change, lambda i, j: np.abs(change[i, j]))
+                return Expected(base, change, lambda i, j: np.asarray(sum(np.abs(each[i, j]) for each in biases)))
             case ReplaceRows():
                 return self._replaced(op, rows, base, wide)
             case _:
