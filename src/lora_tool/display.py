@@ -65,16 +65,20 @@ def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
     return printable(str(value)) if isinstance(value, str | Path) else value
 
 
+_encoded = json.JSONEncoder(allow_nan=False).encode
+"""`json.dumps`, which would make an encoder for each call."""
+
+
 def json_text(value: object, *, spread: int, indent: str = "") -> str:
     """Return JSON with a line for each entry of the outer `spread` levels; what is deeper is on its entry's line.
 
     For tables of many thousand entries: `json` indents in Python, which takes seconds, and encodes a line in C.
     """
     if not spread or not isinstance(value, dict | list) or not value:
-        return json.dumps(value, allow_nan=False)
+        return _encoded(value)
     inner = f"{indent}  "
     if isinstance(value, dict):
-        entries = [f"{json.dumps(k)}: {json_text(v, spread=spread - 1, indent=inner)}" for k, v in value.items()]
+        entries = [f"{_encoded(k)}: {json_text(v, spread=spread - 1, indent=inner)}" for k, v in value.items()]
     else:
         entries = [json_text(entry, spread=spread - 1, indent=inner) for entry in value]
     first, last = "{}" if isinstance(value, dict) else "[]"

@@ -34,6 +34,7 @@ class Part(str, enum.Enum):
     PLAIN = "plain"
 
 
+_PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _WITH_LEAF = frozenset({Part.LORA_A, Part.LORA_B, Part.MAGNITUDE})
 _PART = re.compile(
@@ -86,7 +87,7 @@ def parse(name: str) -> AdapterKey:
     match = _PART.match(inner)
     if match is None:
         return _plain(name, inner, prefixed=prefixed)
-    part = Part(match["part"].rpartition(".")[2])
+    part = _PARTS[match["part"].rpartition(".")[2]]
     adapter_name, leaf = _split_rest(part, match["rest"])
     return AdapterKey(
         text=name, module=match["module"], part=part, leaf=leaf, adapter_name=adapter_name, prefixed=prefixed
@@ -117,17 +118,16 @@ def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
     return rest, None
 
 
-def is_under(module: str, names: frozenset[str]) -> str | None:
-    """Return the entry of `names` that equals `module` or is a dotted suffix of it, as PEFT matches list targets."""
-    if module in names:
-        return module
-    at = module.find(".")
+def is_under(module: str, names: frozenset[str]) -> bool:
+    """Return whether one of `names` equals `module` or is a dotted suffix of it, as PEFT matches list targets."""
+    if not names:
+        return False
+    at = module.rfind(".")  # most names are a last component, so the ends are tried from the shortest
     while at != -1:
-        suffix = module[at + 1 :]
-        if suffix in names:
-            return suffix
-        at = module.find(".", at + 1)
-    return None
+        if module[at + 1 :] in names:
+            return True
+        at = module.rfind(".", 0, at)
+    return module in names
 
 
 def split_layer(module: str) -> tuple[int | None, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,35 +47,18 @@ class DType(str, enum.Enum):
     I64 = "I64"
     U64 = "U64"
 
-    @property
-    def bits(self) -> int:
-        """Size of one element in bits (sub-byte types exist)."""
-        return _BITS[self]
+    bits: int
+    """Size of one element in bits (sub-byte types exist)."""
+    is_float: bool
+    """Whether it is one of the four float types that a merge can compute with: F16, BF16, F32, F64."""
 
-    @property
-    def is_float(self) -> bool:
-        """Whether it is one of the four float types that a merge can compute with: F16, BF16, F32, F64."""
-        return self in MERGEABLE
+    def __init__(self, name: str) -> None:
+        number = re.search(r"\d+", name)
+        self.bits = int(number[0]) if number else 8  # BOOL alone does not say it
+        self.is_float = name in ("F16", "BF16", "F32", "F64")
 
     def __str__(self) -> str:
         return str(self.value)
-
-
-_BITS = {
-    DType.F4: 4,
-    DType.F6_E2M3: 6,
-    DType.F6_E3M2: 6,
-    **dict.fromkeys(
-        (DType.BOOL, DType.U8, DType.I8, DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.F8_E4M3FNUZ),
-        8,
-    ),
-    DType.F8_E5M2FNUZ: 8,
-    **dict.fromkeys((DType.I16, DType.U16, DType.F16, DType.BF16), 16),
-    **dict.fromkeys((DType.I32, DType.U32, DType.F32), 32),
-    **dict.fromkeys((DType.C64, DType.F64, DType.I64, DType.U64), 64),
-}
-
-MERGEABLE = frozenset({DType.F16, DType.BF16, DType.F32, DType.F64})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,27 +108,28 @@ class TensorSpec:
     dtype: DType
     shape: tuple[int, ...]
 
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Size in bytes; asked for so often that it is worked out once."""
+
     def __post_init__(self) -> None:
-        nbits = self.dtype.bits
+        nbits, empty = self.dtype.bits, False
         for n in self.shape:
             if n < 0:
                 raise ValueError(f"shape {list(self.shape)} has a negative size")
             # a zero anywhere makes the product 0, yet the other sizes must still be possible ones
-            nbits *= max(n, 1)
+            empty = empty or n == 0
+            nbits *= n or 1
             if nbits // 8 > MAX_BYTES:
                 raise ValueError(f"shape {list(self.shape)} of {self.dtype} overflows 63 bits")
-        if self.numel * self.dtype.bits % 8:
+        nbytes, rest = divmod(0 if empty else nbits, 8)
+        if rest:
             raise ValueError(f"shape {list(self.shape)} of {self.dtype} is not a whole number of bytes")
+        object.__setattr__(self, "nbytes", nbytes)
 
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a scalar, 0 if any size is 0."""
         return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.bits // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +142,8 @@ class StoredTensor:
     """Where in the tensor each span ends: a stack of experts is hundreds of spans, and is asked for each of them."""
 
     def __post_init__(self) -> None:
-        ends = tuple(accumulate(span.nbytes for span in self.spans))
+        one = len(self.spans) == 1  # nearly all of them, and there may be a million
+        ends = (self.spans[0].nbytes,) if one else tuple(accumulate(span.nbytes for span in self.spans))
         object.__setattr__(self, "_ends", ends)
         held = ends[-1] if ends else 0
         if held != self.spec.nbytes:

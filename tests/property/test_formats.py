@@ -105,4 +105,4 @@ def test_every_name_parses_and_its_canonical_form_is_stable(name: str) -> None:
 @given(MODULES, st.sets(MODULES, max_size=4))
 def test_a_target_is_the_module_or_a_dotted_end_of_it(module: str, names: set[str]) -> None:
     expected = any(module == name or module.endswith(f".{name}") for name in names)
-    assert (keys.is_under(module, frozenset(names)) is not None) == expected
+    assert keys.is_under(module, frozenset(names)) == expected

@@ -134,8 +134,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that design and README document."""
     signal.signal(signal.SIGTERM, _as_interrupt)
     _open_streams()
-    # a short command makes no cycles worth looking for, and looking takes a tenth of its time
-    gc.set_threshold(100_000)
+    # a short command makes no cycles worth looking for, and looking takes a tenth of its time: new objects are looked
+    # at once, and again only after ten million of them
+    gc.set_threshold(100_000, 100)
     try:
         code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False)
         sys.stdout.flush()
@@ -156,6 +157,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         show_error(LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}"))
         code = CANNOT
+    gc.freeze()  # the process ends: nobody has to look through its millions of objects for cycles
     sys.exit(code if isinstance(code, int) else 0)
 
 

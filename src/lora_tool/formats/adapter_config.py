@@ -138,7 +138,7 @@ class AdapterConfig:
             return compiled(self.target_modules).fullmatch(module) is not None
         if module in self.target_names:
             return True
-        return is_under(module, self.target_names) is not None and self._in_layers(module)
+        return is_under(module, self.target_names) and self._in_layers(module)
 
     def saves(self, module: str) -> bool:
         """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
@@ -158,7 +158,7 @@ class AdapterConfig:
         if isinstance(self.exclude_modules, str):
             excluded = bool(self.exclude_modules) and compiled(self.exclude_modules).fullmatch(module) is not None
         else:
-            excluded = is_under(module, self.excluded_names) is not None
+            excluded = is_under(module, self.excluded_names)
         return excluded or any(f".{name}." in f".{module}." for name in self.modules_to_save)
 
     def _in_layers(self, module: str) -> bool:

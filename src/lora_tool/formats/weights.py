@@ -66,11 +66,11 @@ class _Gathering:
             return None
         self.files.append(file)
         self.problems.extend(file.problems)
-        for tensor in file.tensors.values():
-            earlier = self.tensors.setdefault(tensor.name, tensor)
+        for tensor_name, tensor in file.tensors.items():
+            earlier = self.tensors.setdefault(tensor_name, tensor)
             if earlier is not tensor:
                 message = f"is also in {earlier.path.name}"
-                self.note(Defect.DUPLICATE_KEY, path, message, tensor.name)
+                self.note(Defect.DUPLICATE_KEY, path, message, tensor_name)
         return file
 
     def note(self, defect: Defect, path: Path, message: str, subject: str | None, *, fatal: bool = True) -> None:
@@ -113,12 +113,17 @@ def read_sharded(index: Path) -> Weights:
         else:
             gathering.add(name)
     _compare(gathering, index, weight_map)
-    # tensors of a torch file may share their bytes, which transformers counts once
-    held_bytes = sum(span.nbytes for span in {s for tensor in gathering.tensors.values() for s in tensor.spans})
+    held_bytes = sum(map(_bytes_held, gathering.files))
     if not any(problem.fatal for problem in gathering.problems) and total_size != held_bytes:
         message = f"is {total_size!r}, the shards hold {held_bytes} bytes"
         gathering.note(Defect.TOTAL_SIZE, index, message, "metadata.total_size", fatal=False)
     return gathering.weights(index)
+
+
+def _bytes_held(file: WeightsFile) -> int:
+    """Return the bytes of the file's tensors; those of a torch file may share them, which transformers counts once."""
+    spans = {(span.offset, span.nbytes) for tensor in file.tensors.values() for span in tensor.spans}
+    return sum(nbytes for _, nbytes in spans)
 
 
 def is_bare(name: str) -> bool:

@@ -20,7 +20,7 @@ from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
-from lora_tool.tensors import MAX_BYTES, MERGEABLE
+from lora_tool.tensors import MAX_BYTES
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
@@ -260,7 +260,7 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
         refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
-    if not all(group.dtype in MERGEABLE for group in groups):
+    if not all(group.dtype.is_float for group in groups):
         refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
     if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
         refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")

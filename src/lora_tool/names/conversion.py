@@ -39,6 +39,7 @@ Shapes = Mapping[str, Shape]
 Rename = Callable[[str], tuple[str, str | None]]
 """A name → its new name, and the pattern of the converter that made it."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
+_AROUND_NUMBERS = re.compile(r"(?<=\.)(\d+)(?=\.|\Z)")
 _A_NUMBER = re.compile(r"(?<![\\\w])[0-9]+(?!\w)")
 _FIRST_PLACE = 7_000_001
 
@@ -54,6 +55,7 @@ class Conversion:
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in self._rules if isinstance(rule, WeightConverter)]
         self._places: dict[str, tuple[str, str | None]] = {}
+        self._with_prefix: dict[str, str] = {}
         self._plain = _are_plain(self._rules)
         self._by_rules = by_template(
             lambda name: rename_source_key(name, self._renamings, self._converters), self._rules
@@ -68,8 +70,10 @@ class Conversion:
     def _place(self, disk_name: str) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix
         ruled, pattern = self._by_rules(disk_name)
-        # the last thing that transformers does with a name: the base model's prefix, where that makes it a parameter
-        found: tuple[str, str | None] = (rename_source_key(ruled, [], [], prefix, self._memory)[0], pattern)
+        if ruled not in self._with_prefix:  # all experts of a layer have one name after the rules
+            # the last thing that transformers does with a name: the base model's prefix, where that makes it a parameter
+            self._with_prefix[ruled] = rename_source_key(ruled, [], [], prefix, self._memory)[0]
+        found: tuple[str, str | None] = (self._with_prefix[ruled], pattern)
         if found[0] not in self._memory and disk_name in self._memory:
             found = rename_source_key(disk_name, [], [], base_model_prefix=prefix, meta_state_dict=self._memory)
         return found
@@ -195,16 +199,20 @@ def by_template(rename: Rename, rules: Sequence[Any]) -> Rename:
     """
     if not _are_plain(rules):
         return rename
-    known: dict[str, tuple[str, str | None]] = {}
+    known: dict[tuple[str, ...], tuple[list[str], list[int], str | None]] = {}
 
     def renamed(name: str) -> tuple[str, str | None]:
-        numbers = _NUMBER.findall(name)
-        places = iter(range(_FIRST_PLACE, _FIRST_PLACE + len(numbers)))
-        template = _NUMBER.sub(lambda _: str(next(places)), name)
-        if template not in known:
-            known[template] = rename(template)
-        made, pattern = known[template]
-        return _NUMBER.sub(lambda place: numbers[int(place[0]) - _FIRST_PLACE], made), pattern
+        parts = _AROUND_NUMBERS.split(name)  # texts, and the numbers between them
+        texts, numbers = tuple(parts[::2]), parts[1::2]
+        if texts not in known:
+            parts[1::2] = map(str, range(_FIRST_PLACE, _FIRST_PLACE + len(numbers)))
+            made, pattern = rename("".join(parts))
+            around = _AROUND_NUMBERS.split(made)
+            known[texts] = around, [int(place) - _FIRST_PLACE for place in around[1::2]], pattern
+        around, places, pattern = known[texts]
+        parts = around.copy()
+        parts[1::2] = [numbers[place] for place in places]
+        return "".join(parts), pattern
 
     return renamed
 

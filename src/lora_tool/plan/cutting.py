@@ -44,6 +44,8 @@ def rows_of(tensor: StoredTensor, start: int, rows: int) -> StoredTensor:
 
 def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     """Return the spans with those that lie one after the other in a file made one."""
+    if len(spans) == 1:
+        return tuple(spans)
     made: list[Span] = []
     for span in spans:
         last = made[-1] if made else None
@@ -74,7 +76,7 @@ def _cut(step: Step, op: Part, start: int, rows: int) -> Iterator[Part]:
     source = rows_of(op.source, start, rows)
     match op:
         case Copy() | Cast():
-            yield replace(op, source=source)
+            yield type(op)(source=source)
         case LoraDelta() if len(op.source.shape) == _STACK:
             yield from _cut_stack(op, start, rows)
         case LoraDelta():
@@ -149,7 +151,7 @@ def _disk_step(name: str, made: Made, steps: Mapping[str, Step], at_place: _Plac
         raise UnsupportedAdapter(f"`{name}` would be made of tensors of different types: {sorted(map(str, dtypes))}")
     out = TensorSpec(name=name, dtype=worth_telling.out.dtype, shape=made.shape)
     whole: Op = parts[0] if len(parts) == 1 else Assemble(parts=tuple(parts))
-    return replace(worth_telling, out=out, op=whole)
+    return Step(out=out, op=whole, fate=worth_telling.fate, reason=worth_telling.reason)
 
 
 def _is_stack(op: Op) -> bool:
@@ -158,6 +160,8 @@ def _is_stack(op: Op) -> bool:
 
 def _merged_copies(parts: Sequence[Part]) -> list[Part]:
     """Return the parts with neighbouring copies made one."""
+    if len(parts) == 1:
+        return list(parts)
     made: list[Part] = []
     for part in parts:
         last = made[-1] if made else None
@@ -180,5 +184,7 @@ def _named(part: Part, at_place: _Places) -> Part:
     known = at_place.get((spans[0].path, spans[0].offset, spans[0].nbytes)) if whole else None
     if known is None:
         return part
-    spec = replace(part.source.spec, name=known.name)
-    return replace(part, source=StoredTensor(spec=spec, spans=spans))
+    source = known
+    if known.shape != part.source.shape:
+        source = StoredTensor(spec=replace(part.source.spec, name=known.name), spans=spans)
+    return Copy(source=source) if isinstance(part, Copy) else replace(part, source=source)

@@ -29,8 +29,8 @@ def fingerprint(weights: Weights) -> str:
     """
     digest = hashlib.sha256()
     tensors = sorted(weights.tensors.values(), key=lambda tensor: tensor.name)
-    for tensor in tensors:
-        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n".encode("utf-8", "surrogatepass"))
+    for spec in (tensor.spec for tensor in tensors):
+        digest.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\n".encode("utf-8", "surrogatepass"))
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
         if tensor.nbytes:
             digest.update(_sample(tensor.spans[0].path, tensor.spans[0].offset, tensor.spans[0].nbytes))

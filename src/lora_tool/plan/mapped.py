@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
+from lora_tool.keys import AdapterKey
 from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
@@ -21,7 +22,7 @@ from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE, WITH_PEFT
 from lora_tool.plan.head import way_to_head
 from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
-from lora_tool.plan.readings import Readings, home
+from lora_tool.plan.readings import Readings, homes, leaf_in_memory
 from lora_tool.plan.task import CLASSIFIERS, Task
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TurnedSpan
 
@@ -141,8 +142,13 @@ def mapped(readings: Readings, adapters: Sequence[AdapterDir], task: Task, *, pl
 
 def _in_memory(adapter: AdapterDir, naming: Naming) -> AdapterDir:
     """Return the adapter with the module paths of this transformers."""
-    homes = {name: home(key, naming) or key.module for name, key in adapter.keys.items()}
-    return replace(adapter, keys={name: replace(key, module=homes[name]) for name, key in adapter.keys.items()})
+    found = homes(adapter, naming)
+
+    def in_memory(key: AdapterKey) -> AdapterKey:
+        path = found[key.module, leaf_in_memory(key)] or key.module
+        return key if path == key.module else replace(key, module=path)
+
+    return replace(adapter, keys={name: in_memory(key) for name, key in adapter.keys.items()})
 
 
 def _parameter(name: str, made: Made, disk: TensorTable) -> StoredTensor:
@@ -308,4 +314,4 @@ def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)
     reason = " + ".join(f"LoRA rank {term.rank}, scaling {term.scaling:g}" for term in terms)
-    return replace(step, op=op, fate=Fate.MERGED, reason=reason)
+    return Step(out=step.out, op=op, fate=Fate.MERGED, reason=reason)

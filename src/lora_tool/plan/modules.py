@@ -49,6 +49,8 @@ class AdapterModules:
         return replace(self, saved=kept(self.saved), frozen_base=kept(self.frozen_base), tokens=kept(self.tokens))
 
 
+_LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")})
+_EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)})
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """What PEFT takes for embeddings by their names alone (`EMBEDDING_LAYER_NAMES`)."""
@@ -217,10 +219,8 @@ def _lora_term(
         have, lack = ("lora_A", "lora_B") if b is None else ("lora_B", "lora_A")
         present = next(iter(parts.values()))
         raise _refuse(adapter, present.name, f"has a {have}, but its {lack} is missing")
-    linear = {(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")}
-    embedding = {(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)}
-    held = {(part, leaf) for part, leaf in parts if part is not Part.MAGNITUDE}
-    unknown = min(held - linear, held - embedding, key=len)
+    held = {at for at in parts if at[0] is not Part.MAGNITUDE}
+    unknown = min(held - _LINEAR, held - _EMBEDDING, key=len)
     if unknown:
         raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
     _require_shapes(adapter, config, module, a, b)

@@ -121,24 +121,37 @@ def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
 
 def _strangers(adapter: AdapterDir, naming: Naming) -> int:
     """Return how many of the adapter's tensors the class has no module for."""
-    homes = {home(key, naming) for key in adapter.keys.values()}
-    return sum(home is None for home in homes)
+    return sum(home is None for home in set(homes(adapter, naming).values()))
 
 
-def home(key: AdapterKey, naming: Naming) -> str | None:
-    """Return the path in memory of the module that an adapter's tensor belongs to; None where there is none.
+def homes(adapter: AdapterDir, naming: Naming) -> dict[tuple[str, str], str | None]:
+    """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
+
+    None where there is none.
+    """
+    # in the file's order: a rule of transformers may wait for a name before it looks at others
+    wanted = dict.fromkeys((key.module, leaf_in_memory(key)) for key in adapter.keys.values())
+    return {(module, leaf): _home(module, leaf, naming) for module, leaf in wanted}
+
+
+def leaf_in_memory(key: AdapterKey) -> str:
+    """Return the parameter of its module that an adapter's tensor is for."""
+    return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
+
+
+def _home(module: str, leaf: str, naming: Naming) -> str | None:
+    """Return the path in memory of a module that an adapter names.
 
     An adapter of an earlier transformers has the names of then, which are mostly those on disk.
     """
-    bare = key.module
+    bare = module
     while bare.endswith(".base_layer"):
         bare = bare.removesuffix(".base_layer")
     if bare in naming.facts.modules:
-        return key.module
-    leaf = key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
+        return module
     placed = naming.place(f"{bare}.{leaf}")
     if placed not in naming.facts.shapes:
         return None
-    module, _, found = placed.rpartition(".")
+    path, _, found = placed.rpartition(".")
     # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
-    return module + key.module.removeprefix(bare) if found == leaf else key.module
+    return path + module.removeprefix(bare) if found == leaf else module

@@ -130,5 +130,5 @@ def _term_json(term: LoraTerm, input_names: Mapping[Path, str]) -> dict[str, Any
 
 
 def _input_of(tensor: StoredTensor, input_names: Mapping[Path, str]) -> dict[str, str]:
-    name = input_names.get(tensor.path.parent)
+    name = input_names.get(tensor.path.parent) if input_names else None
     return {"input": name} if name else {}
