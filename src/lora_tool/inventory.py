@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoint import Checkpoint, RunDir, open_checkpoint
-from lora_tool.errors import CheckpointError, LoraToolError
+from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.report.model import RunCheckpoint
 from lora_tool.rules.registry import RULES
 from lora_tool.rules.runs import Judged, run_table
@@ -147,7 +147,7 @@ def _judged(folder: Path) -> tuple[Judged, str] | None:
             return None
         report = validate(opened, deep=False)
     except LoraToolError as error:
-        if not isinstance(error, CheckpointError) and not _STEP.match(folder.name):
+        if not isinstance(error, CheckpointError | UnsupportedCheckpoint) and not _STEP.match(folder.name):
             return None
         return Judged(
             root=folder,

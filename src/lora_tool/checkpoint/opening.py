@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool import keys
+from lora_tool.checkpoint import other_formats
 from lora_tool.checkpoint.folders import (
     AdapterDir,
     Checkpoint,
@@ -27,6 +28,7 @@ from lora_tool.checkpoint.folders import (
     unexpected,
 )
 from lora_tool.checkpoint.nearby import consolidate_command
+from lora_tool.checkpoint.other_formats import OtherFormat
 from lora_tool.errors import (
     BadConfig,
     CheckpointError,
@@ -95,6 +97,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     below = _sharded_below(folder)
     if len(below) == 1:  # OpenRLHF's `_actor`
         return below[0]
+    if not below:
+        _refuse_other_formats(folder)
     raise _no_checkpoint_itself(folder, [sharded.root.name for sharded in below])
 
 
@@ -159,6 +163,25 @@ def _refuse_other_rank_files(folder: Folder) -> None:
                 raise UnsupportedCheckpoint(f"{folder.root / name}: {what}", hint="save it again as a full state dict")
 
 
+def _refuse_other_formats(folder: Folder, *, adapter: bool | None = None) -> None:
+    found = other_formats.of_files(folder.files, adapter=adapter)
+    if found is not None:
+        raise _other_format(folder.root / found[0], found[1])
+    single = next((name for name in folder.files if name.endswith(".safetensors")), None)
+    if adapter is None and single is not None:
+        _refuse_other_names(read_single(folder.root / single))
+
+
+def _refuse_other_names(weights: Weights) -> None:
+    other = other_formats.of_tensors(weights.tensors.keys())
+    if other is not None:
+        raise _other_format(weights.files[0].path, other)
+
+
+def _other_format(path: Path, other: OtherFormat) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(f"{path} is {other.text}", hint=other.way_out)
+
+
 def _sharded_below(folder: Folder) -> list[ZeroDir | DcpDir]:
     found: list[ZeroDir | DcpDir] = []
     for name in folder.folders:
@@ -213,7 +236,10 @@ def _open_adapter(folder: Folder) -> AdapterDir:
     config, problems = _read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
     # safetensors first, as PEFT does where both are there
     name = next((name for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if name in folder.files), None)
+    if name is None:
+        _refuse_other_formats(folder, adapter=True)
     weights = read_single(folder.root / name) if name else _no_adapter_weights(folder)
+    _refuse_other_names(weights)
     return AdapterDir(
         folder=folder,
         config=config,
@@ -255,6 +281,7 @@ def _model_weights(folder: Folder) -> Weights:
             break
     else:
         if not shards:
+            _refuse_other_formats(folder, adapter=False)
             return _no_weights(folder, MODEL_WEIGHTS)
         message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
         index = MODEL_INDEX if shards[0].endswith(".safetensors") else MODEL_PICKLE_INDEX

@@ -37,6 +37,15 @@ def open_regular(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def instead_of_weights(beginning: bytes) -> str | None:
+    """Return what a file is that a download left in the place of weights, by its first 16 bytes; None for others."""
+    if beginning.startswith(b"version https://"):
+        return "is the pointer that git leaves where Git LFS is not installed, not the file: git lfs pull"
+    if beginning.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "is a web page, not the file: what the download was answered with"
+    return None
+
+
 def _not_a_file(path: Path, message: str) -> CorruptFile:
     return CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
 

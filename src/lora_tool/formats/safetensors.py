@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import open_regular, parse_json
+from lora_tool.formats.files import instead_of_weights, open_regular, parse_json
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
@@ -69,7 +69,11 @@ def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
 
     if stamp.size < _LENGTH_BYTES:
         raise corrupt(Defect.TRUNCATED, f"is {stamp.size} bytes: too short for a safetensors file")
-    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    beginning = os.pread(fd, 16, 0)
+    instead = instead_of_weights(beginning)
+    if instead is not None:
+        raise corrupt(Defect.BAD_HEADER, instead)
+    length = int.from_bytes(beginning[:_LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise corrupt(Defect.BAD_HEADER, f"header claims {length:,} bytes, the format allows {MAX_HEADER_BYTES:,}")
     if length > stamp.size - _LENGTH_BYTES:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import instead_of_weights, open_regular
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.tensors import MAX_BYTES, DType, FileStamp, Span, StoredTensor, TensorSpec
@@ -165,7 +165,7 @@ def read_torch_file(
                 path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
             )
         window = io.BufferedReader(_Window(fd, offset, length), 1 << 16)
-        _require_zip(path, os.pread(fd, len(_LEGACY_MAGIC), offset), length)
+        _require_zip(path, os.pread(fd, max(16, len(_LEGACY_MAGIC)), offset), length)
         try:
             with zipfile.ZipFile(window) as archive:
                 return _read_archive(archive, stamp, offset, memory or PickleMemory())
@@ -214,6 +214,9 @@ def _require_zip(path: Path, head: bytes, length: int) -> None:
         )
         refuse(path, Defect.PICKLE, message)
     if not head.startswith(b"PK"):
+        instead = instead_of_weights(head)
+        if instead is not None:
+            refuse(path, Defect.BAD_HEADER, instead)
         what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else "no torch file"
         refuse(path, Defect.PICKLE if head[:1] == b"\x80" else Defect.BAD_HEADER, f"is {what}; it is not read")
 
