@@ -67,7 +67,9 @@ def plan_consolidate(
 ) -> Plan:
     """Return the plan that puts the checkpoint's tensors together, after a look at every value that it will copy.
 
-    Nothing is written. See `prepare_consolidate`, which leaves the look to be taken.
+    Nothing is written. `dtype` None keeps each tensor's own; `ignore` are the codes of faults to go on in spite of.
+    Raises `FindingsFound` for faults that are errors, in the structure or the values; `UnsupportedCheckpoint` and
+    `CheckpointError` for what cannot be put together at all. `prepare_consolidate` leaves the look to be taken.
     """
     plan, values = prepare_consolidate(
         checkpoint,
