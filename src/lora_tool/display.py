@@ -54,6 +54,11 @@ def counted(n: int, what: str) -> str:
     return f"{f'{n:,}' if n else 'no'} {what}{'' if n == 1 else 's'}"
 
 
+def finite(value: float | None) -> float | None:
+    """Return the number, None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
     """Return frozen data as JSON data: names from files escaped, NaN and infinities null."""
     if isinstance(value, dict):
@@ -61,7 +66,7 @@ def json_data(value: object) -> Any:  # noqa: ANN401 - JSON data
     if isinstance(value, list | tuple):
         return [json_data(inner) for inner in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return finite(value)
     return printable(str(value)) if isinstance(value, str | Path) else value
 
 

@@ -57,7 +57,7 @@ def resolve(
     it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was
     looked for, `IncompleteCheckpoint` where the Hub could not give it.
     """
-    if not reference:
+    if not reference:  # an empty variable of a script, which Path would take for the working directory
         raise NotACheckpoint("an empty name: no such folder, and no Hub id")
     if not reference.startswith(_URI):
         local = _local(reference, near)
@@ -72,8 +72,6 @@ def resolve(
 
 
 def _local(reference: str, near: Path | None) -> Path | None:
-    if not reference:
-        return None  # an empty variable of a script, which Path would take for the working directory
     path = Path(reference).expanduser()
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if candidate.is_dir()]

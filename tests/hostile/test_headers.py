@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lora_tool.errors import CorruptFile, Defect
-from lora_tool.formats.safetensors import MAX_HEADER_BYTES, read_file, scan_file
+from lora_tool.formats.safetensors import MAX_HEADER_BYTES, scan_file
+from tests.headers import read_file
 from tests.hostile.folders import assert_refused, copy_pair
 
 F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}

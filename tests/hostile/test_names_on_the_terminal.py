@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.formats.safetensors import build_header, read_file
+from lora_tool.formats.safetensors import build_header
+from tests.headers import read_file
 from tests.hostile.folders import assert_refused, copy_pair, environment, lora_tool
 
 NASTY = "\x1b]0;owned\x07\r\n::error file=x::boom\u202egnp.exe\x9b31m\0\u2028"

@@ -12,9 +12,10 @@ from safetensors import safe_open
 
 from lora_tool import keys
 from lora_tool.errors import CorruptFile
-from lora_tool.formats.safetensors import build_header, read_file, scan_file
+from lora_tool.formats.safetensors import build_header, scan_file
 from lora_tool.keys import Part
 from lora_tool.tensors import DType, TensorSpec
+from tests.headers import read_file
 from tests.property.strategies import NAMES, specs
 
 NUMPY = [DType.BOOL, DType.U8, DType.I8, DType.I16, DType.F16, DType.I32, DType.F32, DType.F64, DType.I64]

@@ -84,18 +84,24 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDir:
-    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+class _Opened:
+    """A folder that was opened, and what was found wrong while it was."""
 
     folder: Folder
-    config: ModelConfig | None
-    weights: Weights
-    manifest: Manifest | None = None
     problems: tuple[Problem, ...] = ()
 
     @property
     def root(self) -> Path:
         return self.folder.root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDir(_Opened):
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    config: ModelConfig | None
+    weights: Weights
+    manifest: Manifest | None = None
 
     @property
     def kind(self) -> Kind:
@@ -109,19 +115,13 @@ class ModelDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterDir:
+class AdapterDir(_Opened):
     """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
 
-    folder: Folder
     config: AdapterConfig | None
     weights: Weights
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
 
     @property
     def kind(self) -> Kind:
@@ -133,19 +133,13 @@ class AdapterDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroDir:
+class ZeroDir(_Opened):
     """A DeepSpeed checkpoint: tags with one pair of rank files per process."""
 
-    folder: Folder
     latest: str | None
     """What the file `latest` names; None where there is none, or where `root` is itself a tag."""
     rank_files: Mapping[str, tuple[str, ...]]
     """Tag → names of its rank files; the tag is "." where they lie in `root` itself."""
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
 
     @property
     def kind(self) -> Kind:
@@ -153,17 +147,11 @@ class ZeroDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DcpDir:
+class DcpDir(_Opened):
     """A torch distributed checkpoint, as FSDP2 writes it: `.metadata` and `.distcp` files."""
 
-    folder: Folder
     parts: Mapping[str, tuple[str, ...]]
     """Folder with a `.metadata` ("." or a sub-folder) → names of its `.distcp` files."""
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
 
     @property
     def kind(self) -> Kind:
@@ -171,15 +159,8 @@ class DcpDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunDir:
+class RunDir(_Opened):
     """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
-
-    folder: Folder
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def root(self) -> Path:
-        return self.folder.root
 
     @property
     def kind(self) -> Kind:

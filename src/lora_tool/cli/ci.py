@@ -41,7 +41,9 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @click.argument("checkpoint", default=".", type=click.Path(path_type=Path), metavar="[CKPT]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: CKPT-merged]")
 @model_options
-@click.option("--tag", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]")
+@click.option(
+    "--tag", metavar="TAG", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]"
+)
 @click.option(
     "--adapter-config",
     type=click.Path(exists=True, path_type=Path),
@@ -51,7 +53,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @fail_on_option
 @click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
 @click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
-@click.option("--revision", help="Branch to push to.  [default: main]")
+@click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")
 @report_option
 @overwrite_option

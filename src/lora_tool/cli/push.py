@@ -40,9 +40,11 @@ def repository(value: str) -> tuple[str, str | None]:
 @click.option(
     "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
 )
-@click.option("--revision", help="Branch to push to; it is created from main if needed.  [default: main]")
+@click.option(
+    "--revision", metavar="BRANCH", help="Branch to push to; it is created from main if needed.  [default: main]"
+)
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the branch.")
-@click.option("--tag", help="Tag the commit.")
+@click.option("--tag", metavar="TAG", help="Tag the commit.")
 @click.option("--message", help="Title of the commit.  [default: Upload … with lora-tool]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Push these files of the folder, too: 'plots/*.png'.")
 @ignore_option("Validate without these rules.")

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,7 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            seen: set[str] = set()
-            repeated.extend(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            repeated.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return table
 
     try:

@@ -55,14 +55,6 @@ def scan_file(path: Path) -> SafetensorsFile:
     return _interpret(header, stamp=stamp, data_start=data_start)
 
 
-def read_file(path: Path) -> SafetensorsFile:
-    """Return the header of `path`. Raises `CorruptFile` with its first defect if it has any."""
-    scanned = scan_file(path)
-    if scanned.problems:
-        raise CorruptFile(scanned.problems[0])
-    return scanned
-
-
 def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
     def corrupt(defect: Defect, message: str) -> CorruptFile:
         return CorruptFile(Problem(defect=defect, path=str(stamp.path), message=message))

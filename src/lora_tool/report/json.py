@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lora_tool.display import printable
+from lora_tool.display import finite, printable
 from lora_tool.report.model import Finding, Report, Run, RunCheckpoint, Severity
+from lora_tool.version import __version__
 
 SCHEMA_VERSION = 1
 """Rises when a field is renamed, removed or changes its meaning; new fields do not raise it."""
@@ -19,7 +18,7 @@ def report_json(report: Report) -> dict[str, Any]:
     """Return the whole report as JSON data. Names from files are escaped as in the text form."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "tool_version": tool_version(),
+        "tool_version": __version__,
         "subjects": [
             {"path": printable(subject.path), "kind": subject.kind, "rules": list(subject.rules)}
             for subject in report.subjects
@@ -59,14 +58,6 @@ def schema() -> dict[str, Any]:
     return parsed
 
 
-def tool_version() -> str:
-    """Return the installed version of lora-tool, "unknown" where only its source is there."""
-    try:
-        return version("lora-tool")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "code": finding.code,
@@ -93,17 +84,12 @@ def _checkpoint(row: RunCheckpoint) -> dict[str, Any]:
         "path": printable(row.path),
         "name": printable(row.name),
         "step": row.step,
-        "epoch": _finite(row.epoch),
-        "loss": _finite(row.loss),
-        "metric": _finite(row.metric),
+        "epoch": finite(row.epoch),
+        "loss": finite(row.loss),
+        "metric": finite(row.metric),
         "bytes": row.nbytes,
         "verdict": row.verdict,
         "errors": row.errors,
         "warnings": row.warnings,
         "codes": list(row.codes),
     }
-
-
-def _finite(value: float | None) -> float | None:
-    """Return a number that JSON has; NaN and infinity are null, and LT701 tells of them."""
-    return value if value is not None and math.isfinite(value) else None

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from lora_tool.display import printable
 from lora_tool.report.groups import relative_to
-from lora_tool.report.json import tool_version
 from lora_tool.report.model import Finding, Page, Report, Severity
+from lora_tool.version import __version__
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LIMIT = 20_000
@@ -32,7 +32,7 @@ def report_sarif(report: Report, *, pages: Mapping[str, Page], root: Path) -> di
         | {finding.code for finding in report.findings}
         | {skipped.code for skipped in report.skipped}
     )
-    driver = {"name": "lora-tool", "version": tool_version(), "rules": [_rule(code, pages) for code in codes]}
+    driver = {"name": "lora-tool", "version": __version__, "rules": [_rule(code, pages) for code in codes]}
     return {
         "$schema": SCHEMA,
         "version": "2.1.0",

@@ -27,16 +27,6 @@ def _matched(subject: AdapterSubject) -> BaseMatch:
     return subject.match
 
 
-def _base_weight(match: BaseMatch, subject: AdapterSubject, layer: Layer) -> StoredTensor | None:
-    """Return what the layer adapts: the module's weight, or a parameter of another name (fused experts)."""
-    found = match.tensor(layer.target)
-    if found is not None:
-        return found
-    entries = explained.parameters_of(subject.config, layer.target)
-    leaves = (entry.rpartition(".")[2] for entry in entries)
-    return next((tensor for leaf in leaves if (tensor := match.tensor(layer.target, leaf))), None)
-
-
 def _may_be_absent(match: BaseMatch, module: str) -> bool:
     """Whether a module is rightly not in the base's files: a head, or an output layer tied to the embeddings."""
     names = {name.rpartition(".")[0] for name in match.arch.causal_only} | {"lm_head"}

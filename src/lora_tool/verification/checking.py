@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -25,6 +26,8 @@ from lora_tool.verification.parts import Part, parts_of
 from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretches, stretches
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally, compare
+
+Item = TypeVar("Item")
 
 _TASK_PARTS = 16
 """Blocks or stretches per task: enough that handing it out costs nothing."""
@@ -102,8 +105,8 @@ def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
                 yield _Task(number=number, part=part, stretches=tuple(some))
         elif why_not(part.op) is None and part.stored.spec.numel:
             rows = list(blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
-            # the norms of DoRA on a weight stored [in, out] take a pass over all of it: once, not once per task
-            # so does the decomposition that an init takes
+            # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
+            # init is a decomposition of all of it
             init = isinstance(part.op, LoraDelta) and part.op.init is not None
             alone = init or (isinstance(part.op, DoraDelta) and part.op.transposed)
             for group in [rows] if alone else _grouped(rows):
@@ -115,7 +118,7 @@ def _comparable(part: Part) -> bool:
     return part.stored.dtype is part.op.source.dtype and part.stored.nbytes == part.op.source.nbytes
 
 
-def _grouped(items: Sequence[Rows] | Sequence[tuple[int, int]]) -> Iterator[Sequence]:  # type: ignore[type-arg]
+def _grouped(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     for at in range(0, len(items), _TASK_PARTS):
         yield items[at : at + _TASK_PARTS]
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lora_tool.plan.model import Assemble, Cast, Copy, Op, Step
-from lora_tool.tensors import Span, StoredTensor, TensorSpec
+from lora_tool.tensors import StoredTensor, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +56,4 @@ def _shaped(op: Op, stored: StoredTensor) -> StoredTensor:
 def _elements(stored: StoredTensor, begin: int, numel: int, shape: tuple[int, ...]) -> StoredTensor:
     width = stored.dtype.bits // 8
     spec = TensorSpec(name=stored.name, dtype=stored.dtype, shape=shape)
-    return StoredTensor(spec=spec, spans=tuple(_cut(stored, begin * width, numel * width)))
-
-
-def _cut(stored: StoredTensor, skip: int, wanted: int) -> Iterator[Span]:
-    for span in stored.spans:
-        if wanted and skip < span.nbytes:
-            taken = min(span.nbytes - skip, wanted)
-            yield Span(path=span.path, offset=span.offset + skip, nbytes=taken)
-            wanted -= taken
-        skip = max(0, skip - span.nbytes)
+    return StoredTensor(spec=spec, spans=tuple(stored.part(begin * width, numel * width)))

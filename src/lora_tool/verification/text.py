@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
-from lora_tool.display import printable
+from lora_tool.display import finite, printable
 from lora_tool.plan.model import Fate
 from lora_tool.report.json import report_json
 from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
@@ -110,10 +109,10 @@ def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
         "compared": found.compared,
         "values": found.numel,
         "wrong": found.wrong,
-        "ulps": _finite(found.ulps),
-        "distance": _finite(found.distance),
-        "factor": _finite(found.factor),
-        "cosine": _finite(found.cosine),
+        "ulps": finite(found.ulps),
+        "distance": finite(found.distance),
+        "factor": finite(found.factor),
+        "cosine": finite(found.cosine),
         "reason": found.reason or None,
     }
 
@@ -127,9 +126,4 @@ def _outputs_json(found: OutputEvidence | None) -> dict[str, Any] | None:
         "allowed_mean": found.allowed_mean,
         "explained": found.explained,
     }
-    return {name: _finite(value) if isinstance(value, float) else value for name, value in table.items()}
-
-
-def _finite(value: float | None) -> float | None:
-    """Return the value, None for NaN and infinity, which JSON does not have."""
-    return value if value is not None and math.isfinite(value) else None
+    return {name: finite(value) if isinstance(value, float) else value for name, value in table.items()}
