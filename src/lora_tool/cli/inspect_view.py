@@ -62,7 +62,7 @@ def _adapter_lines(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
     yield "task", adapter.task_type or "not named"
     kind = "LoRA" if adapter.peft_type == "LORA" else adapter.peft_type or ""
     yield "method", ", ".join((kind, *adapter.variants)) if kind else ""
-    yield "parameters", f"{adapter.parameters:,} ({_dtypes(adapter.dtypes.items())}), {size(adapter.nbytes)}"
+    yield "parameters", f"{adapter.parameters:,}{_dtypes(adapter.dtypes.items())}, {size(adapter.nbytes)}"
     yield "head", _tensor_list(adapter.head)
     yield "saved", _tensor_list(adapter.saved)
     yield "other", _tensor_list(adapter.others)
@@ -71,7 +71,7 @@ def _adapter_lines(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
 def _model_lines(model: ModelInspection) -> Iterator[tuple[str, str]]:
     yield "type", ", ".join(filter(None, (model.model_type, *model.architectures)))
     yield "layers", "" if model.layers is None else str(model.layers)
-    yield "parameters", f"{model.parameters:,} in {model.tensors:,} tensors ({_dtypes(model.dtypes.items())})"
+    yield "parameters", f"{model.parameters:,} in {counted(model.tensors, 'tensor')}{_dtypes(model.dtypes.items())}"
     yield "weights", f"{size(model.nbytes)} in {counted(len(model.files), 'file')}"
     yield "quantised", model.quantization or ""
     yield "head", _tensor_list(model.head) or "none stored"
@@ -97,8 +97,10 @@ def _tensor_list(tensors: Sequence[TensorInfo]) -> str:
 
 
 def _dtypes(held: Iterable[tuple[str, int]]) -> str:
+    """Return the types in brackets, each with its elements where there are several; nothing for nothing."""
     listed = list(held)
-    return listed[0][0] if len(listed) == 1 else ", ".join(f"{dtype} {elements:,}" for dtype, elements in listed)
+    told = listed[0][0] if len(listed) == 1 else ", ".join(f"{dtype} {elements:,}" for dtype, elements in listed)
+    return f" ({told})" if told else ""
 
 
 def _tables(inspection: Inspection) -> Iterator[Table]:

@@ -50,15 +50,16 @@ def report_file(value: str, folder: Path | None = None) -> ReportFile:
     """Return what ``junit=report.xml`` means, relative to `folder`. Raises `click.BadParameter`."""
     name, equals, path = value.partition("=")
     known = [form.value for form in Form]
+    told = "--report" if folder is None else "report"  # typed, or in the configuration
     if not equals or not path:
-        raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml")
+        raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml", param_hint=told)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         nearest = f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(known)}."
-        raise click.BadParameter(f"{name!r} is no format.{nearest}")
+        raise click.BadParameter(f"{name!r} is no format.{nearest}", param_hint=told)
     at = Path(path) if folder is None else folder / path
     if at.is_dir():
-        raise click.BadParameter(f"{at} is a folder")
+        raise click.BadParameter(f"{at} is a folder", param_hint=told)
     return ReportFile(form=Form(name), path=at)
 
 

@@ -32,13 +32,13 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
             raise OutputExists(f"{out} is or holds the input {source}", hint="give another folder: -o OUT")
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
-    if not overwrite:
-        raise OutputExists(f"{out} exists already", hint="give another folder with -o, or --overwrite")
     if not (out / manifest.FILE_NAME).is_file():
+        what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is no folder"
         raise OutputExists(
-            f"{out} was not written by lora-tool (it has no {manifest.FILE_NAME}), so it is not replaced",
-            hint="remove it yourself, or give another folder: -o OUT",
+            f"{out} exists and {what}, so it is not replaced", hint="remove it yourself, or give another folder: -o OUT"
         )
+    if not overwrite:
+        raise OutputExists(f"{out} exists already", hint="--overwrite replaces it, or give another folder: -o OUT")
 
 
 def check_space(out: Path, needed: int) -> None:
