@@ -563,6 +563,15 @@ def _loha(folder: Path) -> None:
         config["peft_type"] = "LOHA"
 
 
+@_breaks("LT217 prompt", CAUSAL)
+def _prefix_tuning(folder: Path) -> None:
+    with fields(folder) as config:
+        config["peft_type"] = "PREFIX_TUNING"
+    with tensors(folder) as table:
+        table.clear()
+        table["prompt_embeddings"] = raw(4, 64)
+
+
 @_breaks("LT218", CAUSAL)
 def _dora_without_magnitude(folder: Path) -> None:
     with fields(folder) as config:
@@ -608,6 +617,16 @@ def _large(folder: Path) -> None:
 def _large_head(folder: Path) -> None:
     with tensors(folder) as table:
         table[SCORE] = raw(1, 16, dtype="BF16", value=1024.0)
+
+
+@_breaks("LT222", CAUSAL)
+def _projector_beside(folder: Path) -> None:
+    (folder / "non_lora_trainables.bin").write_bytes(b"PK")
+
+
+@_breaks("LT222 value head", CAUSAL)
+def _value_head_of_trl(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
 
 
 # LT3xx, the head

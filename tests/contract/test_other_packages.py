@@ -7,6 +7,7 @@ from pathlib import Path
 
 import peft
 import pytest
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors import safe_open
 
 from lora_tool.formats.adapter_config import FIELD_USES, FieldUse, read_adapter_config
@@ -21,6 +22,13 @@ def test_every_field_of_pefts_config_is_classed() -> None:
 
 def test_every_refused_field_has_words() -> None:
     assert {name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED} == features._REFUSED_FIELDS.keys()
+
+
+def test_what_peft_cannot_merge_is_not_sent_to_peft() -> None:
+    without = {
+        kind.value for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items() if not hasattr(tuner, "merge_and_unload")
+    }
+    assert without <= features._AT_RUN_TIME <= {kind.value for kind in peft.PeftType}
 
 
 def test_our_defaults_are_pefts(tmp_path: Path) -> None:

@@ -72,6 +72,22 @@ def test_a_snapshot_of_the_hub_cache_links_into_its_blobs(tmp_path: Path) -> Non
     assert f'"revision": "{"a" * 40}"' in manifest
 
 
+def test_a_local_copy_of_the_hub_links_into_the_cache(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pair = copy_pair(tmp_path)
+    blobs = tmp_path_factory.mktemp("cache") / "models--owner--name" / "blobs"
+    blobs.mkdir(parents=True)
+    for number, name in enumerate(("model-00001-of-00002.safetensors", "config.json")):
+        blob = blobs / f"{number:064x}"
+        shutil.move(pair.base / name, blob)
+        (pair.base / name).symlink_to(blob)
+    assert lora_tool(*pair.arguments).returncode == 0
+    shutil.move(blob, blobs / "config")  # no hash
+    (pair.base / name).unlink()
+    (pair.base / name).symlink_to(blobs / "config")
+    shutil.rmtree(pair.out)
+    assert_refused(pair, str(pair.base / name), "link")
+
+
 def test_a_link_to_itself_as_input_or_output_is_one_error(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     loop = tmp_path / "loop"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from lora_tool.checkpoint import AdapterDir, Kind, open_checkpoint, open_model
@@ -145,3 +146,20 @@ def test_weights_of_another_type_than_the_config_says_are_named(tmp_path: Path) 
     assert layout(ours) == layout(theirs)
     assert not different(ours, theirs)
     assert not plan_merge(open_model(base), opened, dtype=DType.F32).warnings
+
+
+@pytest.mark.parametrize("precision", ["float32", "peft"])
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_a_head_takes_the_place_of_one_of_another_size(model_type: str, precision: str, tmp_path: Path) -> None:
+    """The base is a classifier of 7 labels with weight and, in BERT, bias; the adapter's has one."""
+    base = save_base(tmp_path / "base", model_type, "seq-cls", torch.bfloat16)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, dtype="auto", num_labels=1, ignore_mismatched_sizes=True
+    )
+    targets = ["q_proj", "query"]
+    peft_model = get_peft_model(model, LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"))
+    peft_model.save_pretrained(tmp_path / "adapter")
+    merged = load_whole(merge_with_ours(base, tmp_path / "adapter", tmp_path / "merged", precision))
+    assert merged.config.num_labels == 1
+    theirs = peft_model.merge_and_unload().state_dict()
+    assert not different(dict(merged.state_dict()), {name: theirs[name] for name in merged.state_dict()})

@@ -206,3 +206,10 @@ def test_a_manifest_lists_what_was_merged(tmp_path: Path) -> None:
     path.write_text('{"merged_adapters": [1]}')
     with pytest.raises(BadConfig, match="merged_adapters"):
         read_manifest(path)
+
+
+def test_no_init_is_the_init_that_keeps_the_base(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text('{"peft_type": "LORA", "init_lora_weights": null}')
+    config = read_adapter_config(path)
+    assert (config.init_lora_weights, config.problems) == ("false", ())

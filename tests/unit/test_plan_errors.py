@@ -255,6 +255,8 @@ def rank_in_quotes(case: Case) -> None:
 
 for _name, _value, _words in (
     ("peft_type", "LOHA", "peft_type LOHA: not LoRA"),
+    ("peft_type", "PREFIX_TUNING", "peft_type PREFIX_TUNING: works while the model runs"),
+    ("peft_type", "lora", "peft_type lora"),
     ("init_lora_weights", "pissa_niter_16", "randomised SVD changes the base differently"),
     ("init_lora_weights", "corda", "`init_lora_weights` corda"),
     ("init_lora_weights", "lora_ga", "gradients that are not in the adapter"),

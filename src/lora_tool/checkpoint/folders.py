@@ -22,6 +22,10 @@ from lora_tool.mistyped import no_such_folder, not_a_folder
 from lora_tool.tensors import TensorTable
 
 _TAG = re.compile(r"global_step\d+\Z")
+_OTHER_TRAINED = re.compile(
+    r"(non_lora_(trainables|state_dict)|mm_projector|value_head|v_head|reward_head|vit)\.(safetensors|bin|pt|pth)\Z"
+)
+_WHOLE_MODEL = frozenset({"pytorch_model.bin", "model.safetensors"})
 _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 
 
@@ -60,6 +64,15 @@ class Folder:
     def tokenizer_files(self) -> tuple[str, ...]:
         """Names of the tokenizer's and processor's files, the chat template among them."""
         return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
+
+    @property
+    def trained_beside(self) -> tuple[str, ...]:
+        """Names of weights that trainers put beside an adapter, which PEFT does not read.
+
+        LLaVA's projector, LLaMA-Factory's value head, ms-swift's vision tower; TRL's value head is called as a model.
+        """
+        no_model = () if "config.json" in self.files else _WHOLE_MODEL
+        return tuple(name for name in self.files if _OTHER_TRAINED.match(name) or name in no_model)
 
     @property
     def is_numbered(self) -> bool:

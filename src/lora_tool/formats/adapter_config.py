@@ -322,7 +322,8 @@ def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
         try:
             compiled(pattern)
         except ValueError as error:
-            fields.note(name, str(error))
+            instead = "; write the modules' names as a list" if name.endswith("_modules") else ""
+            fields.note(name, f"{error}{instead}")
 
 
 def _task_type(fields: Fields) -> str | None:
@@ -352,6 +353,7 @@ def _bias(fields: Fields) -> str:
 
 def _init(fields: Fields) -> str:
     value = fields.table.get("init_lora_weights", True)
+    value = False if value is None else value  # as PEFT does
     if not isinstance(value, bool | str):
         fields.expected("init_lora_weights", "true, false or a string", value)
         return "true"

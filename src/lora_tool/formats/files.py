@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -148,10 +149,18 @@ def require_own_file(root: Path, path: Path) -> None:
 def inside(root: Path, path: Path) -> bool:
     """Whether `path`, all symlinks followed, is still inside the folder `root`.
 
-    The Hub cache keeps a snapshot as links into the `blobs` folder beside it; those count as inside.
+    The Hub cache keeps a snapshot as links into the `blobs` folder beside it; those count as inside. So do links to a
+    model's blobs from anywhere, as `hf download --local-dir` made them until 2024.
     """
     real_root = Path(os.path.realpath(root))
     target = Path(os.path.realpath(path))
     if target.is_relative_to(real_root):
         return True
-    return real_root.parent.name == "snapshots" and target.is_relative_to(real_root.parent.parent / "blobs")
+    if real_root.parent.name == "snapshots" and target.is_relative_to(real_root.parent.parent / "blobs"):
+        return True
+    blobs = target.parent
+    return blobs.name == "blobs" and blobs.parent.name.startswith("models--") and bool(_BLOB.match(target.name))
+
+
+_BLOB = re.compile(r"([0-9a-f]{40}|[0-9a-f]{64})\Z")
+"""What the Hub cache calls a file: its git or SHA-256 hash."""

@@ -26,6 +26,7 @@ from lora_tool.plan.side_files import (
     other_tokenizers,
     owners,
     pad_token,
+    trained_beside,
     vocabulary_changes,
 )
 from lora_tool.plan.steps import Merge
@@ -143,7 +144,7 @@ def _side_files(merge: Merge, task: Task) -> tuple[tuple[SideFile, ...], tuple[s
         *copied_files(adapters, merge.base, generation=merge.head is None),
         *modules.files,
     )
-    warnings += [*other_tokenizers(adapters), *modules.warnings, *code_named(files)]
+    warnings += [*trained_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
     return files, (*left, *modules.notes), tuple(warnings)
 

@@ -50,10 +50,19 @@ _REFUSED_FIELDS = {
     "kasa_config": _only_peft("KaSA, which truncates the base weights first"),
 }
 
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
+_AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
+"""PEFT's methods that put something before the text, or choose per token: peft 0.21 cannot merge them either."""
+
 
 def refusals(config: AdapterConfig) -> Iterator[Refusal]:
     """Yield every feature of the adapter that cannot be merged exactly here."""
-    if config.peft_type != "LORA":
+    if config.peft_type in _AT_RUN_TIME:
+        text = f"peft_type {config.peft_type}: works while the model runs, so it has no weights to merge"
+        yield Refusal(text=text, hint="serve the adapter unmerged: PeftModel.from_pretrained(model, adapter)")
+    elif config.peft_type != "LORA" and (config.peft_type or "").upper() == "LORA":
+        yield Refusal(text=f"peft_type {config.peft_type}", hint='write "peft_type": "LORA", as PEFT knows it')
+    elif config.peft_type != "LORA":
         text = f"peft_type {config.peft_type}: not LoRA"
         yield Refusal(text=text, hint=WITH_PEFT)
     for name in config.refused:

@@ -23,7 +23,10 @@ class Head:
     """The classification head of the merged model: the tensors that have no place in a causal LM."""
 
     module: str
+    name: str
+    """What the model calls the weight of the last layer, whose rows are the labels."""
     weight: StoredTensor
+    """That weight, where it is: by its name in the adapter's file, if it comes from there."""
     num_labels: int
 
 
@@ -56,7 +59,7 @@ def find_head(
         )
     names = head_names(arch)
     places = (modules.saved, modules.frozen_base, base.tensors)
-    weight = next((place[name] for place in places for name in names if name in place), None)
+    name, weight = next(((name, place[name]) for place in places for name in names if name in place), (names[0], None))
     if weight is None:
         raise UnsupportedAdapter(
             f"{adapter.root}: no `{names[0]}` in the adapter nor in the base: {_why_headless(arch.head, modules)}",
@@ -68,7 +71,7 @@ def find_head(
             f"{weight.path}: `{weight.name}` has {rows} rows, so {rows} labels; asked for were {num_labels}",
             hint=f"leave --num-labels and --rm out, or give --num-labels {rows} with --task seq-cls",
         )
-    return Head(module=arch.head, weight=weight, num_labels=rows)
+    return Head(module=arch.head, name=name, weight=weight, num_labels=rows)
 
 
 def way_to_head(adapter: AdapterDir, module: str) -> str:

@@ -106,8 +106,9 @@ def plan_in_memory(
     """Return the plan that makes a model folder of the weights that PEFT wrote into `staged`; `why` it had to."""
     head = None
     if asked.task in CLASSIFIERS:
-        weight = next(staged.tensors[name] for name in head_names(asked.arch) if name in staged.tensors)
-        head = Head(module=asked.arch.head or "", weight=weight, num_labels=weight.shape[0])
+        name = next(name for name in head_names(asked.arch) if name in staged.tensors)
+        weight = staged.tensors[name]
+        head = Head(module=asked.arch.head or "", name=name, weight=weight, num_labels=weight.shape[0])
     was_tied = asked.base.config is not None and asked.base.config.tie_word_embeddings
     is_tied = staged.config is not None and staged.config.tie_word_embeddings
     merge = Merge(

@@ -92,6 +92,13 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
     return {name: _CONFIG_DTYPES[dtype]}
 
 
+def trained_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+    """Yield a warning for each file of trained weights beside an adapter that is no part of it."""
+    for adapter in adapters:
+        for name in adapter.folder.trained_beside:
+            yield f"{adapter.root / name} holds trained weights that are not part of the adapter: they are not merged"
+
+
 def owners(adapters: Sequence[AdapterDir], base: ModelDir) -> list[tuple[Folder, str]]:
     """Return the folders that files are copied from, the first first, each with what to call it."""
     several = len(adapters) > 1

@@ -247,7 +247,7 @@ def _is_of_head(merge: Merge, name: str) -> bool:
     """Return whether a tensor has a row per label."""
     if merge.facts is not None:
         return merge.facts.shapes.get(name, ())[:1] == (LABELS,)
-    return merge.head is not None and name.rpartition(".")[0] == merge.head.weight.name.rpartition(".")[0]
+    return merge.head is not None and name.rpartition(".")[0] == merge.head.name.rpartition(".")[0]
 
 
 def _require_same_shape(merge: Merge, found: StoredTensor, base: StoredTensor) -> None:

@@ -34,6 +34,8 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Unwrap the model before saving (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
     """
+    if subject.config.peft_type not in (None, "LORA"):
+        return  # LT217 says so; a prompt's embeddings belong to no module
     for name, key in subject.keys.items():
         wrong = drift(key)
         if wrong:
@@ -91,3 +93,28 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
 def _plain(subject: AdapterSubject) -> frozenset[str]:
     """Return the names of the whole tensors; a saved head may be several layers deep."""
     return frozenset(f"{path}.{key.leaf}" for _, path, key in subject.plain())
+
+
+@rule("LT222", Severity.WARNING, on=AdapterSubject)
+def trained_beside(subject: AdapterSubject) -> Iterator[Fault]:
+    """Trained weights beside the adapter that PEFT does not read.
+
+    ## What it does
+    Looks in the adapter's folder for the files in which trainers keep what they trained besides LoRA: LLaVA's
+    `non_lora_trainables.bin`, the `value_head` of LLaMA-Factory, the `vit` of ms-swift, the value head that TRL calls
+    `pytorch_model.bin`.
+
+    ## Why it matters
+    They belong to the trained model. PEFT, vLLM and a merge take the adapter without them: a projector is then the
+    base's, and a value head is gone.
+
+    ## Example
+    `non_lora_trainables.bin` beside `adapter_model.safetensors`.
+
+    ## What to do
+    Merge with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
+    if only the policy is wanted.
+    """
+    for name in subject.checkpoint.folder.trained_beside:
+        message = "holds trained weights that are not part of the adapter: PEFT does not read it"
+        yield Fault(message=message, path=str(subject.checkpoint.root / name))
