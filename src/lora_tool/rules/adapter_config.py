@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
-from lora_tool.formats.adapter_config import pattern_for
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.features import refusals
 from lora_tool.plan.model import ExpertLayout
@@ -172,7 +171,7 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
     sources: dict[str, int] = {}
     for layer in subject.layers:
         if config.scaling(layer.target) == 0:
-            pattern = pattern_for(tuple(config.alpha_pattern), layer.target)
+            pattern = config.alpha_key(layer.target)
             source = "lora_alpha" if pattern is None else f"alpha_pattern: {pattern}"
             sources[source] = sources.get(source, 0) + 1
     for source, count in sources.items():
