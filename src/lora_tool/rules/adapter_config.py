@@ -51,9 +51,10 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
     else:
         # "all-linear" also names the layers inside a head that is saved whole
-        held = (*(layer.target for layer in subject.layers), *_saved_whole(subject))
-        seen = {suffix for path in held for suffix in _suffixes(path)}
-        for entry in config.target_modules or ():
+        held = {*(layer.target for layer in subject.layers), *_saved_whole(subject)}
+        entries = config.target_modules or ()
+        seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
+        for entry in entries:
             if entry not in seen and not _is_left_out(subject, entry):
                 message = "matches no module that has LoRA tensors"
                 yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
