@@ -8,11 +8,12 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import Checkpoint, RunDir, open_checkpoint
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
+from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.model import RunCheckpoint
 from lora_tool.rules.registry import RULES
 from lora_tool.rules.runs import Judged, run_table
@@ -74,14 +75,14 @@ def inventory(root: Path) -> Iterator[Inventory]:
     A run's `checkpoint-N` folders come together; other folders with weights alone. Raises `NotACheckpoint` where
     `root` is no folder.
     """
-    runs: dict[Path, list[tuple[Judged, str]]] = defaultdict(list)
+    runs: dict[Path, _Run] = defaultdict(_Run)
     for folder in _checkpoints_under(root):
         one = _judged(folder)
         if one is not None:
-            runs[folder.parent if _STEP.match(folder.name) else folder].append(one)
+            runs[folder.parent if _STEP.match(folder.name) else folder].add(*one)
     pointed_at = set(_link_targets(root))
-    for parent, found in runs.items():
-        judged = [item for item, _ in found]
+    for parent, run in runs.items():
+        judged = [item for item, _ in run.found]
         table = run_table(parent, judged)
         yield Inventory(
             root=parent,
@@ -95,9 +96,43 @@ def inventory(root: Path) -> Iterator[Inventory]:
                     best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
                 )
-                for row, item, kind in zip(table.checkpoints, judged, (kind for _, kind in found), strict=True)
+                for row, item, kind in zip(table.checkpoints, judged, (kind for _, kind in run.found), strict=True)
             ),
         )
+
+
+@dataclass(slots=True)
+class _Run:
+    """The judged checkpoints of one run, with their kinds.
+
+    Each has the run's log up to its step. The table asks only the furthest for more than its last entries, so that of
+    thousands of checkpoints one log is kept.
+    """
+
+    found: list[tuple[Judged, str]] = field(default_factory=list)
+    furthest: int | None = None
+
+    def add(self, item: Judged, kind: str) -> None:
+        self.found.append((item, kind))
+        if item.state is None:
+            return
+        last, before = len(self.found) - 1, self.furthest
+        if before is None or item.state.global_step > self._state(before).global_step:
+            self.furthest = last
+            self._forget(before)
+        else:
+            self._forget(last)
+
+    def _state(self, at: int) -> TrainerState:
+        state = self.found[at][0].state
+        if state is None:
+            raise AssertionError("the furthest checkpoint has a state")
+        return state
+
+    def _forget(self, at: int | None) -> None:
+        if at is not None:
+            item, kind = self.found[at]
+            self.found[at] = replace(item, state=without_history(self._state(at))), kind
 
 
 def _checkpoints_under(root: Path) -> Iterator[Path]:

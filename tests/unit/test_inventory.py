@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from lora_tool import inventory as inventory_module
 from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
 from lora_tool.execution.removal import remove
 from lora_tool.inventory import Content, Inventory, Why, choose, inventory
+from lora_tool.report.model import Run
+from lora_tool.rules.runs import Judged, run_table
 
 RUN = Path(__file__).parents[2] / "fixtures" / "reward-run"
 
@@ -167,3 +171,21 @@ def test_what_a_killed_removal_left_is_cleaned_up(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").rename(tmp_path / ".checkpoint-1.77.lora-tool-removed")
     remove(tmp_path / "checkpoint-2")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_checkpoints_one_keeps_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # by name the furthest comes neither first nor last
+    make_run(tmp_path, {10: 0.5, 20: 0.2, 30: 0.3, 40: 0.4})
+    for old, new in ((30, 31), (40, 30), (31, 40)):
+        (tmp_path / f"checkpoint-{old}").rename(tmp_path / f"checkpoint-{new}")
+    kept: list[list[int]] = []
+
+    def watched(root: Path, judged: Sequence[Judged]) -> Run:
+        kept.append([len(item.state.log) if item.state else 0 for item in judged])
+        return run_table(root, judged)
+
+    monkeypatch.setattr(inventory_module, "run_table", watched)
+    (run,) = inventory(tmp_path)
+    assert kept == [[1, 1, 4, 1]]
+    assert [item.row.metric for item in run.checkpoints] == [0.5, 0.2, 0.4, 0.3]
+    assert [item.best for item in run.checkpoints] == [False, True, False, False]

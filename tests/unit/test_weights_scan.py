@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lora_tool.errors import SourceChanged
+from lora_tool.formats.files import opened_regular
 from lora_tool.rules import weights_scan, weights_scan_numpy
 from lora_tool.rules.weights_scan import LARGE, Scans, WeightScan, scan
 from lora_tool.rules.weights_scan_numpy import scan_all, scan_exactly
@@ -136,3 +137,29 @@ def test_many_bytes_are_read_at_once_and_told(tmp_path: Path, monkeypatch: pytes
     assert large.of(table["t3"], table) == expected(values["t3"])
     assert told == [200] * 20
     assert large.found == {name: expected(array) for name, array in values.items()}
+
+
+@pytest.mark.parametrize("numpy_bytes", [1, 1 << 30], ids=["numpy", "plain"])
+def test_a_file_is_opened_once_however_many_tensors_it_holds(
+    numpy_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.arange(1, 101, dtype=np.float32)
+    whole = stored(tmp_path / "x", values, DType.F32)
+    table = {
+        f"t{at}": StoredTensor(spec=TensorSpec(name=f"t{at}", dtype=DType.F32, shape=(1,)), spans=(span,))
+        for at in range(100)
+        for span in whole.part(4 * at, 4)
+    }
+    opened: list[Path] = []
+
+    def counted(path: Path) -> int:
+        opened.append(path)
+        return opened_regular(path)
+
+    monkeypatch.setattr(weights_scan, "opened_regular", counted)
+    monkeypatch.setattr(weights_scan, "NUMPY_BYTES", numpy_bytes)
+    scans = Scans()
+    assert [scans.of(tensor, table) for tensor in table.values()] == [
+        expected(values[at : at + 1]) for at in range(100)
+    ]
+    assert opened == [tmp_path / "x"]

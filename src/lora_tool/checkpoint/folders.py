@@ -212,7 +212,8 @@ def read_folder(root: Path) -> Folder:
         with os.scandir(root) as entries:
             for entry in entries:
                 # what is neither file nor folder is listed as a file, so that reading it gives a problem, not silence
-                (folders if Path(entry).is_dir() else files).append(entry.name)
+                is_folder = Path(entry).is_dir() if entry.is_symlink() else entry.is_dir()
+                (folders if is_folder else files).append(entry.name)
     except OSError as error:
         raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
     trainer: TrainerState | None = None

@@ -11,13 +11,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, Defect, Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_json
+from lora_tool.formats.patterns import Patterns, compiled, is_path
 from lora_tool.keys import is_under
 
 FILE_NAME = "adapter_config.json"
@@ -107,21 +107,29 @@ class AdapterConfig:
     problems: tuple[Problem, ...] = ()
     target_names: frozenset[str] = field(init=False, repr=False, compare=False)
     excluded_names: frozenset[str] = field(init=False, repr=False, compare=False)
+    _ranks: Patterns = field(init=False, repr=False, compare=False)
+    _alphas: Patterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # hundreds of names are asked for hundreds of modules
         object.__setattr__(self, "target_names", _names(self.target_modules))
         object.__setattr__(self, "excluded_names", _names(self.exclude_modules))
+        object.__setattr__(self, "_ranks", Patterns(self.rank_pattern))
+        object.__setattr__(self, "_alphas", Patterns(self.alpha_pattern))
 
     def rank(self, module: str) -> int:
         """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""
-        pattern = pattern_for(tuple(self.rank_pattern), module)
+        pattern = self._ranks.first(module)
         return self.r if pattern is None else int(self.rank_pattern[pattern])
 
     def alpha(self, module: str) -> float:
         """Return the alpha of the module: the first `alpha_pattern` that matches, else `lora_alpha`."""
-        pattern = pattern_for(tuple(self.alpha_pattern), module)
+        pattern = self.alpha_key(module)
         return self.lora_alpha if pattern is None else self.alpha_pattern[pattern]
+
+    def alpha_key(self, module: str) -> str | None:
+        """Return the entry of `alpha_pattern` that gives the module its alpha, None where `lora_alpha` does."""
+        return self._alphas.first(module)
 
     def scaling(self, module: str) -> float:
         """Return what ΔW = B·A is multiplied by: alpha/r, or alpha/√r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
@@ -174,90 +182,6 @@ class AdapterConfig:
 
 def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
     return frozenset(value) if isinstance(value, tuple) else frozenset()
-
-
-_LITERAL = re.compile(r"[\w.\-]+\Z")
-
-
-@lru_cache(maxsize=4096)
-def _pattern_regex(key: str) -> re.Pattern[str]:
-    return compiled(rf"(.*\.)?({key})$")
-
-
-@lru_cache(maxsize=4096)
-def _last_literal(key: str) -> str | None:
-    """Return the last path component of a key that is no real pattern: it rejects most modules without a regex."""
-    return key.rpartition(".")[2] if _LITERAL.match(key) else None
-
-
-def pattern_for(keys: Sequence[str], module: str) -> str | None:
-    r"""Return the first of `keys` whose regex ``(.*\.)?(key)$`` matches the module path (peft `get_pattern_key`)."""
-    for key in keys:
-        last = _last_literal(key)
-        if (last is None or module.endswith(last)) and _pattern_regex(key).match(module):
-            return key
-    return None
-
-
-@lru_cache(maxsize=4096)
-def compiled(pattern: str) -> re.Pattern[str]:
-    """Return the compiled pattern. Raises ValueError where it is invalid or could run for ever."""
-    reason = _danger(pattern)
-    if reason:
-        raise ValueError(f"is a regular expression that {reason}")
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"is not a valid regular expression: {error}") from error
-
-
-_MAX_PATTERN = 200_000
-"""A pattern that lists every module of a large model by its path has some 30,000 characters."""
-_MAX_REPEATS = 8
-"""Repeats one after the other, of one branch: the steps of a match grow with the path's length to this power."""
-
-
-def _danger(pattern: str) -> str | None:
-    """Say why a pattern might backtrack for ever: a repeated group that itself repeats or branches, or many repeats."""
-    if len(pattern) > _MAX_PATTERN:
-        return f"is {len(pattern):,} characters long"
-    text = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
-    groups = [_Group()]
-    for at, character in enumerate(text):
-        if character == "(":
-            groups.append(_Group())
-        elif character == ")" and len(groups) > 1:
-            inner = groups.pop()
-            repeated = text[at + 1 : at + 2] in ("*", "+", "{")
-            if repeated and (inner.branches or inner.most):
-                return "repeats a group that repeats or branches inside, and could run for ever"
-            groups[-1].repeats += inner.most
-            groups[-1].branches |= inner.branches
-        elif character == "|":
-            groups[-1].next_branch()
-        elif character == "?" and text[at - 1 : at] not in ("(", "*", "+", "}", "?"):
-            groups[-1].branches = True
-        elif character in "*+" or (character == "{" and "," in text[at:].partition("}")[0]):
-            groups[-1].repeats += 1
-    if max(group.most for group in groups) > _MAX_REPEATS:
-        return f"repeats more than {_MAX_REPEATS} times over"
-    return None
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group of a pattern while it is read: how often the branch that is open repeats, and the worst before it."""
-
-    repeats: int = 0
-    before: int = 0
-    branches: bool = False
-
-    @property
-    def most(self) -> int:
-        return max(self.before, self.repeats)
-
-    def next_branch(self) -> None:
-        self.before, self.repeats, self.branches = self.most, 0, True
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:
@@ -320,7 +244,8 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
 def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         try:
-            compiled(pattern)
+            if not is_path(pattern):
+                compiled(pattern)
         except ValueError as error:
             instead = "; write the modules' names as a list" if name.endswith("_modules") else ""
             fields.note(name, f"{error}{instead}")

@@ -22,7 +22,16 @@ _PIECE = 1 << 20
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Yield a read-only descriptor of the regular file `path`.
+    """Yield a read-only descriptor of the regular file `path`. Raises as `opened_regular`."""
+    fd = opened_regular(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def opened_regular(path: Path) -> int:
+    """Return a read-only descriptor of the regular file `path`, for the caller to close.
 
     A FIFO, device or folder raises `CorruptFile` at once instead of blocking; so does an unreadable file.
     """
@@ -31,12 +40,10 @@ def open_regular(path: Path) -> Iterator[int]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _not_a_file(path, f"cannot be opened: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _not_a_file(path, "is not a regular file")
-        yield fd
-    finally:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
+        raise _not_a_file(path, "is not a regular file")
+    return fd
 
 
 def instead_of_weights(beginning: bytes) -> str | None:

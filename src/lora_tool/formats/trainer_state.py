@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ class TrainerState:
     log: tuple[Mapping[str, float], ...] = ()
     """The numbers of every log entry in order; NaN and infinities are kept."""
     problems: tuple[Problem, ...] = ()
+
+
+def without_history(state: TrainerState) -> TrainerState:
+    """Return the state with the log entries of its own step alone: each of a run's checkpoints holds the log again."""
+    return replace(state, log=tuple(entry for entry in state.log if entry.get("step") == state.global_step))
 
 
 def read_trainer_state(path: Path) -> TrainerState:
@@ -64,6 +69,8 @@ def _entries(history: object) -> Iterator[Mapping[str, float]]:
 
 
 def _number(value: object) -> float | None:
+    if type(value) is float:  # nearly all of them, in logs of many thousand entries
+        return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

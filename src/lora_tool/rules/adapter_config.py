@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
-from lora_tool.formats.adapter_config import pattern_for
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.features import refusals
 from lora_tool.plan.model import ExpertLayout
@@ -52,9 +51,10 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
     else:
         # "all-linear" also names the layers inside a head that is saved whole
-        held = (*(layer.target for layer in subject.layers), *_saved_whole(subject))
-        seen = {suffix for path in held for suffix in _suffixes(path)}
-        for entry in config.target_modules or ():
+        held = {*(layer.target for layer in subject.layers), *_saved_whole(subject)}
+        entries = config.target_modules or ()
+        seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
+        for entry in entries:
             if entry not in seen and not _is_left_out(subject, entry):
                 message = "matches no module that has LoRA tensors"
                 yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
@@ -172,7 +172,7 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
     sources: dict[str, int] = {}
     for layer in subject.layers:
         if config.scaling(layer.target) == 0:
-            pattern = pattern_for(tuple(config.alpha_pattern), layer.target)
+            pattern = config.alpha_key(layer.target)
             source = "lora_alpha" if pattern is None else f"alpha_pattern: {pattern}"
             sources[source] = sources.get(source, 0) + 1
     for source, count in sources.items():

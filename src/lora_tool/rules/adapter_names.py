@@ -37,6 +37,8 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     if subject.config.peft_type not in (None, "LORA"):
         return  # LT217 says so; a prompt's embeddings belong to no module
     for name, key in subject.keys.items():
+        if key.prefixed and subject.paths[name] == key.module:
+            continue  # nothing was taken off its path
         wrong = drift(key)
         if wrong:
             yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{subject.paths[name]}…`")

@@ -23,8 +23,7 @@ def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the head tensors that the adapter carries whole, by the model's own names."""
     found = {}
     for name, key in subject.keys.items():
-        path = subject.paths[name]
-        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and head_of(path):
+        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and head_of(path := subject.paths[name]):
             found[f"{path}.{key.leaf}"] = subject.tensors[name]
     return found
 

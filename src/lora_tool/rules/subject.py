@@ -90,16 +90,19 @@ class Layer:
 
     module: str
     parts: Mapping[tuple[Part, str | None], StoredTensor]
+    a: StoredTensor | None = field(init=False, repr=False, compare=False)
+    """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
+    b: StoredTensor | None = field(init=False, repr=False, compare=False)
+    """The matrix that maps from the rank: (out, r)."""
+    target: str = field(init=False, repr=False, compare=False)
+    """The module as the base knows it: PEFT nests the parameters of one module as ``experts.base_layer``."""
 
-    @property
-    def a(self) -> StoredTensor | None:
-        """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
-        return self.parts.get((Part.LORA_A, "weight")) or self.parts.get((Part.EMBEDDING_A, None))
-
-    @property
-    def b(self) -> StoredTensor | None:
-        """The matrix that maps from the rank: (out, r)."""
-        return self.parts.get((Part.LORA_B, "weight")) or self.parts.get((Part.EMBEDDING_B, None))
+    def __post_init__(self) -> None:
+        # a dozen rules ask a hundred thousand layers for them
+        parts = self.parts
+        object.__setattr__(self, "a", parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None)))
+        object.__setattr__(self, "b", parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None)))
+        object.__setattr__(self, "target", self.module.replace(".base_layer", ""))
 
     @property
     def bias(self) -> StoredTensor | None:
@@ -114,17 +117,12 @@ class Layer:
     @property
     def embedding(self) -> bool:
         """Whether the module is an embedding, whose A, not B, begins as zeros."""
-        return any(part in (Part.EMBEDDING_A, Part.EMBEDDING_B) for part, _ in self.parts)
+        return (Part.EMBEDDING_A, None) in self.parts or (Part.EMBEDDING_B, None) in self.parts
 
     @property
     def zero_initialised(self) -> StoredTensor | None:
         """The factor that is zero before training and must not be so afterwards."""
         return self.a if self.embedding else self.b
-
-    @property
-    def target(self) -> str:
-        """The module as the base knows it: PEFT nests the parameters of one module as ``experts.base_layer``."""
-        return self.module.replace(".base_layer", "")
 
     @property
     def pair(self) -> tuple[StoredTensor, StoredTensor] | None:

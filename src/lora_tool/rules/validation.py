@@ -201,7 +201,8 @@ def adapter_subject(
     servers: frozenset[Server] = frozenset(),
 ) -> AdapterSubject:
     """Return what the adapter's rules look at: its layers, and its match with the base where names can tell."""
-    paths = {name: bare_path(key.module) for name, key in adapter.keys.items()}
+    bare = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
+    paths = {name: bare[key.module] for name, key in adapter.keys.items()}
     layers = layers_of(adapter, paths)
     config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
     match = None if base is None else match_base(base, config, [layer.target for layer in layers])

@@ -8,15 +8,22 @@ and for everything large, `weights_scan_numpy` counts.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import open_regular, opened_regular
+from lora_tool.formats.open_files import OpenFiles
 from lora_tool.tensors import DType, Span, StoredTensor, TensorTable
+
+Opener = Callable[[Path], AbstractContextManager[int]]
+"""Gives a descriptor of a file for as long as it is read."""
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
@@ -80,35 +87,39 @@ class Scans:
     found: dict[str, WeightScan] = field(default_factory=dict)
 
     def of(self, tensor: StoredTensor, among: TensorTable) -> WeightScan:
-        """Return the scan of one of the tensors `among`; where they are many bytes, all are scanned at the first call.
+        """Return the scan of one of the tensors `among`, which are all scanned at the first call.
 
         Raises `CorruptFile` or `SourceChanged` if a file went away.
         """
-        if not self.found and sum(other.nbytes for other in among.values()) >= NUMPY_BYTES:
-            from lora_tool.rules.weights_scan_numpy import scan_all  # noqa: PLC0415 - slow to import
-
-            self.found = scan_all(among, progress=self.progress)
-        if tensor.name not in self.found:
-            self.found[tensor.name] = scan(tensor)
+        if not self.found:
+            with contextlib.closing(OpenFiles(opened_regular)) as files:
+                self.found = self._all(among, files.descriptor)
         return self.found[tensor.name]
 
+    def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
+        if sum(tensor.nbytes for tensor in tensors.values()) < NUMPY_BYTES:
+            return {name: scan(tensor, opened) for name, tensor in tensors.items()}
+        from lora_tool.rules.weights_scan_numpy import scan_all  # noqa: PLC0415 - slow to import
 
-def scan(tensor: StoredTensor) -> WeightScan:
+        return scan_all(tensors, opened, progress=self.progress)
+
+
+def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
     """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
 
-    A tensor without elements is not all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
+    `opened` gives its files, which stay open where many tensors of one are scanned. A tensor without elements is not all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
     """
     layout = LAYOUTS.get(tensor.dtype)
     width = layout.nbytes if layout else 1
     zero, constant, element = tensor.nbytes > 0, tensor.nbytes > width and layout is not None, b""
-    for data in _chunks(tensor):
+    for data in _chunks(tensor, opened):
         element = element or data[:width]
         zero = zero and _is_zero(data, width, signed=layout is not None)
         constant = constant and _repeats(data, element)
         if layout is not None and not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
             from lora_tool.rules.weights_scan_numpy import scan_exactly  # noqa: PLC0415 - slow to import
 
-            return scan_exactly(tensor)
+            return scan_exactly(tensor, opened)
     return WeightScan(all_zero=zero, constant=constant and not zero)
 
 
@@ -136,10 +147,10 @@ def _is_zero(data: bytes, nbytes: int, *, signed: bool) -> bool:
     return data.count(0x80) == data[nbytes - 1 :: nbytes].count(0x80)
 
 
-def _chunks(tensor: StoredTensor) -> Iterator[bytes]:
+def _chunks(tensor: StoredTensor, opened: Opener) -> Iterator[bytes]:
     for span in tensor.spans:
         if span.nbytes:
-            with open_regular(span.path) as fd:
+            with opened(span.path) as fd:
                 yield from _span_chunks(fd, span)
 
 

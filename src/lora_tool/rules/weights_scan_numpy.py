@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lora_tool.formats.files import open_regular
-from lora_tool.rules.weights_scan import LAYOUTS, Layout, WeightScan, shorter
+from lora_tool.rules.weights_scan import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19
@@ -26,13 +26,15 @@ _WORKERS = 4
 Bits = NDArray[Any]
 
 
-def scan_all(tensors: TensorTable, *, progress: Callable[[int], None] | None = None) -> dict[str, WeightScan]:
-    """Return the scan of each tensor by name. Raises as `scan_exactly`, for the first that fails."""
+def scan_all(
+    tensors: TensorTable, opened: Opener = open_regular, *, progress: Callable[[int], None] | None = None
+) -> dict[str, WeightScan]:
+    """Return the scan of each tensor by name; `opened` is called by several threads. Raises as `scan_exactly`, for the first that fails."""
     found = {}
     stopped = threading.Event()
 
     def scanned(tensor: StoredTensor) -> WeightScan:
-        return scan_exactly(tensor, stopped)
+        return scan_exactly(tensor, opened, stopped)
 
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
         try:
@@ -47,29 +49,30 @@ def scan_all(tensors: TensorTable, *, progress: Callable[[int], None] | None = N
     return found
 
 
-def scan_exactly(tensor: StoredTensor, stopped: threading.Event | None = None) -> WeightScan:
+def scan_exactly(
+    tensor: StoredTensor, opened: Opener = open_regular, stopped: threading.Event | None = None
+) -> WeightScan:
     """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
 
     Nothing more is read once `stopped` is set. Raises `CorruptFile` or `SourceChanged` if its file went away.
     """
     layout = LAYOUTS.get(tensor.dtype)
     if layout is None:
-        zero = tensor.nbytes > 0 and not any(block.any() for block in _blocks(tensor, np.dtype(np.uint8), stopped))
-        return WeightScan(all_zero=zero)
-    return _scan_floats(tensor, layout, stopped)
+        blocks = _blocks(tensor, np.dtype(np.uint8), opened, stopped)
+        return WeightScan(all_zero=tensor.nbytes > 0 and not any(block.any() for block in blocks))
+    return _scan_floats(tensor, layout, _blocks(tensor, np.dtype(f"<u{layout.nbytes}"), opened, stopped))
 
 
-def _scan_floats(tensor: StoredTensor, layout: Layout, stopped: threading.Event | None) -> WeightScan:
-    kind = np.dtype(f"<u{layout.nbytes}")
+def _scan_floats(tensor: StoredTensor, layout: Layout, blocks: Iterator[Bits]) -> WeightScan:
     sign = 1 << (8 * layout.nbytes - 1)
     nonfinite, first, largest, done = 0, None, 0, 0
     constant, element = tensor.spec.numel > 1, None
-    for block in _blocks(tensor, kind, stopped):
+    for block in blocks:
         element = block[0].copy() if element is None else element
         constant = constant and bool(block[-1] == element) and bool((block == element).all())
         top = _top(block, sign)
         if top >= layout.infinity:
-            bits = np.bitwise_and(block, kind.type(sign - 1))
+            bits = np.bitwise_and(block, block.dtype.type(sign - 1))
             bad = bits >= layout.infinity
             nonfinite += int(np.count_nonzero(bad))
             first = done + int(bad.argmax()) if first is None else first
@@ -100,13 +103,15 @@ def _value(bits: int, layout: Layout) -> float:
     return float(np.ldexp(float((1 << layout.fraction) + fraction), exponent - bias - layout.fraction))
 
 
-def _blocks(tensor: StoredTensor, kind: np.dtype[Any], stopped: threading.Event | None) -> Iterator[Bits]:
+def _blocks(
+    tensor: StoredTensor, kind: np.dtype[Any], opened: Opener, stopped: threading.Event | None
+) -> Iterator[Bits]:
     """Yield the tensor's elements in blocks; each is overwritten by the next."""
     buffer = np.empty(_BLOCK_BYTES, np.uint8)
     for span in tensor.spans:
         if not span.nbytes:
             continue
-        with open_regular(span.path) as fd:
+        with opened(span.path) as fd:
             for at in range(0, span.nbytes, _BLOCK_BYTES):
                 if stopped is not None and stopped.is_set():
                     return

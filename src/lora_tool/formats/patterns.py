@@ -1,0 +1,145 @@
+r"""The regular expressions of an adapter's config, matched as PEFT matches them, and refused where they could hang us.
+
+`rank_pattern` and `alpha_pattern` give a module the value of the first key whose regex ``(.*\.)?(key)$`` matches its
+path (peft 0.21, `other.py::get_pattern_key`). Trying every key on every module takes hours where both are thousands.
+But most keys are plain paths, and a plain path can only match an end of the module of its own length: it is looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+_MAX_PATTERN = 200_000
+"""A pattern that lists every module of a large model by its path has some 30,000 characters."""
+_MAX_REPEATS = 8
+"""Repeats one after the other, of one branch: the steps of a match grow with the path's length to this power."""
+_PATH = re.compile(r"\^?(?:[\w\-.]|\\\.)+\Z")
+r"""A key that is a path: a dot stands for any character, ``\.`` for a dot; after ``^`` it is the whole path."""
+
+
+class Patterns:
+    """The keys of one table, in its order. Raises ValueError for a key that `compiled` refuses."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = tuple(keys)
+        self._whole, self._ends = _Paths(), _Paths()
+        self._others: list[tuple[int, re.Pattern[str]]] = []
+        for place, key in enumerate(self._keys):
+            if is_path(key):
+                (self._whole if key.startswith("^") else self._ends).add(key.removeprefix("^"), place)
+            else:
+                self._others.append((place, _regex(key)))
+
+    def first(self, module: str) -> str | None:
+        """Return the first key that matches the module path, None where none does."""
+        if not self._keys:
+            return None
+        if "\n" in module:  # a dot does not match it, and a $ matches before it
+            return next((key for key in self._keys if _regex(key).match(module)), None)
+        found = [*self._whole.places(module), *(place for end in _ends(module) for place in self._ends.places(end))]
+        first = min(found, default=len(self._keys))
+        for place, regex in self._others:
+            if place > first:
+                break
+            if regex.match(module):
+                first = place
+        return self._keys[first] if first < len(self._keys) else None
+
+
+class _Paths:
+    """Keys that are paths, by their length and where any character may stand; their place in the table."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, dict[tuple[int, ...], dict[str, int]]] = defaultdict(dict)
+
+    def add(self, key: str, place: int) -> None:
+        marked = key.replace(r"\.", "\0")
+        text, anything = marked.replace("\0", "."), tuple(at for at, mark in enumerate(marked) if mark == ".")
+        self._places[len(text)].setdefault(anything, {}).setdefault(text, place)
+
+    def places(self, path: str) -> Iterator[int]:
+        """Yield the places of keys that match all of the path."""
+        for anything, held in self._places.get(len(path), {}).items():
+            characters = list(path)
+            for at in anything:
+                characters[at] = "."
+            place = held.get("".join(characters))
+            if place is not None:
+                yield place
+
+
+def _ends(module: str) -> Iterator[str]:
+    """Yield the module path, and what is after each of its dots."""
+    yield module
+    at = module.find(".")
+    while at != -1:
+        yield module[at + 1 :]
+        at = module.find(".", at + 1)
+
+
+def is_path(key: str) -> bool:
+    """Return whether a key is a path, which needs no compiling to be known as harmless."""
+    return len(key) <= _MAX_PATTERN and _PATH.match(key) is not None
+
+
+def _regex(key: str) -> re.Pattern[str]:
+    return compiled(rf"(.*\.)?({key})$")
+
+
+@lru_cache(maxsize=4096)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Return the compiled pattern. Raises ValueError where it is invalid or could run for ever."""
+    reason = _danger(pattern)
+    if reason:
+        raise ValueError(f"is a regular expression that {reason}")
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"is not a valid regular expression: {error}") from error
+
+
+def _danger(pattern: str) -> str | None:
+    """Say why a pattern might backtrack for ever: a repeated group that itself repeats or branches, or many repeats."""
+    if len(pattern) > _MAX_PATTERN:
+        return f"is {len(pattern):,} characters long"
+    text = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
+    groups = [_Group()]
+    for at, character in enumerate(text):
+        if character == "(":
+            groups.append(_Group())
+        elif character == ")" and len(groups) > 1:
+            inner = groups.pop()
+            repeated = text[at + 1 : at + 2] in ("*", "+", "{")
+            if repeated and (inner.branches or inner.most):
+                return "repeats a group that repeats or branches inside, and could run for ever"
+            groups[-1].repeats += inner.most
+            groups[-1].branches |= inner.branches
+        elif character == "|":
+            groups[-1].next_branch()
+        elif character == "?" and text[at - 1 : at] not in ("(", "*", "+", "}", "?"):
+            groups[-1].branches = True
+        elif character in "*+" or (character == "{" and "," in text[at:].partition("}")[0]):
+            groups[-1].repeats += 1
+    if max(group.most for group in groups) > _MAX_REPEATS:
+        return f"repeats more than {_MAX_REPEATS} times over"
+    return None
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group of a pattern while it is read: how often the branch that is open repeats, and the worst before it."""
+
+    repeats: int = 0
+    before: int = 0
+    branches: bool = False
+
+    @property
+    def most(self) -> int:
+        return max(self.before, self.repeats)
+
+    def next_branch(self) -> None:
+        self.before, self.repeats, self.branches = self.most, 0, True
