@@ -103,11 +103,11 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
 
 
 def _ignored(
-    typed: tuple[tuple[str, ...], ...], configured: Mapping[str, str | None]
+    typed: tuple[str, ...], configured: Mapping[str, str | None]
 ) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
     import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules
 
-    codes = dict.fromkeys(sorted(expand([code for codes in typed for code in codes])))
+    codes = dict.fromkeys(sorted(expand(typed)))
     codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
     return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
 

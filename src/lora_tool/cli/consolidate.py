@@ -45,7 +45,7 @@ def command(
     adapter_config: Path | None,
     dtype: str | None,
     max_shard_size: int | None,
-    ignore: tuple[tuple[str, ...], ...],
+    ignore: tuple[str, ...],
     jobs: int | None,
     verify: bool,  # noqa: FBT001
     overwrite: bool,  # noqa: FBT001 - click passes flags by name
@@ -58,8 +58,7 @@ def command(
 
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """
-    ignored = tuple(code for codes in ignore for code in codes)
-    require_rules(ignored)
+    require_rules(ignore)
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
@@ -70,7 +69,7 @@ def command(
         adapter_config=adapter_config,
         dtype=DTYPES[dtype] if dtype else None,
         max_shard_bytes=max_shard_size,
-        ignore=ignored,
+        ignore=ignore,
     )
     carry_out(
         plan,

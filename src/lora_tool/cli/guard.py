@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lora_tool.cli.options import json_option
+from lora_tool.cli.options import ignore_option, json_option
 from lora_tool.display import counted, printable
 from lora_tool.errors import TrainingFailed, TrainingStopped
 from lora_tool.report import Finding, Severity
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Steps without a signal that stop a run.",
 )
-@click.option("--ignore", multiple=True, metavar="CODE", help="Not this guard.")
+@ignore_option("Not these guards.")
 @json_option
 def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, ...], as_json: bool) -> int:  # noqa: FBT001
     """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.
@@ -61,7 +61,7 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         raise click.UsageError(f"unknown guard {unknown[0]!r}; they are: {', '.join(CODES)}")
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="lora-tool-guard-") as folder:
-        settings = GuardSettings(mode=mode, window=window, ignore=tuple(ignore))
+        settings = GuardSettings(mode=mode, window=window, ignore=ignore)
         code = _run(words, Path(folder), settings, own_stdout=not as_json)
         outcomes = read_outcomes(Path(folder))
     stopped = next((outcome for outcome in outcomes if outcome.status is Status.STOPPED), None)

@@ -59,19 +59,25 @@ def fail_on_option(command: Decorated) -> Decorated:
 
 
 def select_option(command: Decorated) -> Decorated:
-    """Add ``--select``: the rules to run, one tuple of codes for each time it is given."""
-    return click.option(
-        "--select",
-        type=comma_list,
-        metavar="CODES",
-        multiple=True,
-        help="Only these rules: LT206, or LT2 for all that begin so.",
-    )(command)
+    """Add ``--select``: the rules to run, as one tuple of codes."""
+    return codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so.")(command)
 
 
 def ignore_option(help_text: str = "Not these rules.") -> Callable[[Decorated], Decorated]:
-    """Add ``--ignore``: rules not to run, one tuple of codes for each time it is given."""
-    return click.option("--ignore", type=comma_list, metavar="CODES", multiple=True, help=help_text)
+    """Add ``--ignore``: rules not to run, as one tuple of codes."""
+    return codes_option("--ignore", help_text)
+
+
+def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
+    """Add an option of codes with commas between them, which may be given again; the command gets one tuple of all."""
+    return click.option(
+        name,
+        type=_comma_list,
+        metavar="CODES",
+        multiple=True,
+        callback=lambda _, __, lists: sum(lists, ()),
+        help=help_text,
+    )
 
 
 def require_rules(codes: Iterable[str]) -> None:
@@ -83,7 +89,7 @@ def require_rules(codes: Iterable[str]) -> None:
         expand(wanted)
 
 
-def comma_list(value: str) -> tuple[str, ...]:
+def _comma_list(value: str) -> tuple[str, ...]:
     """Return the entries between commas: the type of an option. Raises ValueError where there is none."""
     entries = tuple(entry.strip() for entry in value.split(",") if entry.strip())
     if not entries:

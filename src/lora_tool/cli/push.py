@@ -75,7 +75,7 @@ def command(
     tag: str | None,
     message: str | None,
     include: tuple[str, ...],
-    ignore: tuple[tuple[str, ...], ...],
+    ignore: tuple[str, ...],
     readme: str,
     check: str,
     dry_run: bool,  # noqa: FBT001
@@ -94,8 +94,7 @@ def command(
         raise click.UsageError("--tag with --create-pr: a pull request has no commit to tag before it is merged")
     if message is not None and not message.strip():
         raise click.UsageError("--message is empty")
-    codes = [code for listed in ignore for code in listed]
-    require_rules(codes)
+    require_rules(ignore)
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
     from lora_tool.hub.model import MAIN, Check  # noqa: PLC0415
@@ -115,7 +114,7 @@ def command(
                 tag=tag,
                 message=message,
                 include=include,
-                ignore=codes,
+                ignore=ignore,
                 readme=Readme(readme),
                 progress=advance,
             )

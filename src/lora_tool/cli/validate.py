@@ -140,11 +140,11 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
     strict = bool(chosen("strict", configured.strict))
-    typed = _flat(options["ignore"])
+    typed = options["ignore"]
     ignored = dict.fromkeys(sorted(expand(typed))) | {
         known: reason for code, reason in configured.ignore.items() for known in sorted(expand([code]))
     }
-    select = _flat(options["select"]) or configured.select
+    select = options["select"] or configured.select
     expand(select)
     return _Asked(
         reward=reward,
@@ -160,10 +160,6 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
         files=tuple(files),
         quiet=options["quiet"],
     )
-
-
-def _flat(lists: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    return tuple(code for codes in lists for code in codes)
 
 
 def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tuple[AdapterDir, ...]) -> Report:

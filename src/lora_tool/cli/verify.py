@@ -66,8 +66,8 @@ def command(
     logits: bool,  # noqa: FBT001
     prompts: Path | None,
     tensors: bool,  # noqa: FBT001
-    select: tuple[tuple[str, ...], ...],
-    ignore: tuple[tuple[str, ...], ...],
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
     fail_on: str,
     strict: bool,  # noqa: FBT001
     jobs: int | None,
@@ -100,8 +100,8 @@ def command(
         verification = verify_inputs(
             inputs,
             level=Level.SAMPLE if sample else Level.FULL,
-            select=[code for codes in select for code in codes],
-            ignore=[code for codes in ignore for code in codes],
+            select=select,
+            ignore=ignore,
             logits=logits,
             prompts=asked,
             jobs=jobs,
