@@ -26,6 +26,7 @@ from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
 from lora_tool.plan.model import LoraDelta, Plan, Precision, Shard, SideFile
+from lora_tool.progress import Progress
 from lora_tool.report import Finding
 
 if TYPE_CHECKING:
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
     from lora_tool.execution.compute import Computer
     from lora_tool.execution.torch_compute import TorchComputer
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes just written, from any worker."""
 
 Check = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""

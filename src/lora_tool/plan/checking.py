@@ -8,10 +8,8 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lora_tool.cores import available_cores
+from lora_tool.progress import Progress
 from lora_tool.report import Finding
-
-Advance = Callable[[int], None]
-"""Told of how many bytes were just read, from any thread; what it raises stops the reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +18,15 @@ class ValueCheck:
 
     nbytes: int
     """How many bytes it reads."""
-    parts: tuple[Callable[[Advance], list[Finding]], ...]
-    """What may run at the same time: each reads the values of a file and returns what is wrong with them."""
+    parts: tuple[Callable[[Progress], list[Finding]], ...]
+    """What may run at the same time: each reads the values of a file and returns what is wrong with them.
+
+    What it tells may raise, to stop it.
+    """
     judge: Callable[[list[Finding]], list[Finding]] = list
     """Given all that the parts found, in their order, returns what is to be told; raises where that is to stop us."""
 
-    def run(self, advance: Advance) -> list[Finding]:
+    def run(self, advance: Progress) -> list[Finding]:
         """Run all parts and judge what they found. Raises what they raise."""
         stop = threading.Event()
 

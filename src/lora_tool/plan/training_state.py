@@ -17,9 +17,10 @@ from lora_tool.formats.partitions import Entry, Role, assemble, entries, unaccou
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
 from lora_tool.plan import dcp_checks, zero_checks
-from lora_tool.plan.checking import Advance, ValueCheck
+from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.saved_copies import saved_copies
 from lora_tool.plan.value_checks import value_faults
+from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
@@ -175,7 +176,7 @@ def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
     known = entries(tag)
     masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
 
-    def rounding(_: Advance) -> list[Finding]:
+    def rounding(_: Progress) -> list[Finding]:
         saved = saved_copies(root, tag, tensors)
         if not saved.copies:
             return []
@@ -197,7 +198,7 @@ def _check_of_files(tensors: Tensors, records: Collection[Record], *, masters: f
         for span in tensor.spans:
             pieces[span.path].append((span, tensor))
 
-    def part(path: Path, advance: Advance) -> list[Finding]:
+    def part(path: Path, advance: Progress) -> list[Finding]:
         return value_faults(path, by_path[path], pieces[path], masters=masters, advance=advance)
 
     nbytes = sum(record.nbytes for record in records)

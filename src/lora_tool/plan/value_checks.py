@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.torch_zip import Record
-from lora_tool.plan.checking import Advance
+from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, Span, StoredTensor
 
@@ -42,7 +42,7 @@ def value_faults(
     pieces: Iterable[tuple[Span, StoredTensor]],
     *,
     masters: frozenset[str],
-    advance: Advance,
+    advance: Progress,
 ) -> list[Finding]:
     """Return what is wrong with the values in a file: LT411 CRC, LT412 not finite, LT413 its masters all zero.
 
@@ -54,7 +54,7 @@ def value_faults(
     return [*_file_faults(path, records, values, advance), *values.faults(path)]
 
 
-def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance: Advance) -> Iterator[Finding]:
+def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance: Progress) -> Iterator[Finding]:
     """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
         for start, record in sorted((record.data_at(), record) for record in records):
