@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from lora_tool.keys import PREFIX
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherFormat:
@@ -59,36 +61,35 @@ _OTHER_FRAMEWORK = OtherFormat(
     way_out="convert it with transformers 4, once: from_pretrained(FOLDER, from_tf=True), save_pretrained(NEW)",
 )
 
+# patterns as text: hardly a folder needs them, and compiling takes longer than opening it
 _ADAPTERS = (
-    (re.compile(r"(\d+_)?adapters\.(safetensors|npz)\Z"), _MLX),
-    (re.compile(r"pytorch_lora_weights\.(safetensors|bin)\Z"), _DIFFUSERS),
-    (re.compile(r"adapter_(model|\d+)\.pt\Z"), _TORCHTUNE),
-    (re.compile(r"lit_model\.pth(\.lora)?\Z"), _LITGPT),
+    (r"(\d+_)?adapters\.(safetensors|npz)\Z", _MLX),
+    (r"pytorch_lora_weights\.(safetensors|bin)\Z", _DIFFUSERS),
+    (r"adapter_(model|\d+)\.pt\Z", _TORCHTUNE),
+    (r"lit_model\.pth(\.lora)?\Z", _LITGPT),
 )
 _MODELS = (
     (
-        re.compile(r"(model|pytorch_model)\.(?!safetensors\b|bin\b)[\w]+(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z"),
+        r"(model|pytorch_model)\.(?!safetensors\b|bin\b)[\w]+(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z",
         _VARIANT,
     ),
-    (re.compile(r"consolidated(\.\d+)?\.(pth|safetensors)\Z"), _ORIGINAL),
-    (re.compile(r"(tf_model(-\d{5}-of-\d{5})?\.h5|flax_model(-\d{5}-of-\d{5})?\.msgpack)\Z"), _OTHER_FRAMEWORK),
+    (r"consolidated(\.\d+)?\.(pth|safetensors)\Z", _ORIGINAL),
+    (r"(tf_model(-\d{5}-of-\d{5})?\.h5|flax_model(-\d{5}-of-\d{5})?\.msgpack)\Z", _OTHER_FRAMEWORK),
 )
 _ANY = (
-    (re.compile(r".+\.ckpt\Z"), _LIGHTNING),
-    (re.compile(r".+\.gguf\Z"), _GGUF),
-    (re.compile(r".+\.nemo\Z"), _NEMO),
-    (re.compile(r"latest_checkpointed_iteration\.txt\Z"), _MEGATRON),
+    (r".+\.ckpt\Z", _LIGHTNING),
+    (r".+\.gguf\Z", _GGUF),
+    (r".+\.nemo\Z", _NEMO),
+    (r"latest_checkpointed_iteration\.txt\Z", _MEGATRON),
 )
 _BY_TENSORS = (
-    (re.compile(r"lora_(unet|te\d?|transformer|prior)_[^.]+\."), _KOHYA),
+    (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
     (
-        re.compile(
-            r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b"
-        ),
+        r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b",
         _DIFFUSERS,
     ),
-    (re.compile(r"[^A-Z]*\.lora_[ab]\Z"), _MLX),
-    (re.compile(r"[^A-Z]*\.lora_[ab]\.weight\Z"), _TORCHTUNE),
+    (r"[^A-Z]*\.lora_[ab]\Z", _MLX),
+    (r"[^A-Z]*\.lora_[ab]\.weight\Z", _TORCHTUNE),
 )
 
 
@@ -100,14 +101,16 @@ def of_files(names: Iterable[str], *, adapter: bool | None = None) -> tuple[str,
     known = (*(_ADAPTERS if adapter is not False else ()), *(_MODELS if adapter is not True else ()), *_ANY)
     for name in names:
         for pattern, other in known:
-            if pattern.match(name):
+            if re.match(pattern, name):
                 return name, other
     return None
 
 
 def of_tensors(names: Collection[str]) -> OtherFormat | None:
     """Return whose names these are, where all of them are one other program's."""
+    if any(name.startswith(PREFIX) for name in names):
+        return None
     for pattern, other in _BY_TENSORS:
-        if names and all(map(pattern.match, names)):
+        if names and all(re.match(pattern, name) for name in names):
             return other
     return None
