@@ -4,6 +4,9 @@ The base has DeepSeek-V3's names, shapes and number of files, all sparse: no wei
 Tried on the way: row numbers as Python lists made the plan 97 s; as numpy ranges 12 s. On a busy 2.5 GHz Xeon, CPU of
 the whole dry run: 30 s; with one conversion per form of layer, spans found by bisection and JSON a line per step 18 s.
 Of a sampled 15.7 s: importing torch and transformers 3.7, reading headers 2.6, steps on disk 2.7, printing 2.2.
+Then, with sizes worked out once, one home per module, one name per form of names, no collector at the end: 0.7 of that
+CPU, run by turns with the older code on a busy machine (20.4 s → 14.8 s). Of these 14.8 s, importing takes 5.7, reading
+headers 2.4, steps on disk 2.0, printing 1.6, the collector 0.8: what is left is the making of some million objects.
 """
 
 from __future__ import annotations
