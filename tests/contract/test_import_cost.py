@@ -16,7 +16,7 @@ HEAVY = {"rich", "numpy", "torch", "transformers", "peft", "huggingface_hub", "s
 PROBE = """
 import json, sys
 {code}
-print(json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}})), file=sys.stderr)
+print(json.dumps(sorted(sys.modules)), file=sys.stderr)
 """
 CALL = """
 from lora_tool.cli.main import main
@@ -27,8 +27,8 @@ except SystemExit as exit:
 """
 
 
-def loaded(code: str) -> set[str]:
-    """Return which heavy packages a process has loaded after running `code`."""
+def modules(code: str) -> set[str]:
+    """Return the names of the modules that a process has loaded after running `code`."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(code=code)],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
@@ -37,7 +37,12 @@ def loaded(code: str) -> set[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return HEAVY & set(json.loads(done.stderr.splitlines()[-1]))
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+def loaded(code: str) -> set[str]:
+    """Return which heavy packages a process has loaded after running `code`."""
+    return HEAVY & {name.partition(".")[0] for name in modules(code)}
 
 
 @pytest.mark.parametrize(
@@ -62,3 +67,8 @@ def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
     seen = loaded(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out")]))
     assert "numpy" in seen
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
+
+
+def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
+    seen = modules(CALL.format(arguments=["validate", ADAPTER]))
+    assert not seen & {"lora_tool.plan.model", "lora_tool.plan.modules", "lora_tool.names.model"}

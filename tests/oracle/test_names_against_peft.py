@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from transformers import AutoModel, PreTrainedModel
 
 from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan import storage
 from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import ExpertLayout
 from tests.oracle.peft_merge import (
     Table,
     different,

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.plan import storage
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import Fate
 from tests.oracle.peft_merge import (
     Table,
     different,

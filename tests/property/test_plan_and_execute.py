@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution import compute, engine, kernels, units
 from lora_tool.execution.engine import execute
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.layout import lay_out
 from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import BiasDelta, Cast, Copy, Fate, LoraDelta, Plan, Shard, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, LoraDelta, Plan, Shard, Step
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.property.interpret import interpret, load
 from tests.property.strategies import STORED, Inputs, inputs, specs

@@ -28,8 +28,9 @@ from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_di
 from lora_tool.cli.terminal import wants_colour
 from lora_tool.cli.writing import DTYPES, asked_task, model_options
 from lora_tool.display import printable
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
-from lora_tool.plan.model import ExpertLayout, Precision
+from lora_tool.plan.model import Precision
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
 from lora_tool.rules.registry import RULES, expand

@@ -24,7 +24,8 @@ from lora_tool.checkpoint import (
 from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
-from lora_tool.plan.model import ExpertLayout, Plan
+from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.plan.model import Plan
 from lora_tool.sources import Source, Wanted, another_base, resolve
 
 

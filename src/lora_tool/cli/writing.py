@@ -15,8 +15,9 @@ from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
 from lora_tool.cli.terminal import warn
 from lora_tool.display import counted, json_text, printable, size
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.checking import ValueCheck
-from lora_tool.plan.model import ExpertLayout, Plan, Precision
+from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.tensors import DType
 

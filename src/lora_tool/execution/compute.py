@@ -15,19 +15,9 @@ from lora_tool.execution import kernels
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.fidelity import Survival
-from lora_tool.plan.model import (
-    BiasDelta,
-    Cast,
-    DoraDelta,
-    ExpertLayout,
-    LoraDelta,
-    LoraTerm,
-    Op,
-    Precision,
-    ReplaceRows,
-    Step,
-)
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]

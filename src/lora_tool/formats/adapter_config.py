@@ -25,6 +25,19 @@ _LAYOUT = "lora_B_layout"
 
 
 @enum.unique
+class ExpertLayout(str, enum.Enum):
+    """How the columns of a fused lora_B belong to experts. Both have the same shape: only the writer knows."""
+
+    RANK_MAJOR = "rank_major"
+    """Column c is of expert c mod experts: PEFT's, vLLM's and everybody's."""
+    GROUPED_BY_EXPERT = "grouped_by_expert"
+    """Column c is of expert c div r: Unsloth's before 2026-09 (https://github.com/unslothai/unsloth-zoo/pull/1269)."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@enum.unique
 class FieldUse(str, enum.Enum):
     """What a field of LoraConfig does to a merge."""
 

@@ -13,6 +13,9 @@ from lora_tool.formats.files import read_json
 
 FILE_NAME = "config.json"
 
+TRANSFORMERS_LABELS = 2
+"""What transformers assumes where the config names no labels."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -23,7 +26,7 @@ class ModelConfig:
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
     num_labels: int | None = None
-    """From `id2label`, else `num_labels`; None where neither is there (transformers then assumes 2)."""
+    """From `id2label`, else `num_labels`; None where neither is there."""
     pad_token_id: int | None = None
     vocab_size: int | None = None
     num_hidden_layers: int | None = None

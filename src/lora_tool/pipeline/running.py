@@ -35,11 +35,11 @@ from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.proofs import Proofs, key_of
 from lora_tool.plan import fidelity
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.plan.assembling import HubOrigin
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.consolidate import prepare_consolidate
 from lora_tool.plan.features import OTHER_BASE
-from lora_tool.plan.head import CLASSIFICATION_HEADS
 from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task

@@ -8,20 +8,9 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.ends import MATRIX
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.features import UNMERGED
-from lora_tool.plan.model import (
-    Assemble,
-    BiasDelta,
-    Cast,
-    Copy,
-    DoraDelta,
-    Fate,
-    Leftover,
-    LoraDelta,
-    Op,
-    ReplaceRows,
-    Step,
-)
+from lora_tool.plan.model import Assemble, BiasDelta, Cast, Copy, DoraDelta, Leftover, LoraDelta, Op, ReplaceRows, Step
 from lora_tool.plan.steps import Merge, is_dropped, module_and_leaf, not_in_base
 from lora_tool.tensors import StoredTensor
 

@@ -16,6 +16,7 @@ The class is part of the promise: a checkpoint of another class (``BartForCondit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,22 @@ class Architecture:
     causal_only: tuple[str, ...]
     conv1d: frozenset[str]
     wide_in: frozenset[DType] = frozenset()
+
+
+CLASSIFICATION_HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
+"""What the heads of sequence classifiers are called; PEFT looks for the first two."""
+
+_COMPUTED = re.compile(
+    r"(?:^|\.)(?:(?:rotary_emb|rotary|maybe_rotary)\.inv_freq|(?:attn|attention)\.(?:masked_)?bias|position_ids)$"
+)
+
+
+def is_computed(name: str) -> bool:
+    """Return whether it is a buffer that transformers saved once: rotary frequencies, causal masks, position numbers.
+
+    None of the plainly stored architectures has a parameter of such a name (`tests/contract/test_architectures.py`).
+    """
+    return _COMPUTED.search(name) is not None
 
 
 def architecture_of(model_type: str) -> Architecture | None:

@@ -11,8 +11,9 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.display import counted
 from lora_tool.plan import layout
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.manifest import adapter_name, describe_input, fingerprint
-from lora_tool.plan.model import Fate, Leftover, Plan, Precision, SideFile, Step
+from lora_tool.plan.model import Leftover, Plan, Precision, SideFile, Step
 from lora_tool.plan.module_files import module_files
 from lora_tool.plan.side_files import (
     another_dtype,

@@ -18,7 +18,8 @@ from lora_tool.formats.partitions import Entry, Role
 from lora_tool.plan import layout
 from lora_tool.plan.adapter_state import find_adapter_config, has_lora, left_behind, select_adapter
 from lora_tool.plan.checking import ValueCheck
-from lora_tool.plan.model import Cast, Copy, Fate, Leftover, Op, Plan, Precision, Shard, SideFile, Step
+from lora_tool.plan.fates import Fate
+from lora_tool.plan.model import Cast, Copy, Leftover, Op, Plan, Precision, Shard, SideFile, Step
 from lora_tool.plan.side_files import GENERATION_CONFIG
 from lora_tool.plan.training_state import TrainingState, training_state
 from lora_tool.report import Finding, Severity

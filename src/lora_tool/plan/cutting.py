@@ -12,20 +12,9 @@ from pathlib import Path
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.names.model import Made, row_count
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.features import WITH_PEFT
-from lora_tool.plan.model import (
-    Assemble,
-    BiasDelta,
-    Cast,
-    Copy,
-    DoraDelta,
-    Fate,
-    LoraDelta,
-    Op,
-    Part,
-    ReplaceRows,
-    Step,
-)
+from lora_tool.plan.model import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, Part, ReplaceRows, Step
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
 
 _STACK = 3

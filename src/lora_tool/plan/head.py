@@ -14,9 +14,6 @@ from lora_tool.plan.features import WITH_PEFT
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
-CLASSIFICATION_HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
-"""What the heads of sequence classifiers are called; PEFT looks for the first two."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:

@@ -12,9 +12,10 @@ from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.assembling import HubOrigin, assembled
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.head import Head, count_labels, head_names
 from lora_tool.plan.merge import config_of_adapter, named, require_not_merged_before
-from lora_tool.plan.model import Copy, Fate, Leftover, Plan, Precision, Step
+from lora_tool.plan.model import Copy, Leftover, Plan, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.steps import Merge
 from lora_tool.plan.task import CLASSIFIERS, Task

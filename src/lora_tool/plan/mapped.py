@@ -18,9 +18,10 @@ from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.cutting import disk_steps, joined, rows_of
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE, WITH_PEFT
 from lora_tool.plan.head import way_to_head
-from lora_tool.plan.model import Copy, Fate, Leftover, LoraDelta, LoraTerm, Precision, Step
+from lora_tool.plan.model import Copy, Leftover, LoraDelta, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.readings import Readings, homes, leaf_in_memory
 from lora_tool.plan.task import CLASSIFIERS, Task

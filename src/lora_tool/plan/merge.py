@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.plan.accounting import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.adapters import Adapted, join, require_saved_in_first
 from lora_tool.plan.architectures import Architecture
@@ -25,7 +25,7 @@ from lora_tool.plan.ends import (
 from lora_tool.plan.features import OTHER_BASE, WITH_PEFT, require_mergeable
 from lora_tool.plan.head import Head, count_labels, find_head
 from lora_tool.plan.manifest import fingerprint
-from lora_tool.plan.model import ExpertLayout, LoraDelta, Plan, Precision, Step
+from lora_tool.plan.model import LoraDelta, Plan, Precision, Step
 from lora_tool.plan.modules import AdapterModules, adapter_modules
 from lora_tool.plan.steps import Merge, added_steps, base_steps, require_whole_inits
 from lora_tool.plan.storage import (

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.safetensors import build_header
+from lora_tool.plan.fates import Fate
 from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
 
 
@@ -39,19 +41,6 @@ class Cast:
     """The source's values, rounded to the output's dtype."""
 
     source: StoredTensor
-
-
-@enum.unique
-class ExpertLayout(str, enum.Enum):
-    """How the columns of a fused lora_B belong to experts. Both have the same shape: only the writer knows."""
-
-    RANK_MAJOR = "rank_major"
-    """Column c is of expert c mod experts: PEFT's, vLLM's and everybody's."""
-    GROUPED_BY_EXPERT = "grouped_by_expert"
-    """Column c is of expert c div r: Unsloth's before 2026-09 (https://github.com/unslothai/unsloth-zoo/pull/1269)."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,22 +140,6 @@ class Assemble:
 
 Op = Part | Assemble
 """Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
-
-
-@enum.unique
-class Fate(str, enum.Enum):
-    """What became of a tensor of the inputs or the output."""
-
-    COPIED = "copied"
-    CAST = "cast"
-    MERGED = "merged"
-    REPLACED = "replaced"
-    ADDED = "added"
-    DROPPED = "dropped"
-    CONSUMED = "consumed"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
-from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part, parse
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.features import ALLOW_IN_MEMORY
-from lora_tool.plan.model import BiasTerm, ExpertLayout, LoraTerm
+from lora_tool.plan.model import BiasTerm, LoraTerm
 from lora_tool.plan.parameters import parameter_term, targeted_parameters
 from lora_tool.tensors import StoredTensor
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.features import OTHER_BASE
-from lora_tool.plan.model import ExpertLayout, LoraTerm
+from lora_tool.plan.model import LoraTerm
 from lora_tool.tensors import StoredTensor
 
 _MATRIX, _STACK = 2, 3

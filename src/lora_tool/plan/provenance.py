@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.manifest import adapter_name, fingerprint
 from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import ExpertLayout, Plan, Precision
+from lora_tool.plan.model import Plan, Precision
 from lora_tool.plan.task import Task
 from lora_tool.sources import Wanted, resolve
 from lora_tool.tensors import DType

@@ -60,11 +60,9 @@ def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_tok
 def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
     """Return what `config.json` must say for a class with this number of labels; nothing where it says so now."""
     said = base.config.num_labels if base.config else None
-    return {} if num_labels == (TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
-
-
-TRANSFORMERS_LABELS = 2
-"""What transformers assumes where the config names no labels."""
+    return (
+        {} if num_labels == (model_config.TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
+    )
 
 
 def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:

@@ -13,20 +13,10 @@ from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import TiedEnds, Vocabulary
+from lora_tool.plan.fates import Fate
 from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE
 from lora_tool.plan.head import Head
-from lora_tool.plan.model import (
-    Assemble,
-    BiasDelta,
-    Cast,
-    Copy,
-    DoraDelta,
-    Fate,
-    LoraDelta,
-    Op,
-    ReplaceRows,
-    Step,
-)
+from lora_tool.plan.model import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.parameters import is_transposed
 from lora_tool.plan.side_files import model_dtype

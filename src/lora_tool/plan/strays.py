@@ -7,28 +7,17 @@ only says whether the names are those of a plain model, and it must be asked.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 from lora_tool import keys
 from lora_tool.checkpoint import ModelDir
-from lora_tool.plan.architectures import Architecture
-from lora_tool.plan.model import Fate, Leftover
+from lora_tool.plan.architectures import Architecture, is_computed
+from lora_tool.plan.fates import Fate
+from lora_tool.plan.model import Leftover
 from lora_tool.tensors import StoredTensor
 
-_COMPUTED = re.compile(
-    r"(?:^|\.)(?:(?:rotary_emb|rotary|maybe_rotary)\.inv_freq|(?:attn|attention)\.(?:masked_)?bias|position_ids)$"
-)
 _REASON = "a buffer that transformers computes by itself and does not load"
-
-
-def is_computed(name: str) -> bool:
-    """Return whether it is a buffer that transformers saved once: rotary frequencies, causal masks, position numbers.
-
-    None of the plainly stored architectures has a parameter of such a name (`tests/contract/test_architectures.py`).
-    """
-    return _COMPUTED.search(name) is not None
 
 
 def computed_buffers(base: ModelDir) -> Iterator[Leftover]:

@@ -9,8 +9,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
-from lora_tool.plan.architectures import Architecture, architecture_of
-from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS, Architecture, architecture_of
 
 
 @enum.unique

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.model import Fate, Step
+from lora_tool.plan.fates import Fate
+from lora_tool.plan.model import Step
 from lora_tool.plan.steps import Merge, copied_as, lora_step
 from lora_tool.tensors import TensorSpec
 

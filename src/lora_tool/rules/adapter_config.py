@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from lora_tool.errors import Defect
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.features import refusals
-from lora_tool.plan.model import ExpertLayout
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.registry import Fault, Need, rule

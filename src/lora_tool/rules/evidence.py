@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from lora_tool.plan.model import Fate
+from lora_tool.plan.fates import Fate
 
 
 @enum.unique

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.rules.subject import Layer
 
 ALL_LINEAR = "all-linear"

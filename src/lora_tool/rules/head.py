@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.display import counted
 from lora_tool.keys import Part
-from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
 from lora_tool.rules.explained import CLASSIFICATION_TASKS, VALUE_HEADS, head_of, is_end
 from lora_tool.rules.head_tensors import (

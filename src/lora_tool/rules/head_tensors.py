@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lora_tool.checkpoint import ModelDir
+from lora_tool.formats.model_config import TRANSFORMERS_LABELS
 from lora_tool.keys import Part
-from lora_tool.plan.head import CLASSIFICATION_HEADS
-from lora_tool.plan.side_files import TRANSFORMERS_LABELS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.rules.explained import head_of
 from lora_tool.rules.subject import AdapterSubject
 from lora_tool.tensors import StoredTensor

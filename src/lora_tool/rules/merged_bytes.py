@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.formats.stored import read_part
-from lora_tool.plan.model import Assemble, Copy, Fate, Plan, Step
+from lora_tool.plan.fates import Fate
+from lora_tool.plan.model import Assemble, Copy, Plan, Step
 from lora_tool.plan.provenance import Provenance
 from lora_tool.rules.evidence import TensorEvidence, Verdict
 from lora_tool.rules.merged_subject import MergedSubject

@@ -13,8 +13,7 @@ from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
 from lora_tool.formats.sentence_transformers import root_files
 from lora_tool.formats.tokenizer import FILE_NAMES
-from lora_tool.plan.architectures import architecture_of
-from lora_tool.plan.strays import is_computed
+from lora_tool.plan.architectures import architecture_of, is_computed
 from lora_tool.report import Severity
 from lora_tool.rules.explained import head_of
 from lora_tool.rules.merged_subject import MergedSubject

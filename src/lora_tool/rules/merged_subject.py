@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import Kind
-from lora_tool.plan.model import Fate, Plan, Step
+from lora_tool.plan.fates import Fate
 from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.registry import Need
 from lora_tool.rules.subject import ModelSubject
 from lora_tool.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from lora_tool.plan.model import Plan, Step  # slow to import, and for merged models only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from lora_tool.plan.model import Fate
+from lora_tool.plan.fates import Fate
 from lora_tool.report import Severity
 from lora_tool.rules.evidence import TensorEvidence, Verdict
 from lora_tool.rules.merged_subject import MergedSubject

@@ -10,8 +10,7 @@ from lora_tool.display import counted
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import tokenizer
 from lora_tool.formats.files import inside, read_json
-from lora_tool.plan.architectures import architecture_of
-from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS, architecture_of
 from lora_tool.report import Severity
 from lora_tool.rules.explained import VALUE_HEADS, head_of
 from lora_tool.rules.head_tensors import head_weight, is_classifier, labels_of

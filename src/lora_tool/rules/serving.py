@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
-from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.head_tensors import head_weight, saved_heads

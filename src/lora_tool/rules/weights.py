@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.plan.head import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.report import Severity
 from lora_tool.rules.advice import an_earlier_checkpoint
 from lora_tool.rules.head_tensors import head_weight, saved_heads

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_tool.plan.model import Cast, DoraDelta, Fate, LoraDelta, Step
+from lora_tool.plan.fates import Fate
+from lora_tool.plan.model import Cast, DoraDelta, LoraDelta, Step
 from lora_tool.rules.evidence import TensorEvidence, Verdict
 from lora_tool.verification.bounds import sixteen_bit_bound, terms_of, working_type
 from lora_tool.verification.elements import Array, decode, half_ulps

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lora_tool.display import finite, printable
-from lora_tool.plan.model import Fate
+from lora_tool.plan.fates import Fate
 from lora_tool.report.json import report_json
 from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.verification.checking import Level
