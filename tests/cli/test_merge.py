@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from tests.cli.calling import FIXTURES, Caller, assert_golden
@@ -255,3 +256,32 @@ def test_peft_precision_without_torch_names_the_extra(
     assert (called.code, called.err.startswith("error: torch is not installed")) == (3, True), called.err
     assert "lora-tool[merge]" in called.err
     assert not list(copies.glob("*out*"))
+
+
+BAD_VALUES = {
+    "NaN in lora_A": ("adapter", "lora_A", float("nan"), "would hold NaN or infinity"),
+    "infinity in lora_B": ("adapter", "lora_B", float("-inf"), "would hold NaN or infinity"),
+    "infinity in the base": ("base", "q_proj", float("inf"), "would hold NaN or infinity"),
+    "the sum is beyond bfloat16": ("base", "q_proj", 255 * 2.0**120, "too large for BF16"),
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64", "peft"])
+@pytest.mark.parametrize(("folder", "part", "value", "refusal"), list(BAD_VALUES.values()), ids=list(BAD_VALUES))
+def test_a_value_that_no_weight_may_have_is_refused(
+    folder: str, part: str, value: float, refusal: str, precision: str, copies: Path, call: Caller
+) -> None:
+    llama = copies / "causal-llama"
+    for path in [*llama.glob("*/*.safetensors")]:
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if "layers.0.self_attn.q_proj" in name and path.parent.name == folder and part in name:
+                tensor[0, 0], tensor[1, 1] = value, -value
+            elif "layers.0.self_attn.q_proj.lora_" in name and "too large" in refusal:
+                # with r = 4 and a scaling of 4 the delta is 1.5 · 2^119: float32 holds the sum, and bfloat16 does not
+                tensor.fill_(2.0**58 if "lora_A" in name else 2.0**58 * 0.75)
+        save_file(tensors, path, {"format": "pt"})
+    called = call("merge", llama / "adapter", "--base", llama / "base", "-o", copies / "out", "--precision", precision)
+    assert called.code == 3
+    assert refusal in called.err
+    assert not (copies / "out").exists()

@@ -84,7 +84,6 @@ class Computer:
         if isinstance(op, DoraDelta) and delta is not None:
             self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
         result = self._buffer("result", source.shape, kernels.STORAGE[step.out.dtype])
-        may_overflow = step.out.dtype is DType.F16 or step.out.dtype is not op.source.dtype
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
             if delta is None:
@@ -93,14 +92,15 @@ class Computer:
                 total = delta[part]
             else:
                 total = np.add(self._wide_copy(source[part]), delta[part], out=delta[part])
-            if delta is not None and not kernels.is_finite(total):
+            small = kernels.is_small(total)  # then every type but float16 holds it
+            if delta is not None and not small and not np.isfinite(total).all():
                 refuse_nonfinite(step)
             kernels.round_to(total, step.out.dtype, result[part])
+            if (not small or step.out.dtype is DType.F16) and kernels.overflows(total, result[part]):
+                refuse_overflow(step)
             if delta is not None and first == unit.first and at == 0:
                 found = survival(source[part], total, result[part])
                 self.survived.setdefault(step.out.name, []).append((unit.begin, found))
-            if may_overflow and kernels.overflows(total, result[part]):
-                refuse_overflow(step)
         return result
 
     def _with_rows(self, op: ReplaceRows, source: Array, first: int, last: int) -> Array:
@@ -247,15 +247,26 @@ def bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+def inputs_of(op: Op) -> tuple[StoredTensor, ...]:
+    """Return the tensors that the operation computes with, the base's first."""
+    match op:
+        case LoraDelta():
+            return (op.source, *(factor for term in op.terms for factor in (term.a, term.b)))
+        case DoraDelta():
+            return (op.source, op.term.a, op.term.b, op.magnitude)
+        case BiasDelta():
+            return (op.source, *(term.bias for term in op.terms))
+        case ReplaceRows():
+            return (op.source, op.rows)
+        case _:
+            return (op.source,)
+
+
 def refuse_nonfinite(step: Step) -> NoReturn:
     """Raise `ExecutionError`: the step's output would hold NaN or infinity."""
-    op = step.op
-    names = [op.source.name]
-    if isinstance(op, LoraDelta | DoraDelta):
-        terms = op.terms if isinstance(op, LoraDelta) else (op.term,)
-        names += [name for term in terms for name in (term.a.name, term.b.name)]
+    names = ", ".join(tensor.name for tensor in inputs_of(step.op))
     raise ExecutionError(
-        f"`{step.out.name}` would hold NaN or infinity; it is made of {', '.join(names)}",
+        f"`{step.out.name}` would hold NaN or infinity; it is made of {names}",
         hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",
     )
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from lora_tool.errors import MissingDependency
-from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, survival
+from lora_tool.execution.compute import inputs_of, refuse_nonfinite, refuse_overflow, survival
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.fidelity import Survival
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, ReplaceRows
+from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, ReplaceRows, Step
 from lora_tool.tensors import DType, StoredTensor
 
 try:
@@ -62,15 +63,19 @@ class TorchComputer:
         step = unit.step
         self._sample = None
         merged = self._values(step.op, _TORCH[step.out.dtype])
+        if not isinstance(step.op, Cast) and not bool(torch.isfinite(merged).all()):
+            self._refuse(step, merged)
         if self._sample is not None:
             before, meant = self._sample
             found = survival(before.numpy(), meant.numpy(), _sampled(merged).numpy())
             self.survived.setdefault(step.out.name, []).append((unit.begin, found))
-        if not isinstance(step.op, Cast) and not bool(torch.isfinite(merged).all()):
-            if bool(torch.isnan(merged).any()):
-                refuse_nonfinite(step)
-            refuse_overflow(step)
         write_exactly(out, _bytes_of(merged.contiguous()), unit.at)
+
+    def _refuse(self, step: Step, merged: torch.Tensor) -> NoReturn:
+        finite = all(bool(torch.isfinite(self._load(tensor)).all()) for tensor in inputs_of(step.op))
+        if finite and not bool(torch.isnan(merged).any()):
+            refuse_overflow(step)
+        refuse_nonfinite(step)
 
     def _values(self, op: object, dtype: torch.dtype) -> torch.Tensor:
         if isinstance(op, Cast):
