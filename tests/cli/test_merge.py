@@ -285,3 +285,16 @@ def test_a_value_that_no_weight_may_have_is_refused(
     assert called.code == 3
     assert refusal in called.err
     assert not (copies / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "peft"])
+def test_a_damaged_head_is_not_published(precision: str, dtype: str, copies: Path, call: Caller) -> None:
+    adapter = copies / "reward-qwen2" / "adapter"
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors["base_model.model.score.weight"][0, 3] = float("nan")
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    called = call("merge", "--rm", adapter, "-o", copies / "out", "--precision", precision, "--dtype", dtype)
+    assert called.code == 3
+    assert "`score.weight` would hold NaN or infinity" in called.err
+    assert not (copies / "out").exists()

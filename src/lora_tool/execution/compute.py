@@ -16,8 +16,9 @@ from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.plan.fates import NEW
 from lora_tool.plan.fidelity import Survival
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
+from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -93,7 +94,7 @@ class Computer:
             else:
                 total = np.add(self._wide_copy(source[part]), delta[part], out=delta[part])
             small = kernels.is_small(total)  # then every type but float16 holds it
-            if delta is not None and not small and not np.isfinite(total).all():
+            if not small and step.fate in NEW and not np.isfinite(total).all():
                 refuse_nonfinite(step)
             kernels.round_to(total, step.out.dtype, result[part])
             if (not small or step.out.dtype is DType.F16) and kernels.overflows(total, result[part]):
@@ -130,8 +131,8 @@ class Computer:
             np.multiply(delta, factor[:, np.newaxis], out=delta)
 
     def _delta(self, op: Op, first: int, last: int) -> Array | None:
-        """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for a mere cast."""
-        if isinstance(op, Cast | ReplaceRows):
+        """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for values that are there."""
+        if isinstance(op, Copy | Cast | ReplaceRows):
             return None
         if isinstance(op, BiasDelta):
             return np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))

@@ -25,7 +25,7 @@ from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.manifest import manifest_bytes, sha256_of
-from lora_tool.plan.model import LoraDelta, Plan, Precision, Shard, SideFile
+from lora_tool.plan.model import Copy, LoraDelta, Plan, Precision, Shard, SideFile
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 
@@ -189,6 +189,7 @@ class _Writing:
         """Return this thread's own, of the kind that the unit needs."""
         op = unit.step.op
         torch = self._plan.precision is Precision.PEFT or (isinstance(op, LoraDelta) and op.init is not None)
+        torch = torch and not isinstance(op, Copy)
         name = "torch" if torch else "numpy"
         if not hasattr(self._local, name):
             new = self._new_computer(torch=torch)

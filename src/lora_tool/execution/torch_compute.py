@@ -17,6 +17,7 @@ from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.plan.fates import NEW
 from lora_tool.plan.fidelity import Survival
 from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, ReplaceRows, Step
 from lora_tool.tensors import DType, StoredTensor
@@ -63,7 +64,7 @@ class TorchComputer:
         step = unit.step
         self._sample = None
         merged = self._values(step.op, _TORCH[step.out.dtype])
-        if not isinstance(step.op, Cast) and not bool(torch.isfinite(merged).all()):
+        if step.fate in NEW and not bool(torch.isfinite(merged).all()):
             self._refuse(step, merged)
         if self._sample is not None:
             before, meant = self._sample

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lora_tool.plan.fates import NEW
 from lora_tool.plan.model import Assemble, Copy, DoraDelta, LoraDelta, Shard, Step
 
 COPY_BYTES = 32 << 20
@@ -63,13 +64,14 @@ Unit = CopyUnit | ComputeUnit
 def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
-    With `whole_tensors` a computed tensor is one unit, for arithmetic whose bits depend on the shape.
+    With `whole_tensors` a computed tensor is one unit, for arithmetic whose bits depend on the shape. What an adapter
+    saved whole is computed, too, though it stays as it is: nobody else looks at its values.
     """
     pending: list[CopyUnit] = []
     at = len(shard.header)
     for step in shard.steps:
         for part in _parts(step):
-            if isinstance(part.op, Copy):
+            if isinstance(part.op, Copy) and not (step.fate in NEW and step.out.dtype.is_float):
                 pending += _copies(part, at)
             else:
                 yield from _joined(pending)
@@ -134,7 +136,7 @@ def _computes(step: Step, at: int, *, whole: bool) -> Iterator[ComputeUnit]:
         return
     rows = step.out.shape[0] if step.out.shape else 1
     columns_are_needed = isinstance(step.op, DoraDelta) and step.op.transposed
-    whole = whole or (isinstance(step.op, LoraDelta) and step.op.init is not None)
+    whole = (whole and not isinstance(step.op, Copy)) or (isinstance(step.op, LoraDelta) and step.op.init is not None)
     per_unit = rows if whole or columns_are_needed else max(1, UNIT_WEIGHTS // (step.out.numel // rows))
     for first in range(0, rows, per_unit):
         yield ComputeUnit(step=step, first=first, last=min(first + per_unit, rows), at=at)

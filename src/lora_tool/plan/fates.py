@@ -19,3 +19,7 @@ class Fate(str, enum.Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+NEW = frozenset({Fate.MERGED, Fate.REPLACED, Fate.ADDED})
+"""What of an output the base did not have so: a writer looks at each value of it."""
