@@ -34,6 +34,9 @@ class Part(str, enum.Enum):
     PLAIN = "plain"
 
 
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What torch.compile, FSDP and activation checkpointing put into the paths of the modules that they wrap."""
+
 _PARTS = {part.value: part for part in Part}
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 _WITH_LEAF = frozenset({Part.LORA_A, Part.LORA_B, Part.MAGNITUDE})
@@ -116,6 +119,11 @@ def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
     if part in _WITH_LEAF and (head or leaf in ("weight", "bias")):
         return head or None, leaf
     return rest, None
+
+
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without the wrappers in it: ``layers.0._orig_mod.mlp.weight`` is ``layers.0.mlp.weight``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def is_under(module: str, names: frozenset[str]) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,19 +102,60 @@ def test_swapped_files_are_seen_where_shapes_differ(full: Path) -> None:
     assert codes(full) == {"LT402"}
 
 
-@pytest.mark.parametrize("name", ["model_world_size_8_rank_0.pt", "pytorch_model_fsdp_rank0.bin"])
+@pytest.mark.parametrize(
+    "name",
+    ["model_world_size_8_rank_0.pt", "pytorch_model_fsdp_rank0.bin", "shard-00001-model-00001-of-00001.safetensors"],
+)
 def test_other_rank_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(UnsupportedCheckpoint, match="of one rank"):
+    with pytest.raises(UnsupportedCheckpoint, match="one rank"):
         open_sharded(tmp_path)
 
 
-def saved(folder: Path, name: str) -> Path:
-    """Save one tensor with torch's own writer, as a training would."""
+def saved_state(folder: Path, state: dict[str, Any]) -> Path:
+    """Save with torch's own writer, as a training would."""
     from torch.distributed import checkpoint
 
-    checkpoint.save({"model": {name: torch.ones(5, 3)}}, checkpoint_id=str(folder), no_dist=True)
+    checkpoint.save(state, checkpoint_id=str(folder), no_dist=True)
     return folder
+
+
+def saved(folder: Path, name: str) -> Path:
+    return saved_state(folder, {"model": {name: torch.ones(5, 3)}})
+
+
+WEIGHTS = {"norm.weight": torch.ones(5, 3), "model.embed.weight": torch.ones(2)}
+MOMENTS = {"state": {"norm.weight": {"step": torch.tensor(2.0), "exp_avg": torch.zeros(5, 3)}}}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"app": {"model": WEIGHTS, "optim": MOMENTS}},  # torch's own tutorial
+        {**WEIGHTS, "optimizer": MOMENTS, "train_state": {"step": torch.tensor(3)}},  # torchtitan
+        {"model": WEIGHTS, "ema": WEIGHTS, "optimizer": MOMENTS},
+        {"network": WEIGHTS, "optimizer": MOMENTS},
+        WEIGHTS,
+    ],
+)
+def test_the_weights_are_found_beside_other_states(tmp_path: Path, state: dict[str, Any]) -> None:
+    found = plan(saved_state(tmp_path / "run", state), "state")
+    assert {step.out.name for step in found.steps} == WEIGHTS.keys()
+    others = {"optim", "ema"} & {
+        *state,
+        *(inner for table in state.values() if isinstance(table, dict) for inner in table),
+    }
+    assert all(other in " ".join(found.notes) for other in others), "what is left behind is told"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "state", [{"actor": WEIGHTS, "ref": WEIGHTS}, {"a": {"model": WEIGHTS}, "b": {"model": WEIGHTS}}]
+)
+def test_several_modules_are_refused_by_name(tmp_path: Path, state: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="the states of 2 modules: a"):
+        plan(saved_state(tmp_path / "run", state))
 
 
 @pytest.mark.filterwarnings("ignore")

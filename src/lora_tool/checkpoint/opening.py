@@ -69,6 +69,10 @@ _OTHER_RANK_FILES = (
         re.compile(r"pytorch_model_fsdp_rank\d+\.bin\Z"),
         "FSDP's local state of one rank, without shapes: not put together",
     ),
+    (
+        re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z"),
+        "one rank's part of a model, as torch's HuggingFaceStorageWriter cuts it: not put together",
+    ),
 )
 
 

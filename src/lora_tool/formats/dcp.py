@@ -22,8 +22,10 @@ from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 METADATA = ".metadata"
-_MODEL_KEYS = ("model", "state_dict", "module")
-"""Keys under which training programs put the module's state dict; beside it there may be the optimizer's."""
+_MODEL_KEYS = frozenset({"model", "state_dict", "module"})
+"""Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
+_OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
+"""Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class DcpFolder:
 
     folder: Path
     tensors: Mapping[str, DcpTensor]
+    beside: tuple[str, ...] = ()
+    """Keys of the other states in the checkpoint: the optimizer's, or averaged weights."""
     save_id: str | None = None
 
     @property
@@ -95,7 +99,8 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
         for name, entry in stored.items()
         if isinstance(name, str) and isinstance(entry, Stub) and entry.get("size") is not None
     }
-    names = _module_names(entries, found.get("planner_data"))
+    paths = _paths(entries, found.get("planner_data"))
+    names = _module_names(folder, paths)
     if len(set(names.values())) != len(names):
         raise ValueError("gives two tensors one name")
     places = {
@@ -106,27 +111,57 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     tensors = {name: _tensor(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta")
     save_id = meta.get("save_id") if isinstance(meta, Stub) else None
-    return DcpFolder(folder=folder, tensors=tensors, save_id=save_id if isinstance(save_id, str) else None)
+    others = {
+        ".".join(map(str, path[: max(1, min(2, len(path) - 1))])) for fqn, path in paths.items() if fqn not in names
+    }
+    return DcpFolder(
+        folder=folder,
+        tensors=tensors,
+        beside=tuple(sorted(others)),
+        save_id=save_id if isinstance(save_id, str) else None,
+    )
 
 
-def _module_names(entries: Mapping[str, Stub], planner: object) -> dict[str, str]:
-    """Return the checkpoint's name → the module's own, of the module's tensors alone.
-
-    `planner_data` has the path of keys that was joined to each name: `("model", "lm_head.weight")`.
-    """
-    paths = {fqn: (fqn,) for fqn in entries}
+def _paths(entries: Mapping[str, Stub], planner: object) -> dict[str, tuple[Any, ...]]:
+    """Return the checkpoint's name → the keys that were joined to it: `("model", "lm_head.weight")`."""
+    paths: dict[str, tuple[Any, ...]] = {fqn: (fqn,) for fqn in entries}
     if isinstance(planner, dict):
         paths |= {fqn: path for fqn, path in planner.items() if fqn in entries and _is_path(path)}
-    for key in _MODEL_KEYS:
-        under = {fqn: path[1:] for fqn, path in paths.items() if path[0] == key and len(path) > 1}
-        if under:
-            return {fqn: ".".join(map(str, path)) for fqn, path in under.items()}
-    return {fqn: ".".join(map(str, path)) for fqn, path in paths.items()}
+    return paths
+
+
+def _module_names(folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
+    """Return the checkpoint's name → the module's own, of the module's tensors alone.
+
+    Raises `UnsupportedCheckpoint` where there are several modules.
+    """
+    weights = {fqn: path for fqn, path in paths.items() if _OTHER_KEYS.isdisjoint(path[:-1][:4])}
+    modules = {path[:depth] for path in weights.values() if (depth := _depth(path))}
+    if not modules and all(len(path) > 1 for path in weights.values()):
+        modules = {path[:1] for path in weights.values()}
+    if not modules:
+        return {fqn: ".".join(map(str, path)) for fqn, path in weights.items()}
+    shallowest = min(map(len, modules))
+    found = sorted((module for module in modules if len(module) == shallowest), key=str)
+    if len(found) > 1:
+        listed = ", ".join(".".join(map(str, module)) for module in found[:8])
+        raise UnsupportedCheckpoint(
+            f"{folder} holds the states of {len(found)} modules: {listed}",
+            hint="save the one that you want by itself; to have them all in one file: "
+            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE",
+        )
+    inside = {fqn: path[shallowest:] for fqn, path in weights.items() if path[:shallowest] == found[0]}
+    return {fqn: ".".join(map(str, path)) for fqn, path in inside.items()}
+
+
+def _depth(path: tuple[Any, ...]) -> int:
+    """Return how many keys lead to the state dict of a module, 0 where none says so. The last key is a tensor's."""
+    return next((at + 1 for at, key in enumerate(path[:-1][:4]) if type(key) is str and key in _MODEL_KEYS), 0)
 
 
 def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
     """Whether it is the keys that lead to a tensor; a name is as long as a file's may be."""
-    parts = path if isinstance(path, tuple) else ()
+    parts = path if isinstance(path, tuple) and {*map(type, path)} <= {str, int} else ()
     return bool(parts) and sum(len(part) if type(part) is str else 20 for part in parts[:4096]) <= 4096 >= len(parts)  # noqa: PLR2004
 
 

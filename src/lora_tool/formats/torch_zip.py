@@ -154,8 +154,9 @@ def read_torch_file(
 ) -> TorchFile:
     """Return the object in the torch file `path`, or in the archive of `nbytes` bytes embedded in it at `offset`.
 
-    With the `memory` of the file before, what both say is one object. No tensor is read, no code runs. Raises `CorruptFile` for what is no such archive, is truncated, has compressed
-    or encrypted members or two of one name, and for a pickle that refers to what is not there.
+    With the `memory` of the file before, what both say is one object. No tensor is read, no code runs. Raises
+    `CorruptFile` for what is no such archive, is truncated, has compressed or encrypted members or two of one name, and
+    for a pickle that refers to what is not there.
     """
     with open_regular(path) as fd:
         stamp = FileStamp.from_stat(path, os.fstat(fd))
@@ -209,15 +210,14 @@ def _require_zip(path: Path, head: bytes, length: int) -> None:
     if length == 0:
         refuse(path, Defect.TRUNCATED, "is empty: it was never written")
     if head.startswith(_LEGACY_MAGIC):
-        message = (
-            "is in torch's format from before 1.6, not a zip archive: it cannot be read without running its pickle"
-        )
+        message = "is in torch's format from before 1.6, no zip archive: it cannot be read without running its pickle"
         refuse(path, Defect.PICKLE, message)
     if not head.startswith(b"PK"):
         instead = instead_of_weights(head)
         if instead is not None:
             refuse(path, Defect.BAD_HEADER, instead)
-        what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else "no torch file"
+        what = "a safetensors file" if head[8:10] == b'{"' else "no torch file"
+        what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else what
         refuse(path, Defect.PICKLE if head[:1] == b"\x80" else Defect.BAD_HEADER, f"is {what}; it is not read")
 
 

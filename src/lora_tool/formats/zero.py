@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lora_tool import keys
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
@@ -24,6 +25,7 @@ from lora_tool.tensors import MAX_BYTES
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
+Value = TypeVar("Value")
 
 _RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
@@ -224,18 +226,31 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
     groups = [shapes] if isinstance(shapes, dict) else shapes
     if not isinstance(groups, list):
         refuse(file.path, Defect.BAD_HEADER, "is no list of dictionaries of shapes", "param_shapes")
-    frozen_shapes, frozen = table.get("frozen_param_shapes"), table.get("frozen_param_fragments")
+    frozen = table.get("frozen_param_fragments")
     config = table["ds_config"] if isinstance(table.get("ds_config"), dict) else {}
+    module = _tensors(file, table.get("module") or {}, "module")
+    frozen_shapes = table.get("frozen_param_shapes")
+    if frozen_shapes is not None:
+        frozen_shapes = _as_in(module, _shapes(file, frozen_shapes, "frozen_param_shapes"))
+    buffers = _as_in(module, {name: None for name in _listed(table.get("buffer_names")) if isinstance(name, str)})
+    trained = tuple(_as_in(module, _shapes(file, group, "param_shapes")) for group in groups)
+    stored = {*buffers, *(frozen_shapes or ()), *(name for group in trained for name in group)}
     return ModelStates(
         file=file,
         rank=rank,
         stage=3 if file.path.name.startswith("zero_") else _configured_stage(config),
-        module=_tensors(file, table.get("module") or {}, "module"),
-        buffer_names=frozenset(name for name in _listed(table.get("buffer_names")) if isinstance(name, str)),
-        param_shapes=tuple(_shapes(file, group, "param_shapes") for group in groups),
-        frozen_shapes=None if frozen_shapes is None else _shapes(file, frozen_shapes, "frozen_param_shapes"),
-        frozen=None if frozen is None else _tensors(file, frozen, "frozen_param_fragments"),
-        shared=_shared(table.get("shared_params")),
+        module=module,
+        buffer_names=frozenset(buffers),
+        param_shapes=trained,
+        frozen_shapes=frozen_shapes,
+        frozen=None if frozen is None else _as_in(module, _tensors(file, frozen, "frozen_param_fragments")),
+        shared={
+            **_in_one_place(module, stored),
+            **{
+                _as_in_module(module, name): _as_in_module(module, real)
+                for name, real in _shared(table.get("shared_params")).items()
+            },
+        },
         global_steps=_integer(table.get("global_steps")),
         dp_world_size=_count_of_ranks(table.get("dp_world_size")),
         version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
@@ -281,6 +296,38 @@ def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
         refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of names", key)
     # `_extra_state` entries may be anything; only tensors are weights
     return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
+
+
+def _as_in(module: Mapping[str, object], table: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Return the table with the names that its tensors have in `module`."""
+    if all(map(module.__contains__, table)):
+        return table
+    found = {_as_in_module(module, name): value for name, value in table.items()}
+    return found if len(found) == len(table) else table
+
+
+def _as_in_module(module: Mapping[str, object], name: str) -> str:
+    """Activation checkpointing takes its wrapper out of the names of a state dict; DeepSpeed's other tables have it."""
+    plain = name if name in module else keys.unwrapped(name)
+    return plain if plain in module else name
+
+
+def _in_one_place(module: Mapping[str, LazyTensor], stored: Container[str]) -> dict[str, str]:
+    """Return other name → the name that is in `stored`, or the first, of parameters that are one tensor.
+
+    `shared_params` has not those of a module that has two names itself, as T5's embedding had.
+    """
+    names_of: dict[LazyTensor, list[str]] = {}
+    for name, tensor in module.items():
+        names_of.setdefault(tensor, []).append(name)
+    tied: dict[str, str] = {}
+    for tensor, names in names_of.items():
+        real = [name for name in names if name in stored]
+        # placeholders prove it only as long as each parameter has its own
+        if len(real) < len(names) > 1 and (len(real) == 1 or 0 not in tensor.shape):
+            kept = (real or names)[0]
+            tied |= {name: kept for name in names if name != kept and name not in stored}
+    return tied
 
 
 def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:

@@ -100,8 +100,7 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
 
 def _unwrapped(name: str) -> str:
     """Take away what wrappers put in front of or into a name: DataParallel, torch.compile, checkpointing."""
-    for wrapper in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
+    name = keys.unwrapped(name)
     at = name.find(keys.PREFIX)
     return name[at:] if at > 0 else name
 
@@ -129,11 +128,22 @@ def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
 def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey], config: AdapterConfig) -> None:
     for name, key in parsed.items():
         shape = entries[name].shape
-        if key.part is Part.LORA_A and shape and shape[0] != config.rank(key.module):
+        if key.part is Part.LORA_A and shape and not _has_rank(shape[0], key.module, config):
             raise UnsupportedCheckpoint(
                 f"`{name}` has rank {shape[0]}, {config.path} says {config.rank(key.module)}: it is of another run",
                 hint="give the right one: --adapter-config FILE",
             )
+
+
+def _has_rank(rows: int, module: str, config: AdapterConfig) -> bool:
+    """Return whether the config gives the module's lora_A so many rows: a stack of experts has its rank for each."""
+    path = module.partition(".base_layer")[0]
+    stacks = (
+        entry.rpartition(".")[2]
+        for entry in config.target_parameters or ()
+        if keys.is_under(path, frozenset({entry.rpartition(".")[0]}))
+    )
+    return rows == config.rank(module) or any(rows % max(1, config.rank(f"{path}.{name}")) == 0 for name in stacks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

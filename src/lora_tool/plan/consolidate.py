@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lora_tool import keys
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
@@ -133,6 +134,7 @@ def prepare_consolidate(
             f"{decided} from {state.title}",
             *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
             *choice.notes,
+            *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
         ),
         manifest={
             "operation": "consolidate",
@@ -174,7 +176,27 @@ def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype
             hint="take the adapter out with --what adapter, then lora-tool merge; --what state writes every tensor",
         )
     files, warnings = _model_files(state, dtype or _usual_dtype(state))
-    return _Choice(names=_plain_names(state.entries), leftovers=dropped, side_files=files, warnings=warnings)
+    return _Choice(
+        names=_plain_names(state.entries),
+        leftovers=dropped,
+        side_files=files,
+        faults=tuple(_lacking(state)),
+        warnings=warnings,
+    )
+
+
+def _lacking(state: TrainingState) -> Iterator[Finding]:
+    """LT410: yield an error if a model would lack tensors that its module has."""
+    lost = state.without_values
+    if lost:
+        yield Finding(
+            code="LT410",
+            severity=Severity.ERROR,
+            path=str(state.folder),
+            subject=lost[0],
+            message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen, and not saved",
+            hint="look for a tag that was saved without exclude_frozen_parameters; --what state writes what there is",
+        )
 
 
 def _choose_adapter(state: TrainingState, adapter_config: Path | None) -> _Choice:
@@ -191,11 +213,12 @@ def _choose_adapter(state: TrainingState, adapter_config: Path | None) -> _Choic
 
 
 def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return transformers' name → saved name: what wrappers put in front of all names is taken away."""
-    names = {name: name for name in entries}
-    for prefix in ("module.", "_orig_mod.", "module."):
-        if all(name.startswith(prefix) for name in names):
-            names = {name.removeprefix(prefix): saved for name, saved in names.items()}
+    """Return transformers' name → saved name: what wrappers put into names, or before all of them, is taken away."""
+    names = {keys.unwrapped(name): name for name in entries}
+    if len(names) != len(entries):
+        raise UnsupportedCheckpoint("two tensors have one name without their wrappers", hint="--what state writes both")
+    while names and all(name.startswith("module.") for name in names):
+        names = {name.removeprefix("module."): saved for name, saved in names.items()}
     return names
 
 

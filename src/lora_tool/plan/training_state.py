@@ -39,6 +39,8 @@ class TrainingState:
     entries: Mapping[str, Entry]
     shared: Mapping[str, str]
     """Tied tensors: other name → the name under which it is in `entries`."""
+    beside: tuple[str, ...] = ()
+    """Keys of the other states in the checkpoint, which are left there."""
     without_values: tuple[str, ...]
     """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
     faults: tuple[Finding, ...]
@@ -85,7 +87,11 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
         faults=(
             *zero_checks.structure_faults(found),
             *older,
-            *zero_checks.frozen_not_saved(first.file.path if first else folder, lost),
+            *(
+                zero_checks.frozen_not_saved(first.file.path if first else folder, lost)
+                if lost
+                else zero_checks.frozen_unknown(found)
+            ),
         ),
         assemble=lambda wanted: assemble(found, wanted),
         value_check=lambda tensors: _value_check(checkpoint.root, found, tensors),
@@ -136,6 +142,7 @@ def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Fi
         title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
         entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         shared={},
+        beside=found.beside,
         without_values=lost,
         faults=(
             *faults,

@@ -18,6 +18,7 @@ from lora_tool.report import Finding, Severity
 
 _TAG = re.compile(r"global_step(\d+)\Z")
 _LORA = re.compile(r"\.lora_(embedding_)?A\.")
+_BASE = re.compile(r"\.base_layer(?=\.)")
 
 
 def _fault(code: str, path: Path, message: str, *, hint: str | None = None, warning: bool = False) -> Finding:
@@ -189,11 +190,26 @@ def frozen_not_saved(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
         yield replace(found, severity=Severity.INFO)
 
 
+def frozen_unknown(tag: ZeroTag) -> Iterator[Finding]:
+    """LT410: yield a finding if frozen parameters were left out of everything, their names too.
+
+    Stages 2 and 3 write tables of them, if only empty ones, unless told `exclude_frozen_parameters`. With LoRA the
+    names of the adapted layers tell what is missing.
+    """
+    first = tag.first
+    if first is None or tag.stage < 2 or first.frozen_shapes is not None or any(map(_LORA.search, first.module)):  # noqa: PLR2004 - the stage
+        return
+    message = "was saved with exclude_frozen_parameters: if any were frozen, the weights are not whole, and nothing tells which"
+    hint = "take what is missing from the model that the run began with"
+    yield _fault("LT410", first.file.path, message, hint=hint, warning=True)
+
+
 def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
     """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
     adapted = {name[: match.start()] for name in names if (match := _LORA.search(name))}
-    weights = (f"{module}.base_layer.weight" for module in sorted(adapted))
-    return tuple(name for name in weights if name not in names)
+    # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
+    held = {name[: match.start()] for name in names if ".lora_" not in name for match in _BASE.finditer(name)}
+    return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))
 
 
 def _files(tag: ZeroTag) -> Iterator[ModelStates | OptimStates]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.keys import PREFIX, AdapterKey, Part
+from lora_tool.keys import PREFIX, WRAPPERS, AdapterKey, Part
 from lora_tool.plan.architectures import Architecture
 from lora_tool.rules.weights_scan import Scans, WeightScan
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(WRAPPERS))})\.")
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
 
 
