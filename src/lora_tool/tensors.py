@@ -100,6 +100,14 @@ class TurnedSpan(Span):
         return replace(self, start=self.start + start, nbytes=nbytes)
 
 
+def is_tensor_name(text: str) -> bool:
+    """Return whether a tensor can be called so in a safetensors file: whole Unicode, and not what its metadata is called.
+
+    A pickle can hold half a surrogate pair, which no UTF-8 text can.
+    """
+    return text != "__metadata__" and (text.isascii() or text.encode(errors="ignore").decode() == text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """Name, element type and shape. An existing spec has a byte size that fits in 63 bits and is whole."""

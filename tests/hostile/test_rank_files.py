@@ -16,7 +16,9 @@ import torch
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.errors import LoraToolError
+from lora_tool.formats.safetensors import build_header
 from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.model import Plan
 from lora_tool.report import Severity
 from lora_tool.rules.validation import validate
 from tests.bench.zero_checkpoints import write
@@ -27,10 +29,13 @@ MODEL = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
 
 def judge(folder: Path) -> None:
-    """Ask for everything; whatever is raised must be one of our own errors."""
+    """Ask for everything; whatever is raised must be one of our own errors, and what is planned can be written."""
     for ask in (lambda: validate(open_sharded(folder), deep=True), lambda: plan_consolidate(open_sharded(folder))):
         with contextlib.suppress(LoraToolError):
-            ask()
+            found = ask()
+            if isinstance(found, Plan):
+                for shard in found.shards:
+                    build_header([step.out for step in shard.steps], {})
 
 
 def repickled(path: Path, change: Callable[[bytes], bytes]) -> None:
@@ -105,6 +110,16 @@ def names_that_are_numbers(value: Table) -> None:
     value["module"] = {1: torch.ones(2)}
 
 
+def a_name_that_is_no_text(value: Table) -> None:
+    value["param_shapes"] = [
+        {"\udc80" + name: shape for name, shape in group.items()} for group in value["param_shapes"]
+    ]
+
+
+def a_name_of_the_format(value: Table) -> None:
+    value["module"]["__metadata__"] = torch.ones(3)
+
+
 def tensors_that_are_text(value: Table) -> None:
     value["module"] = dict.fromkeys(value["module"], "weights")
 
@@ -130,6 +145,8 @@ def a_tie_to_nothing(value: Table) -> None:
         no_shapes,
         text_for_shapes,
         names_that_are_numbers,
+        a_name_that_is_no_text,
+        a_name_of_the_format,
         tensors_that_are_text,
         a_huge_world,
         a_loop_of_ties,

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lora_tool.checkpoint import DcpDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
+from lora_tool.formats.dcp import Piece
+from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.dcp_checks import copied
 from lora_tool.plan.model import Plan
 from lora_tool.rules.validation import validate
 
@@ -92,6 +95,26 @@ def test_a_flipped_bit(full: Path) -> None:
     assert codes(full) == {"LT411"}
     with pytest.raises(FindingsFound, match="LT411"):
         plan(full)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "copies"),
+    [
+        (torch.arange(6.0), torch.arange(6.0), 1),
+        (torch.arange(6.0), torch.arange(6.0) + 1, 0),
+        (torch.ones(6), torch.ones(6), 0),  # rows of a norm that was never trained
+    ],
+)
+def test_a_file_copied_over_another_ranks(
+    tmp_path: Path, first: torch.Tensor, second: torch.Tensor, copies: int
+) -> None:
+    pieces = []
+    for rank, rows in enumerate((first, second)):
+        torch.save(rows, tmp_path / f"__{rank}_0.distcp")
+        file = read_torch_file(tmp_path / f"__{rank}_0.distcp")
+        pieces.append(Piece(file.stored(file.value, "w"), file.record(file.value)))
+    found = list(copied({"w": tuple(pieces)}))
+    assert [(finding.code, Path(finding.path).name) for finding in found] == [("LT405", "__1_0.distcp")] * copies
 
 
 def test_swapped_files_are_seen_where_shapes_differ(full: Path) -> None:

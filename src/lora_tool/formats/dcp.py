@@ -19,7 +19,7 @@ from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
 from lora_tool.formats.weights import is_bare
-from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
 METADATA = ".metadata"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
@@ -101,8 +101,8 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     }
     paths = _paths(entries, found.get("planner_data"))
     names = _module_names(folder, paths)
-    if len(set(names.values())) != len(names):
-        raise ValueError("gives two tensors one name")
+    if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
+        raise ValueError("gives two tensors one name, or one what is no name")
     places = {
         (key.get("fqn"), key.get("offset")): info
         for key, info in storage.items()

@@ -12,7 +12,7 @@ from pathlib import Path
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_torch_file
-from lora_tool.tensors import FileStamp, StoredTensor
+from lora_tool.tensors import FileStamp, StoredTensor, is_tensor_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
 
 
 def _tensor(file: TorchFile, name: object, item: object) -> StoredTensor:
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not is_tensor_name(name):
         raise CorruptFile(_problem(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name"))
     if not isinstance(item, LazyTensor):
         kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"

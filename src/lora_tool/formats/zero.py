@@ -21,7 +21,7 @@ from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
 from lora_tool.formats.pickle_objects import Stub
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
-from lora_tool.tensors import MAX_BYTES
+from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
@@ -292,7 +292,7 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
 
 
 def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
-    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table):
+    if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
         refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of names", key)
     # `_extra_state` entries may be anything; only tensors are weights
     return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
@@ -334,8 +334,10 @@ def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
     if not isinstance(table, dict):
         refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
     for name, shape in table.items():
-        if not isinstance(name, str) or not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name!s:.80}` no shape: tensor parallel?", key)
+        if not isinstance(name, str) or not is_tensor_name(name):
+            refuse(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, which is no tensor's name", key)
+        if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
+            refuse(file.path, Defect.BAD_HEADER, f"gives `{name:.80}` no shape: tensor parallel?", key)
         if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
             refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
     return table

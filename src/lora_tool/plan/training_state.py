@@ -146,7 +146,7 @@ def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Fi
         without_values=lost,
         faults=(
             *faults,
-            *dcp_checks.structure_faults(found, problems),
+            *dcp_checks.structure_faults(found, pieces, problems),
             *zero_checks.frozen_not_saved(found.folder, lost),
         ),
         assemble=lambda wanted: assemble_dcp(found, pieces, wanted),
