@@ -123,7 +123,8 @@ def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:
 
 def unwrapped(name: str) -> str:
     """Return a tensor's name without the wrappers in it: ``layers.0._orig_mod.mlp.weight`` is ``layers.0.mlp.weight``."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    parts = name.split(".")
+    return name if WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in WRAPPERS)
 
 
 def is_under(module: str, names: frozenset[str]) -> bool:

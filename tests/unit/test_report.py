@@ -5,8 +5,9 @@ import json
 import pytest
 
 from lora_tool.errors import FindingsFound
+from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.json import report_json
-from lora_tool.report.model import Checked, Finding, Report, Severity, Skipped, joined
+from lora_tool.report.model import Checked, Report, Skipped, joined
 from lora_tool.report.text import report_text, spans
 
 

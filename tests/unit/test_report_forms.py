@@ -13,23 +13,12 @@ import jsonschema
 import pytest
 
 from lora_tool.report import sarif
+from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.github import CAP
 from lora_tool.report.json import report_json, schema
 from lora_tool.report.markdown import LIMIT
-from lora_tool.report.model import (
-    Checked,
-    Finding,
-    Ignored,
-    Report,
-    Run,
-    RunCheckpoint,
-    Severity,
-    Skipped,
-    Unread,
-    by_subject,
-    joined,
-)
+from lora_tool.report.model import Checked, Ignored, Report, Run, RunCheckpoint, Skipped, Unread, by_subject, joined
 from lora_tool.rules.registry import RULES
 from lora_tool.rules.validation import validate  # noqa: F401 - registers the rules
 from tests.judging import judge

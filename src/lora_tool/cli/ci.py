@@ -31,8 +31,9 @@ from lora_tool.display import printable
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.plan.model import Precision
+from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
-from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
+from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.registry import RULES, expand
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}

@@ -14,8 +14,8 @@ import click
 
 from lora_tool.errors import CorruptFile, UnknownRule
 from lora_tool.formats.files import read_text
+from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
-from lora_tool.report.model import Severity
 from lora_tool.rules.registry import expand
 from lora_tool.rules.subject import Server
 

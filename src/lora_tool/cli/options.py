@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
-from lora_tool.report.model import Severity
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

@@ -10,7 +10,7 @@ import click
 import lora_tool.rules.validation  # noqa: F401 - importing it registers every rule
 from lora_tool.cli.options import json_option
 from lora_tool.cli.terminal import wants_colour
-from lora_tool.report.model import Severity
+from lora_tool.report.findings import Severity
 from lora_tool.rules.registry import RULES, Need, Rule, expand
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}

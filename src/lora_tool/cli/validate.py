@@ -29,8 +29,9 @@ from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.cli.terminal import show_error, wants_colour
 from lora_tool.errors import CheckpointError, LoraToolError
 from lora_tool.hub_cache import may_hold
+from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
-from lora_tool.report.model import Ignored, Report, Severity, Unread, joined
+from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.registry import RULES, expand
 from lora_tool.rules.subject import Server
 from lora_tool.rules.validation import NO_BASE, validate

@@ -23,8 +23,8 @@ from lora_tool.cli.options import (
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import report_file, require_different
 from lora_tool.cli.terminal import wants_colour
+from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
-from lora_tool.report.model import Severity
 
 if TYPE_CHECKING:
     from lora_tool.verification.verifying import Verification

@@ -21,7 +21,7 @@ from lora_tool.version import __version__
 
 FILE_NAME = ".lora-tool-journal"
 _SAMPLES = 64
-_SAMPLE_BYTES = 1 << 16
+_SAMPLE_BYTES = 1 << 14
 
 
 def digest_of(plan: Plan) -> str:

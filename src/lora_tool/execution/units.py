@@ -126,8 +126,9 @@ def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:
 
 
 def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:
+    # paths last: comparing two takes as long as everything else here
     return (
-        left.source == right.source and left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at
+        left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at and left.source == right.source
     )
 
 

@@ -10,7 +10,8 @@ from lora_tool.errors import LoraToolError
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.model import Precision
 from lora_tool.plan.task import Task
-from lora_tool.report.model import Report, Severity
+from lora_tool.report.findings import Severity
+from lora_tool.report.model import Report
 from lora_tool.tensors import DType
 
 

@@ -44,7 +44,8 @@ from lora_tool.plan.merge import plan_merge
 from lora_tool.plan.model import Plan
 from lora_tool.plan.task import Task
 from lora_tool.progress import Progress
-from lora_tool.report.model import Finding, Report, Severity
+from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.model import Report
 from lora_tool.rules.head_tensors import head_weight
 from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, another_base, resolve

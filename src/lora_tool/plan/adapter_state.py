@@ -74,7 +74,8 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
     trained tensors that an adapter has no place for.
     """
     entries = state.entries
-    parsed = {name: keys.parse(_unwrapped(name)) for name in entries}
+    known = _parsed(state)
+    parsed = {name: known[name] for name in entries}
     chosen = _adapter_name(entries, parsed)
     names: dict[str, str] = {}
     for name, key in parsed.items():
@@ -90,7 +91,7 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
         elif key.part not in _LORA and entries[name].role is Role.TRAINED:
             names[key.canonical] = name
     _require_ranks(entries, {name: parsed[name] for name in names.values()}, config)
-    heads = find_heads(state, config)
+    heads = _heads(state, config, known)
     notes = tuple(
         f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in heads.names
     )
@@ -160,7 +161,14 @@ class Heads:
 
 def find_heads(state: TrainingState, config: AdapterConfig | None) -> Heads:
     """Return the heads that `save_pretrained` would not save; `config` None is an adapter of which nothing is known."""
-    parsed = {name: keys.parse(_unwrapped(name)) for name in (*state.entries, *state.without_values)}
+    return _heads(state, config, _parsed(state))
+
+
+def _parsed(state: TrainingState) -> dict[str, AdapterKey]:
+    return {name: keys.parse(_unwrapped(name)) for name in (*state.entries, *state.without_values)}
+
+
+def _heads(state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]) -> Heads:
     trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
     plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and _is_head(key.module)} - trained

@@ -5,9 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.display import json_text
-from lora_tool.report.model import Page, Report, Severity
+from lora_tool.report.findings import Severity
+
+if TYPE_CHECKING:
+    from lora_tool.report.model import Page, Report
 
 
 @enum.unique

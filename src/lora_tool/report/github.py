@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lora_tool.display import printable
+from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_rule, relative_to
-from lora_tool.report.model import Finding, Page, Report, Severity, Unread
+from lora_tool.report.model import Page, Report, Unread
 from lora_tool.report.text import spans, summary
 
 CAP = 10

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lora_tool.report.model import Finding, Skipped
+from lora_tool.report.findings import Finding
+from lora_tool.report.model import Skipped
 
 
 def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.display import finite, printable
-from lora_tool.report.model import Finding, Report, Run, RunCheckpoint, Severity
+from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.model import Report, Run, RunCheckpoint
 from lora_tool.version import __version__
 
 SCHEMA_VERSION = 1

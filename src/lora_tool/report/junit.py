@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree as ET
 
 from lora_tool.display import printable
-from lora_tool.report.model import Checked, Finding, Page, Report, Severity, by_subject
+from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.model import Checked, Page, Report, by_subject
 
 _SHOWN = 100
 """Findings of one rule that are spelled out in one test."""

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lora_tool.display import printable, size
+from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
-from lora_tool.report.model import Finding, Page, Report, Run, RunCheckpoint, Severity, by_subject
+from lora_tool.report.model import Page, Report, Run, RunCheckpoint, by_subject
 from lora_tool.report.text import number, spans, summary
 
 LIMIT = 900_000

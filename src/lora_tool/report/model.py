@@ -2,62 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lora_tool.errors import FindingsFound
+from lora_tool.report.findings import Finding, Severity
 
 T = TypeVar("T")
-
-
-@enum.unique
-class Severity(str, enum.Enum):
-    """How bad a finding is. ERROR: it will not work, or not do what was trained. They compare by weight."""
-
-    ERROR = "error"
-    WARNING = "warning"
-    INFO = "info"
-
-    @property
-    def weight(self) -> int:
-        """3 for an error, 2 for a warning, 1 for info."""
-        return _WEIGHTS[self]
-
-    def __lt__(self, other: str) -> bool:
-        return self.weight < Severity(other).weight
-
-    def __le__(self, other: str) -> bool:
-        return self.weight <= Severity(other).weight
-
-    def __gt__(self, other: str) -> bool:
-        return self.weight > Severity(other).weight
-
-    def __ge__(self, other: str) -> bool:
-        return self.weight >= Severity(other).weight
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-_WEIGHTS = {Severity.ERROR: 3, Severity.WARNING: 2, Severity.INFO: 1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One thing that is wrong: the rule's code, the file, the tensor or field in it, and what to do."""
-
-    code: str
-    severity: Severity
-    path: str
-    subject: str | None
-    message: str
-    hint: str | None
-
-    def __str__(self) -> str:
-        where = f"{self.path}: `{self.subject}`" if self.subject else self.path
-        return f"{self.code} {where}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 from lora_tool.display import printable
+from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import relative_to
-from lora_tool.report.model import Finding, Page, Report, Severity
+from lora_tool.report.model import Page, Report
 from lora_tool.version import __version__
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

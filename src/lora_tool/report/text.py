@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import click
 
 from lora_tool.display import counted, printable, size
+from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
-from lora_tool.report.model import Finding, Ignored, Report, Run, RunCheckpoint, Severity, Skipped
+from lora_tool.report.model import Ignored, Report, Run, RunCheckpoint, Skipped
 
 _SHOWN = 3
 """How many findings of one rule in one file are spelled out before the rest is counted."""
