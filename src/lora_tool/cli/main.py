@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import io
@@ -86,6 +85,8 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
+            import difflib  # noqa: PLC0415 - for mistakes alone
+
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
             if close:
                 raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error

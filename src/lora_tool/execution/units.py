@@ -113,16 +113,18 @@ def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:
     start = 0
     for end in range(1, len(copies) + 1):
         if end == len(copies) or not _adjacent(copies[end - 1], copies[end]):
-            first = copies[start]
-            total = sum(copy.nbytes for copy in copies[start:end])
-            for done in range(0, total, COPY_BYTES):
-                yield CopyUnit(
-                    source=first.source,
-                    offset=first.offset + done,
-                    nbytes=min(COPY_BYTES, total - done),
-                    at=first.at + done,
-                )
+            if end - start == 1 and 0 < copies[start].nbytes <= COPY_BYTES:
+                yield copies[start]
+            else:
+                yield from _cut(copies[start], sum(copy.nbytes for copy in copies[start:end]))
             start = end
+
+
+def _cut(first: CopyUnit, total: int) -> Iterator[CopyUnit]:
+    """Yield units that copy `total` bytes from where the `first` begins."""
+    for done in range(0, total, COPY_BYTES):
+        nbytes = min(COPY_BYTES, total - done)
+        yield CopyUnit(source=first.source, offset=first.offset + done, nbytes=nbytes, at=first.at + done)
 
 
 def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:

@@ -138,14 +138,14 @@ class PickleMemory:
 
     def value(self, pickled: bytes, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
         """Return what `pickled` says. Raises ValueError as `load` does, and where it does not fit the `records`."""
-        same = _DEVICE.sub(b"", pickled)
-        if same != self._pickled or not same:
-            storages: dict[str, _Storage] = {}
-            self._value = load(pickled, known=KNOWN, persistent=_storages(records, storages))
-            self._pickled, self._storages = same, storages
-        else:
+        same = pickled == self._pickled or _DEVICE.sub(b"", pickled) == _DEVICE.sub(b"", self._pickled)
+        if same and self._pickled:
             for storage in self._storages.values():
                 _require_record(storage, records)
+            return self._value
+        storages: dict[str, _Storage] = {}
+        self._value = load(pickled, known=KNOWN, persistent=_storages(records, storages))
+        self._pickled, self._storages = pickled, storages
         return self._value
 
 
@@ -155,8 +155,7 @@ def read_torch_file(
     """Return the object in the torch file `path`, or in the archive of `nbytes` bytes embedded in it at `offset`.
 
     With the `memory` of the file before, what both say is one object. No tensor is read, no code runs. Raises
-    `CorruptFile` for what is no such archive, is truncated, has compressed or encrypted members or two of one name, and
-    for a pickle that refers to what is not there.
+    `CorruptFile`: no such archive, truncated, members that are compressed, encrypted or of one name, a broken pickle.
     """
     with open_regular(path) as fd:
         stamp = FileStamp.from_stat(path, os.fstat(fd))
@@ -239,10 +238,11 @@ def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memor
         refuse(path, Defect.PICKLE, "is a TorchScript program, not a checkpoint")
     if _text(archive, members, f"{root}/byteorder") not in (None, "little"):
         refuse(path, Defect.BAD_HEADER, "was written on a big-endian machine")
+    data = f"{root}/data/"
     records = {
-        name.removeprefix(f"{root}/data/"): Record(path, name, offset + info.header_offset, info.file_size, info.CRC)
+        name[len(data) :]: Record(path, name, offset + info.header_offset, info.file_size, info.CRC)
         for name, info in members.items()
-        if name.startswith(f"{root}/data/")
+        if name.startswith(data)
     }
     return TorchFile(
         stamp=stamp,

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import DcpDir, ZeroDir
-from lora_tool.errors import CorruptFile, NotACheckpoint
-from lora_tool.formats.dcp import DcpFolder, assemble_dcp, read_dcp, read_pieces, stamps
+from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Entry, Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
-from lora_tool.plan import dcp_checks, zero_checks
+from lora_tool.plan import zero_checks
 from lora_tool.plan.checking import ValueCheck
 from lora_tool.plan.saved_copies import saved_copies
 from lora_tool.plan.value_checks import value_faults
@@ -107,58 +106,11 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
     )
 
 
-def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
-    """Return the state of the module in a folder of torch distributed checkpoints; `part` is the sub-folder.
-
-    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, `UnsupportedCheckpoint` for layouts
-    that are refused.
-    """
-    # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
-    parts = [name for name in checkpoint.parts if not name.startswith("optimizer")] if part is None else [part]
-    if len(parts) != 1 or parts[0] not in checkpoint.parts:
-        listed = ", ".join(checkpoint.parts)
-        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
-    folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
-    try:
-        found = read_dcp(folder)
-    except CorruptFile as error:
-        found = DcpFolder(folder=folder, tensors={})
-        faults = tuple(dcp_checks.unreadable([error.problem]))
-        return _dcp_state(checkpoint, parts[0], found, faults)
-    return _dcp_state(checkpoint, parts[0], found)
-
-
-def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
-    pieces, problems = read_pieces(found)
-    lost = zero_checks.base_layers_left_out(found.tensors)
-
-    def value_check(tensors: Tensors) -> ValueCheck:
-        records = frozenset(piece.record for name in tensors for piece in pieces[name])
-        return _check_of_files(tensors, records, masters=frozenset())
-
-    return TrainingState(
-        root=checkpoint.root,
-        folder=found.folder,
-        title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
-        entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
-        shared={},
-        beside=found.beside,
-        without_values=lost,
-        faults=(
-            *faults,
-            *dcp_checks.structure_faults(found, pieces, problems),
-            *zero_checks.frozen_not_saved(found.folder, lost),
-        ),
-        assemble=lambda wanted: assemble_dcp(found, pieces, wanted),
-        value_check=value_check,
-        stamps=stamps(found),
-        facts={"format": "torch distributed checkpoint", "tag": part, "save_id": found.save_id},
-    )
-
-
 def training_state(checkpoint: ZeroDir | DcpDir, *, tag: str | None = None) -> TrainingState:
     """Return the state of a checkpoint of either sort; see `zero_state` and `dcp_state`."""
     if isinstance(checkpoint, DcpDir):
+        from lora_tool.plan.dcp_state import dcp_state  # noqa: PLC0415 - half as much to import for each sort
+
         return dcp_state(checkpoint, part=tag)
     return zero_state(checkpoint, tag=tag)
 
@@ -191,11 +143,11 @@ def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
 
         return list(rounding_faults(saved))
 
-    of_files = _check_of_files(tensors, _records(tag, tensors), masters=masters)
+    of_files = check_of_files(tensors, _records(tag, tensors), masters=masters)
     return replace(of_files, parts=(*of_files.parts, rounding))
 
 
-def _check_of_files(tensors: Tensors, records: Collection[Record], *, masters: frozenset[str]) -> ValueCheck:
+def check_of_files(tensors: Tensors, records: Collection[Record], *, masters: frozenset[str]) -> ValueCheck:
     """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
     by_path: dict[Path, list[Record]] = defaultdict(list)
     for record in records:

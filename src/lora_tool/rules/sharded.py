@@ -66,10 +66,10 @@ class ShardedSubject(Subject):
 
 def sharded_subject(checkpoint: ZeroDir | DcpDir, *, watch: Watch | None = None) -> ShardedSubject:
     """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
-    from lora_tool.plan.training_state import dcp_state, zero_state  # noqa: PLC0415 - slow to import, for few folders
+    from lora_tool.plan.training_state import training_state, zero_state  # noqa: PLC0415 - slow to import, for few folders
 
     if isinstance(checkpoint, DcpDir):
-        return ShardedSubject(checkpoint=checkpoint, state=dcp_state(checkpoint), watch=watch)
+        return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint), watch=watch)
     tags = list(checkpoint.rank_files)
     # a `latest` that is missing or names nothing is LT409's to report
     tag = checkpoint.latest if checkpoint.latest in tags else tags[-1]
