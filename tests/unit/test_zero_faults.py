@@ -20,6 +20,7 @@ from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.model import Plan
 from lora_tool.report import Severity
 from lora_tool.rules.validation import validate
+from tests.bench.zero_checkpoints import write
 
 ZERO = Path(__file__).resolve().parents[2] / "fixtures" / "zero"
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -95,6 +96,20 @@ def test_a_rank_file_of_a_larger_world(stage3: Path) -> None:
     other = ZERO / "stage3-saved" / "global_step2" / OPTIM.format(2)
     shutil.copy(other, stage3)
     assert "LT403" in codes(stage3)
+
+
+@pytest.mark.parametrize("pattern", ["*rank_1_*model_states.pt", "*model_states.pt", "*rank_1_*optim_states.pt"])
+@pytest.mark.parametrize("ranks", [(3, 2), (2, 3)])
+def test_files_of_a_run_with_other_ranks(tmp_path: Path, ranks: tuple[int, int], pattern: str) -> None:
+    """The same model and config; a piece that is too long would be read without an error, and be wrong."""
+    for name, world in zip(("run", "other"), ranks, strict=True):
+        write(tmp_path / name, {"model.norm.weight": (7, 3)}, {"model.embed.weight": (10,)}, ranks=world)
+    run = tmp_path / "run" / "global_step10"
+    for path in run.glob(pattern):
+        other = tmp_path / "other" / "global_step10" / path.name
+        if other.exists():
+            shutil.copy(other, path)
+    assert codes(run) >= {"LT403", "LT408"}
 
 
 @pytest.mark.parametrize("stage", ["stage3", "stage2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
@@ -127,7 +128,8 @@ def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
         )
     says = "" if tag else "`latest` names "
     raise NotACheckpoint(
-        f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}", hint=f"--tag {tags[-1]}"
+        f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}",
+        hint=f"--tag {shlex.quote(tags[-1])}",
     )
 
 

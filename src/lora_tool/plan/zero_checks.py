@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -63,8 +64,15 @@ def wrong_world_size(tag: ZeroTag) -> Iterator[Finding]:
             message = f"is of rank {rank}, but the run had {tag.world_size} ranks"
             yield _fault("LT403", states.file.path, message, hint=hint)
         elif states.partition_count not in (None, tag.world_size):
-            message = f"says that the run had {states.partition_count} ranks, others say {tag.world_size}"
-            yield _fault("LT403", states.file.path, message, hint=hint)
+            yield _other_world(states.file.path, states.partition_count, tag.world_size)
+    for model in tag.model.values():
+        if tag.stage and tag.optim and model.dp_world_size not in (None, tag.world_size):
+            yield _other_world(model.file.path, model.dp_world_size, tag.world_size)
+
+
+def _other_world(path: Path, found: int | None, usual: int) -> Finding:
+    message = f"says that the run had {found} ranks, others say {usual}"
+    return _fault("LT403", path, message, hint="it is of another run: copy this run's file again")
 
 
 def moved_rank_files(tag: ZeroTag) -> Iterator[Finding]:
@@ -150,6 +158,7 @@ def leftover_elements(tag: ZeroTag) -> Iterator[Finding]:
             return
         if rank >= tag.world_size:
             return
+    yield from _leftover_frozen(tag)
     for number, shapes in enumerate(first.param_shapes):
         sizes = [tag.optim[rank].groups[number].numel for rank in sorted(tag.optim)]
         over = leftover(shapes, sizes, tag.stage)
@@ -158,6 +167,22 @@ def leftover_elements(tag: ZeroTag) -> Iterator[Finding]:
             yield _fault(
                 "LT408", tag.folder, f"group {number} of the masters has {what} for its {len(shapes)} parameters"
             )
+
+
+def _leftover_frozen(tag: ZeroTag) -> Iterator[Finding]:
+    """LT408: yield model files whose pieces of frozen parameters are not as long as the shapes and ranks need."""
+    checked = set()
+    for states in tag.model.values():
+        if tag.stage != 3 or not states.frozen or id(states.frozen) in checked:  # noqa: PLR2004 - the stage
+            continue
+        checked.add(id(states.frozen))  # files that say the same share it
+        for name, shape in (states.frozen_shapes or {}).items():
+            piece = states.frozen.get(name)
+            need = -(-math.prod(shape) // tag.world_size)
+            if piece is not None and piece.numel != need:
+                message = f"holds {piece.numel:,} elements of frozen `{name}`, {need:,} are this rank's part"
+                yield _fault("LT408", states.file.path, message)
+                break
 
 
 def latest_tag(root: Path, latest: str | None, tags: Collection[str]) -> Iterator[Finding]:

@@ -152,8 +152,8 @@ def leftover_elements(subject: ShardedSubject) -> Iterator[Fault]:
     """Partitions with too many or too few elements.
 
     ## What it does
-    Adds up the elements of every parameter group and compares them with its shapes, padding taken into account; in an
-    FSDP checkpoint, the rows of every tensor.
+    Adds up the elements of every parameter group and compares them with its shapes, padding taken into account; so too
+    every rank's piece of a frozen parameter, and in an FSDP checkpoint the rows of every tensor.
 
     ## Why it matters
     Where they differ, every parameter behind the difference is read from the wrong place.
