@@ -119,7 +119,7 @@ def _write_side_file(folder: Path, file: SideFile) -> None:
         write_file(path, file.content or b"")
     else:
         copy_file(path, file.source)
-    for above in path.relative_to(folder).parents:
+    for above in path.relative_to(folder).parents[:-1]:  # the folder itself is flushed when all is in it
         sync_folder(folder / above)
 
 

@@ -82,10 +82,9 @@ class Journal:
     def add(self, shard: Shard, notes: Any) -> None:  # noqa: ANN401 - anything that JSON holds
         """Record that the shard's file is on the disk."""
         line = {"plan": self._digest, "file": shard.filename, "state": self._state(shard), "notes": notes}
+        # not flushed to the disk: a line that the machine loses with its power costs a file that is written again
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     def remove(self) -> None:
         """Take the record out of the folder, which is about to be finished."""
