@@ -16,11 +16,13 @@ import torch
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.errors import LoraToolError
+from lora_tool.formats.dcp import Chunk, DcpTensor, uncovered
 from lora_tool.formats.safetensors import build_header
 from lora_tool.plan.consolidate import plan_consolidate
 from lora_tool.plan.model import Plan
 from lora_tool.report import Severity
 from lora_tool.rules.validation import validate
+from lora_tool.tensors import DType
 from tests.bench.zero_checkpoints import write
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -200,6 +202,14 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     path.rename(tmp_path / "elsewhere.pt")
     path.symlink_to(tmp_path / "elsewhere.pt")
     assert {finding.code for finding in validate(open_sharded(folder)).findings} >= {"LT402"}
+
+
+def test_parts_of_a_tensor_without_rows() -> None:
+    whole = Chunk(offsets=(0, 0), sizes=(5, 4), filename="__0_0.distcp", at=0, nbytes=9)
+    assert uncovered(DcpTensor(dtype=DType.F32, shape=(0, 4), chunks=(whole,))) == "its parts have 5 rows, it has 0"
+    assert uncovered(DcpTensor(dtype=DType.F32, shape=(5, 4), chunks=(whole,))) is None
+    assert uncovered(DcpTensor(dtype=DType.F32, shape=(0, 4), chunks=())) is None
+    assert uncovered(DcpTensor(dtype=DType.F32, shape=(4, 0), chunks=())) is None
 
 
 def test_rows_that_are_in_no_file(tmp_path: Path) -> None:

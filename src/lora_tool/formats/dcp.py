@@ -229,6 +229,8 @@ def uncovered(tensor: DcpTensor) -> str | None:
         if first < row:
             return f"rows {first} to {row} are in two places"
         row += chunk.sizes[0] if tensor.shape else 1
+    if row > rows:
+        return f"its parts have {row} rows, it has {rows}"
     return None if row == rows or 0 in tensor.shape else f"rows {row} to {rows} are in no file"
 
 
