@@ -40,7 +40,7 @@ from lora_tool.errors import (
 )
 from lora_tool.formats import adapter_config, manifest, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
-from lora_tool.formats.files import inside, open_regular
+from lora_tool.formats.files import inside, open_regular, read_at
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.weights import Weights, read_sharded, read_single
@@ -339,8 +339,9 @@ def _open_zero(folder: Folder) -> ZeroDir | None:
     latest = None
     if "latest" in folder.files:
         try:
-            with open_regular(folder.root / "latest") as fd:
-                latest = os.pread(fd, 200, 0).decode(errors="replace").strip()
+            path = folder.root / "latest"
+            with open_regular(path) as fd:
+                latest = read_at(path, fd, 0, 200).decode(errors="replace").strip()
         except CorruptFile:
             latest = None
     return ZeroDir(folder=folder, latest=latest, rank_files=rank_files, problems=folder.problems)

@@ -71,6 +71,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
+        _require_machine()
         module = importlib.import_module(f"lora_tool.cli.{cmd_name}")
         command: click.Command = module.command
         command.context_class = Context
@@ -160,6 +161,16 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = CANNOT
     gc.freeze()  # the process ends: nobody has to look through its millions of objects for cycles
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _require_machine() -> None:
+    """Raise `LoraToolError` on a machine where weights would be misread, or files cannot be read as we do."""
+    if sys.byteorder != "little":
+        raise LoraToolError(
+            "lora-tool does not run on big-endian machines: weights are little-endian", hint="x86-64 and arm64 are fine"
+        )
+    if sys.platform == "win32":
+        raise LoraToolError("lora-tool does not run on Windows itself", hint="it runs in WSL: wsl --install")
 
 
 def _open_streams() -> None:

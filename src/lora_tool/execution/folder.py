@@ -20,6 +20,11 @@ from lora_tool.formats import manifest
 from lora_tool.formats.files import open_regular
 
 
+_NOT_OFFERED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
+"""What a file system answers that has no locks (Lustre as most clusters mount it, NFS without its daemon), or whose
+folders cannot be flushed (FUSE, SMB)."""
+
+
 def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
     """Return if a folder may be written as `out`.
 
@@ -61,13 +66,16 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
     writing the same output, `ExecutionError` where the place cannot be written.
     """
     partial = out.parent / f".{out.name}.lora-tool-partial"
+    held = Path(f"{partial}.lock")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(Path(f"{partial}.lock"), out)
+        lock, locked = _lock(held, out)
     except OSError as error:
         raise ExecutionError(
             f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
         ) from error
+    if not locked and not resume:
+        partial = out.parent / f".{out.name}.{os.getpid()}.lora-tool-partial"
     try:
         if not resume:
             shutil.rmtree(partial, ignore_errors=True)
@@ -82,7 +90,7 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
             raise
         finally:
             with contextlib.suppress(OSError):
-                Path(f"{partial}.lock").unlink()
+                held.unlink()
     finally:
         os.close(lock)
 
@@ -95,7 +103,7 @@ def staging_folder(out: Path) -> Iterator[Path]:
     """
     folder = out.parent / f".{out.name}.lora-tool-in-memory"
     out.parent.mkdir(parents=True, exist_ok=True)
-    lock = _lock(Path(f"{folder}.lock"), out)
+    lock, _ = _lock(Path(f"{folder}.lock"), out)
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -107,19 +115,27 @@ def staging_folder(out: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _lock(path: Path, out: Path) -> int:
-    """Return a descriptor that holds the lock file `path`. Raises `OutputExists` where another run holds it."""
+def _lock(path: Path, out: Path) -> tuple[int, bool]:
+    """Return a descriptor of the lock file `path`, and whether it is locked: not where the file system has no locks.
+
+    Raises `OutputExists` where another run holds it.
+    """
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # the run before us may have removed the file between our opening and locking it: then nobody sees our lock
             if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
-                return lock
+                return lock, True
         except BlockingIOError as error:
             os.close(lock)
             hint = "wait for it, or give another folder: -o OUT"
             raise OutputExists(f"another run is writing {out}", hint=hint) from error
+        except OSError as error:
+            if error.errno in _NOT_OFFERED:
+                return lock, False
+            os.close(lock)
+            raise
         os.close(lock)
 
 
@@ -142,10 +158,13 @@ def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names in the folder are on the disk."""
+    """Return when the names in the folder are on the disk, where its file system can wait for that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
     finally:
         os.close(descriptor)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import MissingDependency
+from lora_tool.formats.files import read_at
 from lora_tool.plan.model import Plan, Precision, Shard
 from lora_tool.plan.text import plan_json
 from lora_tool.version import __version__
@@ -113,12 +114,12 @@ class Journal:
         try:
             stat = os.fstat(descriptor)
             header = shard.header
-            if stat.st_size != len(header) + shard.data_bytes or os.pread(descriptor, len(header), 0) != header:
+            if stat.st_size != len(header) + shard.data_bytes or read_at(path, descriptor, 0, len(header)) != header:
                 return None
             sampled = hashlib.sha256()
             last = max(0, stat.st_size - _SAMPLE_BYTES)
             for number in range(_SAMPLES):
-                sampled.update(os.pread(descriptor, _SAMPLE_BYTES, last * number // (_SAMPLES - 1)))
+                sampled.update(read_at(path, descriptor, last * number // (_SAMPLES - 1), _SAMPLE_BYTES))
             return [stat.st_size, stat.st_mtime_ns, sampled.hexdigest()]
         finally:
             os.close(descriptor)

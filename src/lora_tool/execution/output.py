@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ MOST_OPEN = 8
 """Files that may be open for writing at once: written ones wait for the disk while the next are written."""
 
 _PATIENCE_S = 0.1
+_MOST_PER_CALL = 1 << 30
+"""macOS refuses 2 GiB in one call."""
 
 
 class ShardFile:
@@ -67,7 +70,8 @@ class ShardFile:
         """Start writing neighbouring units to the disk without waiting, so that flushing finds little left to do."""
         if hasattr(os, "posix_fadvise"):
             nbytes = batch[-1].begin + batch[-1].nbytes - batch[0].begin
-            os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # advice, which a file system need not take
+                os.posix_fadvise(self.descriptor, batch[0].begin, nbytes, os.POSIX_FADV_DONTNEED)
 
     def is_complete(self) -> bool:
         """Count one batch as written, and return whether it was the last."""
@@ -92,4 +96,4 @@ def write_exactly(out: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the descriptor `out` at `offset`."""
     done = 0
     while done < len(data):
-        done += os.pwrite(out, data[done:], offset + done)
+        done += os.pwrite(out, data[done : done + _MOST_PER_CALL], offset + done)

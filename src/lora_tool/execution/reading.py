@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
+from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.tensors import FileStamp, StoredTensor, TurnedSpan
 
@@ -77,10 +78,7 @@ class Sources:
 
     def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the input file `path` from `offset`."""
-        done = 0
         with self.descriptor(path) as descriptor:
-            while done < len(buffer):
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if count == 0:
-                    raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")
-                done += count
+            done = read_into(path, descriptor, offset, buffer)
+        if done < len(buffer):
+            raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")

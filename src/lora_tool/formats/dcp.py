@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
-from lora_tool.formats.files import inside, open_regular
+from lora_tool.formats.files import inside, open_regular, read_at
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
@@ -75,7 +75,7 @@ def read_dcp(folder: Path) -> DcpFolder:
         size = os.fstat(fd).st_size
         if size > MAX_PICKLE_BYTES:
             refuse(path, Defect.PICKLE, f"is {size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
-        data = os.pread(fd, size, 0)
+        data = read_at(path, fd, 0, size)
     try:
         found = load(data, known=KNOWN, persistent=_no_storage)
         return _interpret(folder, found)

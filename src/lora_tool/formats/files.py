@@ -18,6 +18,8 @@ MAX_JSON_BYTES = 100_000_000
 """A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""
 
 _PIECE = 1 << 20
+_MOST_PER_CALL = 1 << 30
+"""macOS refuses 2 GiB in one call, Linux reads less than was asked."""
 
 
 @contextlib.contextmanager
@@ -46,6 +48,46 @@ def opened_regular(path: Path) -> int:
     return fd
 
 
+def read_at(path: Path, fd: int, offset: int, nbytes: int) -> bytes:
+    """Return `nbytes` bytes of the descriptor `fd` of `path` from `offset`; fewer only where the file ends.
+
+    One call may give less than there is: network file systems do. Raises `OSError` with the file's name.
+    """
+    pieces = []
+    with _naming(path):
+        while nbytes > 0 and (piece := os.pread(fd, min(nbytes, _MOST_PER_CALL), offset)):
+            pieces.append(piece)
+            offset, nbytes = offset + len(piece), nbytes - len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_into(path: Path, fd: int, offset: int, buffer: memoryview) -> int:
+    """Fill `buffer` as `read_at` reads, and return how many bytes there were. Raises `OSError` with the file's name."""
+    done = 0
+    with _naming(path):
+        while done < len(buffer):
+            part = buffer[done : done + _MOST_PER_CALL]
+            if hasattr(os, "preadv"):
+                count = os.preadv(fd, [part], offset + done)
+            else:
+                piece = os.pread(fd, len(part), offset + done)
+                count = len(piece)
+                part[:count] = piece
+            if count == 0:
+                break
+            done += count
+    return done
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def instead_of_weights(beginning: bytes) -> str | None:
     """Return what a file is that a download left in the place of weights, by its first 16 bytes; None for others."""
     if beginning.startswith(b"version https://"):
@@ -66,7 +108,7 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:  # noqa: ANN40
         if size > limit:
             message = f"is {size:,} bytes, more than the {limit:,} we read"
             raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
-        data = os.pread(fd, size, 0)
+        data = read_at(path, fd, 0, size)
     return parse_json(data, path)
 
 
@@ -107,7 +149,7 @@ def read_text(path: Path, *, limit: int) -> str:
     """Return the text of a file. Raises `CorruptFile`: unreadable, more than `limit` bytes, not UTF-8."""
     with open_regular(path) as fd:
         size = os.fstat(fd).st_size
-        data = os.pread(fd, min(size, limit), 0)
+        data = read_at(path, fd, 0, min(size, limit))
     if size > limit:
         message = f"is {size:,} bytes, more than the {limit:,} we read"
         raise CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
@@ -123,7 +165,7 @@ def broken_json(path: Path) -> str | None:
         with open_regular(path) as fd:
             size = os.fstat(fd).st_size
             if size > _PIECE:
-                ends = os.pread(fd, 64, 0).lstrip()[:1] + os.pread(fd, 64, size - 64).rstrip()[-1:]
+                ends = read_at(path, fd, 0, 64).lstrip()[:1] + read_at(path, fd, size - 64, 64).rstrip()[-1:]
                 return None if ends == b"{}" else "does not begin and end as a JSON object does: cut off?"
         parsed = read_json(path)
     except CorruptFile as error:
@@ -138,8 +180,8 @@ def same_content(first: Path, second: Path) -> bool:
         if size != os.fstat(other).st_size:
             return False
         while at < size:
-            piece = os.pread(one, _PIECE, at)
-            if piece != os.pread(other, _PIECE, at):
+            piece = read_at(first, one, at, _PIECE)
+            if piece != read_at(second, other, at, _PIECE):
                 return False
             at += len(piece) or size  # a file that became shorter ends here, too
     return True

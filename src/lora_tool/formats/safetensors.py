@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import instead_of_weights, open_regular, parse_json
+from lora_tool.formats.files import instead_of_weights, open_regular, parse_json, read_at
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 MAX_HEADER_BYTES = 100_000_000
@@ -61,7 +61,7 @@ def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
 
     if stamp.size < _LENGTH_BYTES:
         raise corrupt(Defect.TRUNCATED, f"is {stamp.size} bytes: too short for a safetensors file")
-    beginning = os.pread(fd, 16, 0)
+    beginning = read_at(stamp.path, fd, 0, 16)
     instead = instead_of_weights(beginning)
     if instead is not None:
         raise corrupt(Defect.BAD_HEADER, instead)
@@ -71,7 +71,7 @@ def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
     if length > stamp.size - _LENGTH_BYTES:
         held = stamp.size - _LENGTH_BYTES
         raise corrupt(Defect.TRUNCATED, f"header claims {length:,} bytes, the file holds {held:,} after it: truncated?")
-    text = os.pread(fd, length, _LENGTH_BYTES)
+    text = read_at(stamp.path, fd, _LENGTH_BYTES, length)
     if not text.startswith(b"{"):
         raise corrupt(Defect.BAD_HEADER, "header does not start with `{`: not a safetensors file")
     try:

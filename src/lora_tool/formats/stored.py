@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import open_regular, read_at
 from lora_tool.tensors import StoredTensor, TurnedSpan
 
 _READ_BYTES = 4 << 20
@@ -21,7 +19,7 @@ def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
         if isinstance(span, TurnedSpan):
             raise NotImplementedError(f"`{tensor.name}` lies transposed in {span.path}")
         with open_regular(span.path) as fd:
-            piece = os.pread(fd, span.nbytes, span.offset)
+            piece = read_at(span.path, fd, span.offset, span.nbytes)
         if len(piece) != span.nbytes:
             raise SourceChanged(f"{span.path} became shorter while it was read")
         pieces.append(piece)

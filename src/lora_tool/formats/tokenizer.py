@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import CorruptFile, Problem
-from lora_tool.formats.files import inside, open_regular, read_json
+from lora_tool.formats.files import inside, open_regular, read_at, read_json
 
 CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
@@ -116,7 +115,7 @@ def _listed_first(path: Path) -> object:
     """Return `added_tokens` of a `tokenizer.json`, which stands before the vocabulary of many MB."""
     try:
         with open_regular(path) as fd:
-            text = os.pread(fd, _BEGINNING, 0).decode(errors="replace")
+            text = read_at(path, fd, 0, _BEGINNING).decode(errors="replace")
     except CorruptFile:
         return None
     _, found, rest = text.partition('"added_tokens":')

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import instead_of_weights, open_regular
+from lora_tool.formats.files import instead_of_weights, open_regular, read_at
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.tensors import MAX_BYTES, DType, FileStamp, Span, StoredTensor, TensorSpec
@@ -48,7 +48,7 @@ class Record(NamedTuple):
         """Return the offset of its first byte in the file. Raises `CorruptFile` where the local header disagrees."""
         # only the local header knows: torch pads each one so that the data is aligned to 64 bytes
         with open_regular(self.path) as fd:
-            raw = os.pread(fd, _LOCAL_HEADER.size + len(os.fsencode(self.name)), self.header_at)
+            raw = read_at(self.path, fd, self.header_at, _LOCAL_HEADER.size + len(os.fsencode(self.name)))
             size = os.fstat(fd).st_size
         if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
             refuse(self.path, Defect.BAD_HEADER, "has no local header where the directory says", self.name)
@@ -164,8 +164,8 @@ def read_torch_file(
             refuse(
                 path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
             )
-        window = io.BufferedReader(_Window(fd, offset, length), 1 << 16)
-        _require_zip(path, os.pread(fd, max(16, len(_LEGACY_MAGIC)), offset), length)
+        window = io.BufferedReader(_Window(path, fd, offset, length), 1 << 16)
+        _require_zip(path, read_at(path, fd, offset, max(16, len(_LEGACY_MAGIC))), length)
         try:
             with zipfile.ZipFile(window) as archive:
                 return _read_archive(archive, stamp, offset, memory or PickleMemory())
@@ -181,8 +181,8 @@ def refuse(path: Path, defect: Defect, message: str, subject: str | None = None)
 class _Window(io.RawIOBase):
     """`nbytes` bytes of a descriptor from `offset`, as a file of their own."""
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        self._fd, self._offset, self._nbytes, self._at = fd, offset, nbytes, 0
+    def __init__(self, path: Path, fd: int, offset: int, nbytes: int) -> None:
+        self._path, self._fd, self._offset, self._nbytes, self._at = path, fd, offset, nbytes, 0
 
     def readable(self) -> bool:
         return True
@@ -199,7 +199,7 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - typeshed's WriteableBuffer
         wanted = max(0, min(len(buffer), self._nbytes - self._at))
-        data = os.pread(self._fd, wanted, self._offset + self._at)
+        data = read_at(self._path, self._fd, self._offset + self._at, wanted)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -396,5 +396,5 @@ def read_scalar(file: TorchFile, tensor: LazyTensor) -> float | None:
         return None
     (span,) = file.stored(tensor, "scalar").spans
     with open_regular(span.path) as fd:
-        (value,) = struct.unpack(layout, os.pread(fd, span.nbytes, span.offset))
+        (value,) = struct.unpack(layout, read_at(span.path, fd, span.offset, span.nbytes))
     return float(value)

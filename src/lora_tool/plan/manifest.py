@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.formats.files import json_bytes
+from lora_tool.formats.files import json_bytes, read_at
 from lora_tool.formats.manifest import SCHEMA_VERSION
 from lora_tool.formats.weights import Weights
 from lora_tool.plan.fidelity import Survival, summary, warning
@@ -42,7 +42,7 @@ def _sample(path: Path, offset: int, nbytes: int) -> bytes:
     start = offset + max(0, nbytes - _SAMPLE_BYTES) // 2
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.pread(descriptor, min(_SAMPLE_BYTES, nbytes), start)
+        return read_at(path, descriptor, start, min(_SAMPLE_BYTES, nbytes))
     finally:
         os.close(descriptor)
 

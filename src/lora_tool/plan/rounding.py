@@ -6,7 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import open_regular, read_at
 from lora_tool.plan.saved_copies import SavedCopies
 from lora_tool.report import Finding
 from lora_tool.tensors import DType
@@ -47,7 +46,7 @@ def rounding_faults(saved: SavedCopies) -> Iterator[Finding]:
 
 def _read(path: Path, offset: int, nbytes: int, dtype: str) -> NDArray[Any]:
     with open_regular(path) as fd:
-        return np.frombuffer(os.pread(fd, nbytes, offset), dtype)
+        return np.frombuffer(read_at(path, fd, offset, nbytes), dtype)
 
 
 def _rounds_to(master: NDArray[Any], held: NDArray[Any], dtype: DType) -> bool:

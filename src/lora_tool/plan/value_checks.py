@@ -6,14 +6,13 @@ memory that happened to be there.
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
@@ -59,7 +58,7 @@ def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance
     with open_regular(path) as fd:
         for start, record in sorted((record.data_at(), record) for record in records):
             crc = 0
-            for begin, block, nbytes in _blocks(fd, start, record.nbytes):
+            for begin, block, nbytes in _blocks(path, fd, start, record.nbytes):
                 crc = zlib.crc32(memoryview(block)[:nbytes], crc)
                 values.look_at(begin, block, nbytes)
                 advance(nbytes)
@@ -70,12 +69,12 @@ def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance
                 yield _error("LT411", path, message, record.name, "copy the file again from where it was saved")
 
 
-def _blocks(fd: int, start: int, nbytes: int) -> Iterator[tuple[int, bytearray, int]]:
+def _blocks(path: Path, fd: int, start: int, nbytes: int) -> Iterator[tuple[int, bytearray, int]]:
     """Yield each block's offset, the one buffer and how much of it is filled; a file that has become shorter ends early."""
     buffer = bytearray(min(BLOCK_BYTES, nbytes))
     for done in range(0, nbytes, BLOCK_BYTES):
         count = min(len(buffer), nbytes - done)
-        if os.preadv(fd, [memoryview(buffer)[:count]], start + done) != count:
+        if read_into(path, fd, start + done, memoryview(buffer)[:count]) != count:
             return
         yield start + done, buffer, count
 

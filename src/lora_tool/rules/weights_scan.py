@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import open_regular, opened_regular
+from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.tensors import DType, Span, StoredTensor, TensorTable
 
@@ -158,7 +157,7 @@ def _span_chunks(fd: int, span: Span) -> Iterator[bytes]:
     at = 0
     while at < span.nbytes:
         wanted = min(CHUNK_BYTES, span.nbytes - at)
-        data = os.pread(fd, wanted, span.offset + at)
+        data = read_at(span.path, fd, span.offset + at, wanted)
         if len(data) != wanted:
             raise shorter(span)
         yield data

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import open_regular, read_into
 from lora_tool.rules.weights_scan import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import StoredTensor, TensorTable
 
@@ -116,6 +116,6 @@ def _blocks(
                 if stopped is not None and stopped.is_set():
                     return
                 block = buffer[: min(_BLOCK_BYTES, span.nbytes - at)]
-                if os.preadv(fd, [block.data], span.offset + at) != block.nbytes:
+                if read_into(span.path, fd, span.offset + at, block.data) != block.nbytes:
                     raise shorter(span)
                 yield block.view(kind)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lora_tool.errors import SourceChanged
+from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.turned import read_turned
 from lora_tool.tensors import StoredTensor, TurnedSpan
@@ -74,10 +75,6 @@ class Files:
             done += span.nbytes
 
     def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
-        done = 0
         with self._files.descriptor(path) as descriptor:
-            while done < len(buffer):
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if count == 0:
-                    raise SourceChanged(f"{path} became shorter while it was read")
-                done += count
+            if read_into(path, descriptor, offset, buffer) < len(buffer):
+                raise SourceChanged(f"{path} became shorter while it was read")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, CorruptFile, Defect, MissingDependency, Problem
-from lora_tool.formats.files import open_regular, parse_json
+from lora_tool.formats.files import open_regular, parse_json, read_at
 
 try:
     import torch
@@ -54,7 +54,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         if os.fstat(fd).st_size > _LARGEST_FILE:
             message = f"is {os.fstat(fd).st_size:,} bytes, more than the {_LARGEST_FILE:,} that prompts may have"
             raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
-        data = os.pread(fd, os.fstat(fd).st_size, 0)
+        data = read_at(path, fd, 0, os.fstat(fd).st_size)
     try:
         lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
