@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,3 +100,39 @@ def test_a_machine_of_another_kind_is_refused(
     assert found.code == 3
     assert found.err.startswith("error: lora-tool does not run on ")
     assert call("--version").code == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_written_to(
+    number: int, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert call(*COMMANDS["merge"], "-o", tmp_path / "out").code == 0
+    assert call("verify", tmp_path / "out").code == 0
+    assert call(*COMMANDS["merge"], "-o", tmp_path / "out").code == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_an_image_that_can_be_removed_and_not_renamed_is_replaced(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = tmp_path / "out", Path.rename
+    run = shutil.copytree(FIXTURES / "reward-run", tmp_path / "run")
+    assert call(*COMMANDS["merge"], "-o", out).code == 0
+    (out / "old").touch()
+
+    def of_an_overlay(path: Path, target: Path) -> Path:
+        if path in (out, run / "checkpoint-2"):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", of_an_overlay)
+    assert call(*COMMANDS["merge"], "-o", out, "--overwrite").code == 0
+    assert not (out / "old").exists()
+    assert call("verify", out).code == 0
+    assert call("prune", run, "--keep-last", "1", "--keep-best", "0", "--apply").code == 0
+    assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}

@@ -145,16 +145,32 @@ def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
         if not overwrite:
             raise OutputExists(f"{out} appeared while it was being written", hint="give another folder: -o OUT")
         shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
+        if not set_aside(out, old):
+            shutil.rmtree(out)
         try:
             partial.rename(out)
         except BaseException:
-            old.rename(out)
+            if old.exists():
+                old.rename(out)
             raise
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(out)
     sync_folder(out.parent)
+
+
+def set_aside(folder: Path, hidden: Path) -> bool:
+    """Rename `folder` to its sibling `hidden`; return False where it lies in a lower layer of a container's image.
+
+    An overlay file system can remove such a folder, and not rename it.
+    """
+    try:
+        folder.rename(hidden)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    return True
 
 
 def sync_folder(folder: Path) -> None:

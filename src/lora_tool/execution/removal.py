@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from lora_tool.errors import ExecutionError, OutputExists
+from lora_tool.execution.folder import set_aside
 
 
 def remove(folder: Path, *, trash: Path | None = None) -> None:
@@ -20,8 +21,7 @@ def remove(folder: Path, *, trash: Path | None = None) -> None:
         for left in folder.parent.glob(".*.lora-tool-removed"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         if trash is None:
-            folder.rename(hidden)
-            shutil.rmtree(hidden)
+            shutil.rmtree(hidden if set_aside(folder, hidden) else folder)
             return
         require_room(folder, trash)
         trash.mkdir(parents=True, exist_ok=True)
