@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import Checkpoint, RunDir, open_checkpoint
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
+from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.model import RunCheckpoint
 from lora_tool.rules.registry import RULES
@@ -171,6 +172,8 @@ def _may_be_one(folder: Path) -> bool:
     try:
         with os.scandir(folder) as entries:
             return any(_content(entry.name) is Content.WEIGHTS or _is_part(entry.name) for entry in entries)
+    except PermissionError:
+        return True  # nobody can tell: it is listed as unreadable
     except OSError:
         return False
 
@@ -181,8 +184,10 @@ def _judged(folder: Path) -> tuple[Judged, str] | None:
         if isinstance(opened, RunDir):
             return None
         report = validate(opened, deep=False)
-    except LoraToolError as error:
-        if not isinstance(error, CheckpointError | UnsupportedCheckpoint) and not _STEP.match(folder.name):
+    except (LoraToolError, PermissionError) as error:
+        if not isinstance(error, CheckpointError | UnsupportedCheckpoint | PermissionError) and not _STEP.match(
+            folder.name
+        ):
             return None
         return Judged(
             root=folder,
@@ -221,6 +226,7 @@ class Why(str, enum.Enum):
     NONE_VALID = "no checkpoint of the run is valid; one may still be rescued"
     NEWER = "newer than the last valid one"
     LINK = "a link"
+    UNREADABLE = "may not be read by you, so it is not known to be broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor the best"
@@ -283,6 +289,17 @@ def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_valid: bool) -> Wh
         Why.LAST: item.root in roots[Why.LAST],
         Why.POINTED_AT: item.pointed_at,
         Why.OLDER: item.row.whole,
+        Why.UNREADABLE: not item.row.whole and not _may_be_read(item.root),
         Why.NEWER: item.root in roots[Why.NEWER],
     }
     return next((why for why, holds in reasons.items() if holds), Why.INVALID)
+
+
+def _may_be_read(folder: Path) -> bool:
+    """Return whether this user may read every file in the folder."""
+    refused: list[OSError] = []
+    for where, _, names in os.walk(folder, onerror=refused.append):
+        paths = (Path(where, name) for name in names)
+        if not all(os.access(path, os.R_OK) for path in paths if is_file(path)):
+            return False
+    return not refused

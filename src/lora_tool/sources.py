@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
+from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.mistyped import no_such_folder, not_a_folder, probably_meant
 
@@ -74,7 +75,7 @@ def resolve(
 def _local(reference: str, near: Path | None) -> Path | None:
     path = Path(reference).expanduser()
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
-    found = [candidate for candidate in candidates if candidate.is_dir()]
+    found = [candidate for candidate in candidates if is_folder(candidate)]
     if len(found) > 1 and not found[0].samefile(found[1]):
         raise NotACheckpoint(
             f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",

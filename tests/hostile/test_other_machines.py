@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,3 +138,97 @@ def test_a_folder_of_an_image_that_can_be_removed_and_not_renamed_is_replaced(
     assert call("prune", run, "--keep-last", "1", "--keep-best", "0", "--apply").code == 0
     assert [path.name for path in run.iterdir()] == ["checkpoint-4"]
     assert {path.name for path in tmp_path.iterdir()} == {"out", "run"}
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """Files and folders that this user may not open: root, as whom tests may run, may open anything."""
+    paths: set[Path] = set()
+
+    def may(path: object) -> bool:
+        named = Path(os.fsdecode(path)).absolute() if isinstance(path, str | bytes | os.PathLike) else Path()
+        return named not in paths and not any(above in paths for above in named.parents)
+
+    def refusing(system: Callable[..., Any]) -> Callable[..., Any]:
+        def call_of_system(path: object, *args: object, **more: object) -> Any:
+            if not may(path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return system(path, *args, **more)
+
+        return call_of_system
+
+    for name in ("open", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *args: may(path) and access(path, *args))
+    return paths
+
+
+def test_a_config_that_may_not_be_read_is_not_one_that_says_nothing(
+    call: Caller, tmp_path: Path, forbidden: set[Path]
+) -> None:
+    adapter = shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "adapter")
+    forbidden.add(adapter / "adapter_config.json")
+    found = call("merge", "--rm", adapter, "-o", tmp_path / "out")
+    assert found.code == 3
+    assert "adapter_config.json: cannot be opened: Permission denied" in found.err
+
+
+@pytest.mark.parametrize("what", ["", "adapter_model.safetensors"])
+def test_a_checkpoint_that_may_not_be_read_is_listed_and_not_pruned(
+    what: str, call: Caller, tmp_path: Path, forbidden: set[Path]
+) -> None:
+    run = shutil.copytree(FIXTURES / "reward-run", tmp_path / "run")
+    forbidden.add(run / "checkpoint-2" / what)
+    assert "checkpoint-2" in call("ls", tmp_path).out
+    pruned = call("prune", run, "--keep-last", "1", "--keep-best", "0", "--apply")
+    assert pruned.code == 0
+    assert "may not be read by you" in pruned.out
+    assert (run / "checkpoint-2").is_dir()
+
+
+def test_a_folder_of_ranks_that_may_not_be_read_is_named(call: Caller, tmp_path: Path, forbidden: set[Path]) -> None:
+    run = shutil.copytree(FIXTURES / "zero" / "stage3-reward", tmp_path / "run")
+    forbidden.add(run / "global_step2")
+    found = call("consolidate", run, "-o", tmp_path / "out")
+    assert found.code == 3
+    assert f"{run / 'global_step2'} cannot be listed: Permission denied" in found.err
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o002])
+def test_the_umask_says_who_may_use_the_output(mask: int, call: Caller, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        assert call(*COMMANDS["merge"], "-o", tmp_path / "out").code == 0
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~mask}
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_limit_of_memory_or_threads_is_one_error(
+    error: Exception, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise error
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    found = call(*COMMANDS["merge"], "-o", tmp_path / "out")
+    assert found.code == 3
+    assert len(found.err.splitlines()) == 2
+    assert "--jobs 1" in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stderr_that_takes_nothing_changes_no_exit_code() -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lora_tool", "validate", "nowhere"], stdout=subprocess.PIPE, stderr=full, check=False
+        )
+    assert done.returncode == 3
+
+
+def test_the_pages_of_the_rules_do_not_need_docstrings() -> None:
+    asked = [[sys.executable, *mode, "-m", "lora_tool", "rules", "LT206"] for mode in ([], ["-OO"])]
+    usual, found = (subprocess.run(words, capture_output=True, check=True).stdout for words in asked)
+    assert found == usual

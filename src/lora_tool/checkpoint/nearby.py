@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
+from lora_tool.formats.files import is_file
 
 _FIRST_RANK = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 _LAST_NUMBER = re.compile(r"\d{1,18}\Z")
@@ -34,11 +35,9 @@ def consolidate_command(root: Path) -> str | None:
     state = training_state_near(root)
     if state is None:
         return None
-    checkpoint = (
-        state.parent if not (state / ".metadata").exists() or state.name.startswith("pytorch_model_") else state
-    )
-    config_is_near = any((place / ADAPTER_CONFIG).is_file() for place in (checkpoint, state, checkpoint.parent))
-    has_own = not config_is_near and (root / ADAPTER_CONFIG).is_file()
+    checkpoint = state.parent if not is_file(state / ".metadata") or state.name.startswith("pytorch_model_") else state
+    config_is_near = any(is_file(place / ADAPTER_CONFIG) for place in (checkpoint, state, checkpoint.parent))
+    has_own = not config_is_near and is_file(root / ADAPTER_CONFIG)
     own = f" --adapter-config {shlex.quote(str(root))}" if has_own else ""
     return f"lora-tool consolidate {shlex.quote(str(checkpoint))}{own}"
 
@@ -46,8 +45,8 @@ def consolidate_command(root: Path) -> str | None:
 def _states_in(near: Path) -> Iterator[Path]:
     folders = itertools.islice(_folders(near, depth=2), _MOST_FOLDERS)
     for folder in itertools.chain((near,), folders):
-        is_fsdp = not folder.name.startswith("optimizer") and (folder / ".metadata").is_file()
-        if is_fsdp or any((folder / name).is_file() for name in _FIRST_RANK):
+        is_fsdp = not folder.name.startswith("optimizer") and is_file(folder / ".metadata")
+        if is_fsdp or any(is_file(folder / name) for name in _FIRST_RANK):
             yield folder
 
 

@@ -6,7 +6,6 @@ checkpoint's `problems`: a report wants to show all of it, and `require_whole` i
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -191,9 +190,13 @@ def _sharded_below(folder: Folder) -> list[ZeroDir | DcpDir]:
     for name in folder.folders:
         if not inside(folder.root, folder.root / name):
             continue
-        with contextlib.suppress(NotACheckpoint):  # a folder that cannot be listed
+        try:
             inner = read_folder(folder.root / name)
-            found += filter(None, [_open_zero(inner) or _open_dcp(inner)])
+        except NotACheckpoint:  # it cannot be listed
+            if name.startswith(("global_step", "pytorch_model_fsdp_")):
+                raise
+            continue
+        found += filter(None, [_open_zero(inner) or _open_dcp(inner)])
     return found
 
 

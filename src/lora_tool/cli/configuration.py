@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from lora_tool.errors import CorruptFile, UnknownRule
-from lora_tool.formats.files import read_text
+from lora_tool.formats.files import is_file, read_text
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.rules.registry import expand
@@ -71,7 +71,7 @@ def _nearest(start: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     for folder in (start, *start.parents):
         for name in (FILE_NAME, PYPROJECT):
             path = folder / name
-            if path.is_file() and (table := _table(path)) is not None:
+            if is_file(path) and (table := _table(path)) is not None:
                 yield path, table
 
 

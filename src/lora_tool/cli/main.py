@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -152,15 +153,36 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except LoraToolError as error:
         show_error(error)
         code = exit_code(error)
+    except (MemoryError, RuntimeError) as error:
+        show_error(_of_limits(error))
+        code = CANNOT
     except BrokenPipeError:
         # the reader of our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = CANNOT
     except OSError as error:
-        show_error(LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}"))
+        show_error(_of_system(error))
         code = CANNOT
     gc.freeze()  # the process ends: nobody has to look through its millions of objects for cycles
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
+    """Return what is said where memory or threads run out; any other error is ours, and is raised."""
+    if isinstance(error, MemoryError):
+        return LoraToolError("the memory is not enough", hint="--jobs 1 needs the least; see ulimit -v")
+    if "start new thread" in str(error):
+        return LoraToolError("the system starts no more threads", hint="--jobs 1 needs the fewest; see ulimit -u")
+    raise error
+
+
+def _of_system(error: OSError) -> LoraToolError:
+    where = error.filename
+    if where is None and error.errno == errno.ENOENT:
+        where = "the working directory"  # it was removed
+    elif where is None and error.errno == errno.ENOSPC:
+        where = "stdout"  # files are written elsewhere, and say so
+    return LoraToolError(f"{where or 'system'}: {error.strerror or error}")
 
 
 def _require_machine() -> None:

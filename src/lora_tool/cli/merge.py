@@ -19,6 +19,7 @@ from lora_tool.checkpoint import (
     adapters_below,
     open_checkpoint,
     open_model,
+    require_whole,
     unexpected,
 )
 from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, writing_options
@@ -148,6 +149,8 @@ def _base_source(adapters: Sequence[AdapterDir], base: str | None) -> Source:
 
 def _named_base(adapter: AdapterDir) -> Source:
     config = adapter.config
+    if config is None:
+        require_whole(adapter)
     if config is None or not config.base_model:
         raise NotACheckpoint(
             f"{adapter.root}: adapter_config.json names no base model",

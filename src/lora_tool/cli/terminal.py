@@ -22,7 +22,11 @@ def tell(label: str, text: str) -> None:
     """Write ``label: text`` to stderr as one line: a line break in it could start a CI system's command."""
     styled = click.style(f"{label}:", fg=_COLOURS.get(label), bold=label == "error")
     colour = False if os.environ.get("NO_COLOR") else None
-    click.echo(f"{styled} {shortened(printable(text))}", err=True, color=colour)
+    try:
+        click.echo(f"{styled} {shortened(printable(text))}", err=True, color=colour)
+    except OSError:
+        # nobody can be told, and the work goes on; what is left in the buffer must not fail when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def warn(text: str) -> None:

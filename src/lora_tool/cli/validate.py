@@ -28,6 +28,7 @@ from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.cli.terminal import show_error, wants_colour
 from lora_tool.errors import CheckpointError, LoraToolError
+from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
@@ -215,7 +216,7 @@ def _find_base(checkpoint: Checkpoint) -> tuple[ModelDir | None, str]:
     config = adapter.config if isinstance(adapter, AdapterDir) else None
     if adapter is None or config is None or not config.base_model:
         return None, NO_BASE
-    near_by = any((place / config.base_model).is_dir() for place in (Path(), adapter.root))
+    near_by = any(is_folder(place / config.base_model) for place in (Path(), adapter.root))
     if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
         return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
     try:

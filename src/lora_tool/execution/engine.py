@@ -302,6 +302,9 @@ def _one_thread_each(plan: Plan) -> Iterator[None]:
         if not plan.recomputes_inits and not plan.only_copies:
             from threadpoolctl import threadpool_limits  # noqa: PLC0415 - it looks through every loaded library
 
+            # the workers would all load it at once, and where that fails only one of them is told why
+            import lora_tool.execution.compute  # noqa: F401, PLC0415
+
             limits.enter_context(threadpool_limits(limits=1, user_api="blas"))
         if plan.precision is Precision.PEFT and not plan.recomputes_inits:
             from lora_tool.execution.torch_compute import one_thread  # noqa: PLC0415 - torch only when asked for

@@ -19,7 +19,6 @@ from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists
 from lora_tool.formats import manifest
 from lora_tool.formats.files import open_regular
 
-
 _NOT_OFFERED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
 """What a file system answers that has no locks (Lustre as most clusters mount it, NFS without its daemon), or whose
 folders cannot be flushed (FUSE, SMB)."""
@@ -121,7 +120,7 @@ def _lock(path: Path, out: Path) -> tuple[int, bool]:
     Raises `OutputExists` where another run holds it.
     """
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # the run before us may have removed the file between our opening and locking it: then nobody sees our lock

@@ -57,7 +57,7 @@ class ShardFile:
 
     def _created(self) -> int:
         header = self.shard.header
-        out = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        out = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(out, len(header) + self.shard.data_bytes)
             write_exactly(out, memoryview(header), 0)

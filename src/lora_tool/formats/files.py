@@ -48,6 +48,16 @@ def opened_regular(path: Path) -> int:
     return fd
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a regular file is there; not where a folder may not be entered, for which `Path.is_file` raises."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a folder is there; not where one above it may not be entered, for which `Path.is_dir` raises."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def read_at(path: Path, fd: int, offset: int, nbytes: int) -> bytes:
     """Return `nbytes` bytes of the descriptor `fd` of `path` from `offset`; fewer only where the file ends.
 

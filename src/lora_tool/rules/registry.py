@@ -124,11 +124,21 @@ def rule(
 
     def register(check: Callable[[S], Iterator[Fault]]) -> Callable[[S], Iterator[Fault]]:
         wanted = frozenset(needs) | (frozenset({Need.WEIGHTS, Need.VALUES}) if deep else frozenset())
-        doc = inspect.cleandoc(check.__doc__ or "")
+        doc = inspect.cleandoc(check.__doc__ or _page_in_source(check))
         RULES[code] = Rule(code=code, severity=severity, on=on, needs=wanted, check=check, doc=doc)
         return check
 
     return register
+
+
+def _page_in_source(check: Callable[..., object]) -> str:
+    """Return the docstring from the source, for `python -OO`, which leaves docstrings out."""
+    import ast  # noqa: PLC0415 - for that alone
+
+    try:
+        return ast.get_docstring(ast.parse(inspect.getsource(check)).body[0]) or ""  # type: ignore[arg-type]
+    except (OSError, SyntaxError):
+        return ""
 
 
 def expand(codes: Iterable[str]) -> frozenset[str]:
