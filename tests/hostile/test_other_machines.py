@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lora_tool.errors import OutputExists
+from lora_tool.execution.folder import check_output
 from tests.cli.calling import FIXTURES, Caller
 
 ONLY_LINUX_HAS = ("copy_file_range", "posix_fadvise", "preadv", "sched_getaffinity")
@@ -232,3 +234,44 @@ def test_the_pages_of_the_rules_do_not_need_docstrings() -> None:
     asked = [[sys.executable, *mode, "-m", "lora_tool", "rules", "LT206"] for mode in ([], ["-OO"])]
     usual, found = (subprocess.run(words, capture_output=True, check=True).stdout for words in asked)
     assert found == usual
+
+
+def test_an_output_that_is_a_link_is_written_where_it_leads(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "disk" / "model")
+    for more in ([], ["--overwrite"]):
+        assert call(*COMMANDS["merge"], "-o", out, *more).code == 0
+        assert out.is_symlink()
+        assert (out / "lora_tool.json").is_file()
+        assert {path.name for path in tmp_path.rglob("*") if path.name.startswith(".")} == set()
+
+
+@pytest.mark.parametrize("out", [".", "", "../here"])
+def test_the_working_directory_is_refused_before_the_work(
+    out: str, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    found = call(*COMMANDS["merge"], "-o", out)
+    assert found.code == 6
+    assert "is the working directory" in found.err
+
+
+def test_home_is_put_in_where_no_shell_does(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert call(*COMMANDS["merge"], "--output=~/out").code == 0
+    assert call("verify", "~/out", "--report", "json=~/report.json").code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "report.json"}
+
+
+def test_an_input_under_another_name_is_not_overwritten(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = tmp_path / "adapter"
+    assert call(*COMMANDS["dcp"], "-o", adapter).code == 0
+    (tmp_path / "ADAPTER").symlink_to(adapter)  # as if letters' case were no difference, or a mount were bound
+    monkeypatch.setattr(Path, "is_symlink", lambda _: False)
+    monkeypatch.setattr(os.path, "realpath", os.path.abspath)
+    with pytest.raises(OutputExists, match="is or holds the input"):
+        check_output(tmp_path / "ADAPTER", overwrite=True, inputs=(adapter,))

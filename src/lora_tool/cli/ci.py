@@ -14,6 +14,7 @@ from lora_tool.cli.ci_table import with_table
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
+    UserPath,
     fail_on_option,
     ignore_option,
     jobs_option,
@@ -40,15 +41,15 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 
 
 @click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
-@click.argument("checkpoint", default=".", type=click.Path(path_type=Path), metavar="[CKPT]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: CKPT-merged]")
+@click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
+@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: CKPT-merged]")
 @model_options
 @click.option(
     "--tag", metavar="TAG", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]"
 )
 @click.option(
     "--adapter-config",
-    type=click.Path(exists=True, path_type=Path),
+    type=UserPath(exists=True),
     help="adapter_config.json, for rank files.  [default: beside them]",
 )
 @ignore_option()
@@ -61,7 +62,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @overwrite_option
 @jobs_option
 @click.option(
-    "--config", "config_file", type=click.Path(dir_okay=False), help="Configuration.  [default: lora-tool.toml]"
+    "--config", "config_file", type=UserPath(dir_okay=False), help="Configuration.  [default: lora-tool.toml]"
 )
 @json_option
 @quiet_option("Nothing but the summary.")

@@ -46,7 +46,7 @@ class _Wrong(click.UsageError):
     """The configuration file cannot be used; exit code 2."""
 
 
-def configuration(given: str | None, checked: Iterable[str]) -> Configuration:
+def configuration(given: str | Path | None, checked: Iterable[str]) -> Configuration:
     """Return the configuration in the file `given`, else the nearest one above the working directory, else none.
 
     A file inside one of the folders that are `checked` is not trusted unless it was given: a checkpoint must not say

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
-from lora_tool.cli.options import ignore_option, require_rules
+from lora_tool.cli.options import UserPath, ignore_option, require_rules
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.plan.consolidate import What, prepare_consolidate
@@ -18,7 +18,7 @@ from lora_tool.plan.consolidate import What, prepare_consolidate
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     help="Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]",
 )
 @click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]")
@@ -31,7 +31,7 @@ from lora_tool.plan.consolidate import What, prepare_consolidate
 )
 @click.option(
     "--adapter-config",
-    type=click.Path(exists=True, path_type=Path),
+    type=UserPath(exists=True),
     help="adapter_config.json.  [default: beside CKPT]",
 )
 @dtype_option("each as saved")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, open_model
-from lora_tool.cli.options import base_option, json_option
+from lora_tool.cli.options import UserPath, base_option, json_option
 from lora_tool.display import json_data, printable
 from lora_tool.errors import CheckpointError
 from lora_tool.inspection.folders import inspect_checkpoint
@@ -22,7 +22,7 @@ from lora_tool.sources import Wanted, resolve
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
 @click.argument("path", default=".")
 @click.option("--norms/--no-norms", default=None, help="Norms of A, B and ΔW.  [default: for adapters up to 512 MiB]")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Draw it: .png or .html.")
+@click.option("--plot", type=UserPath(dir_okay=False), metavar="FILE", help="Draw it: .png or .html.")
 @base_option("The base, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one the adapter names, if it is here]")
 @json_option
 def command(path: str, norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.options import json_option
+from lora_tool.cli.options import UserPath, json_option
 from lora_tool.display import json_data
 
 
 @click.command("ls", epilog="Example: lora-tool ls fixtures/reward-run")
-@click.argument("root", default=".", type=click.Path(path_type=Path))
+@click.argument("root", default=".", type=UserPath())
 @json_option
 def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """List every checkpoint under ROOT (by default this folder): step, metric, sizes by kind, verdict.

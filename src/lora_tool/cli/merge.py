@@ -22,6 +22,7 @@ from lora_tool.checkpoint import (
     require_whole,
     unexpected,
 )
+from lora_tool.cli.options import UserPath
 from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
@@ -32,7 +33,7 @@ from lora_tool.sources import Source, Wanted, another_base, resolve
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
 @click.argument("adapters", nargs=-1, metavar="[ADAPTER]...")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to write.  [default: ADAPTER-merged]")
+@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-merged]")
 @model_options
 @click.option(
     "--allow-in-memory", is_flag=True, help="Let PEFT merge what only it can, with the whole model in memory."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +13,16 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class UserPath(click.Path):
+    """A path, with `~` for the home folder: no shell puts that in where `--output=~/model` is typed."""
+
+    def __init__(self, *, exists: bool = False, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(exists=exists, file_okay=file_okay, dir_okay=dir_okay, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
 
 
 def base_option(help_text: str) -> Callable[[Decorated], Decorated]:

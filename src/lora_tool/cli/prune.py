@@ -8,18 +8,18 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.options import json_option
+from lora_tool.cli.options import UserPath, json_option
 from lora_tool.display import json_data, printable
 
 
 @click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
-@click.argument("root", default=".", type=click.Path(path_type=Path))
+@click.argument("root", default=".", type=UserPath())
 @click.option("--keep-last", type=click.IntRange(min=0), default=1, show_default=True, help="Last valid ones of a run.")
 @click.option("--keep-best", type=click.IntRange(min=0), default=1, show_default=True, help="Best valid ones of a run.")
 @click.option("--apply", "apply_", is_flag=True, help="Remove them. Without it nothing is touched.")
 @click.option(
     "--trash",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=UserPath(file_okay=False),
     metavar="DIR",
     help="With --apply: move them there instead.",
 )

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import ignore_option, json_option, quiet_option, require_rules
+from lora_tool.cli.options import UserPath, ignore_option, json_option, quiet_option, require_rules
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.terminal import warn
 
@@ -35,7 +35,7 @@ def repository(value: str) -> tuple[str, str | None]:
 
 
 @click.command("push", epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=UserPath())
 @click.argument("repo", type=repository)
 @click.option(
     "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"

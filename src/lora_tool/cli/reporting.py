@@ -57,7 +57,8 @@ def report_file(value: str, folder: Path | None = None) -> ReportFile:
         close = difflib.get_close_matches(name, known, n=1)
         nearest = f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(known)}."
         raise click.BadParameter(f"{name!r} is no format.{nearest}", param_hint=told)
-    at = Path(path) if folder is None else folder / path
+    typed = Path(os.path.expanduser(path))  # noqa: PTH111 - Path raises where nobody lives
+    at = typed if folder is None else folder / typed
     if at.is_dir():
         raise click.BadParameter(f"{at} is a folder", param_hint=told)
     return ReportFile(form=Form(name), path=at)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.cli.options import json_option, quiet_option
+from lora_tool.cli.options import UserPath, json_option, quiet_option
 from lora_tool.cli.terminal import tell
 from lora_tool.display import counted, printable
 from lora_tool.train.methods import METHODS
@@ -34,7 +34,7 @@ _SECRET = ("_token", "_key", "_secret")
 )
 @click.argument("method", type=click.Choice(list(METHODS)), metavar="METHOD")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[TRL OPTION]...")
-@click.option("--config", type=click.Path(path_type=Path), help="TRL's YAML; a block `lora_tool:` in it is ours.")
+@click.option("--config", type=UserPath(), help="TRL's YAML; a block `lora_tool:` in it is ours.")
 @click.option(
     "--dry-run",
     is_flag=False,

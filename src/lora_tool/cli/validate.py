@@ -15,6 +15,7 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
+    UserPath,
     base_option,
     fail_on_option,
     format_option,
@@ -75,7 +76,7 @@ _LONG = 1 << 30
 @click.option(
     "--config",
     "config_file",
-    type=click.Path(dir_okay=False),
+    type=UserPath(dir_okay=False),
     help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
 )
 @json_option

@@ -10,6 +10,7 @@ import click
 
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK
 from lora_tool.cli.options import (
+    UserPath,
     base_option,
     fail_on_option,
     format_option,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @click.command("verify", epilog="Example: lora-tool verify my-reward-model/")
-@click.argument("merged", type=click.Path(path_type=Path), metavar="MERGED")
+@click.argument("merged", type=UserPath(), metavar="MERGED")
 @click.option(
     "--adapter",
     "adapters",
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--logits", is_flag=True, help="Run both models, too, and compare their answers.")
 @click.option(
     "--prompts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
     help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
 )

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.cores import available_cores
 from lora_tool.errors import ExecutionError, LoraToolError, OutOfSpace
-from lora_tool.execution.folder import check_output, check_space, copy_file, new_folder, sync_folder, write_file
+from lora_tool.execution.folder import (
+    check_output,
+    check_space,
+    copy_file,
+    new_folder,
+    real_place,
+    sync_folder,
+    write_file,
+)
 from lora_tool.execution.journal import Journal
 from lora_tool.execution.output import MOST_OPEN, ShardFile, write_exactly
 from lora_tool.execution.reading import Sources
@@ -62,8 +70,8 @@ def execute(
     Either may refuse it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what
     `values` and `check` raise.
     """
-    target = Path(out)
-    check_output(target, overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
+    check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
+    target = real_place(Path(out))
     with (
         _errors_of_the_system(target),
         Sources(plan.inputs) as sources,
@@ -88,7 +96,7 @@ def execute(
         write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, hashes, writing.survived, verification))
         sources.check_unchanged()
         journal.remove()
-    return target
+    return Path(out)
 
 
 @contextlib.contextmanager

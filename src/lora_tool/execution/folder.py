@@ -28,12 +28,15 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     """Return if a folder may be written as `out`.
 
     Raises `OutputExists` where something stands there (an empty folder does not count) and `overwrite` is not set, or
-    where it is no folder of lora-tool's own, or holds or is one of the `inputs`.
+    where it is no folder of lora-tool's own, or holds or is one of the `inputs`, or is the working directory.
     """
-    real = Path(os.path.realpath(out))  # `resolve` raises RuntimeError for a link to itself
     for source in inputs:
-        if Path(os.path.realpath(source)).is_relative_to(real) and os.path.lexists(out):
+        if any(_same_folder(above, out) for above in _with_parents(source)):
             raise OutputExists(f"{out} is or holds the input {source}", hint="give another folder: -o OUT")
+    if _same_folder(Path(), out):
+        raise OutputExists(
+            f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: -o NAME"
+        )
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / manifest.FILE_NAME).is_file():
@@ -43,6 +46,24 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
         )
     if not overwrite:
         raise OutputExists(f"{out} exists already", hint="--overwrite replaces it, or give another folder: -o OUT")
+
+
+def _with_parents(folder: Path) -> tuple[Path, ...]:
+    real = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
+    return real, *real.parents
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    """Return whether both are one folder, whatever it is called: names may differ in case, and mounts be bound."""
+    try:
+        return other.is_dir() and one.samefile(other)
+    except OSError:  # it is not there, or may not be looked at
+        return False
+
+
+def real_place(out: Path) -> Path:
+    """Return what is written instead of `out`: where it is a link, what that leads to, on whatever disk."""
+    return Path(os.path.realpath(out)) if out.is_symlink() or not out.name else out
 
 
 def check_space(out: Path, needed: int) -> None:
