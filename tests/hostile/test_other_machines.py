@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -275,3 +276,28 @@ def test_an_input_under_another_name_is_not_overwritten(
     monkeypatch.setattr(os.path, "realpath", os.path.abspath)
     with pytest.raises(OutputExists, match="is or holds the input"):
         check_output(tmp_path / "ADAPTER", overwrite=True, inputs=(adapter,))
+
+
+def test_a_reader_that_leaves_is_no_finding(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "lora_tool", *map(str, COMMANDS["merge"]), "-o", str(tmp_path / "out"), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait() == 3
+    assert (tmp_path / "out" / "lora_tool.json").is_file()
+
+
+@pytest.mark.parametrize(("before", "after"), [(signal.SIG_DFL, 130), (signal.SIG_IGN, 0)])
+def test_a_terminal_that_is_closed_interrupts_unless_that_is_ignored(before: Any, after: int, tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from lora_tool.cli.main import main\n"
+        "from lora_tool.execution import engine\n"
+        f"signal.signal(signal.SIGHUP, signal.{before.name})\n"
+        "write = engine._write_side_file\n"
+        "engine._write_side_file = lambda *args: (os.kill(os.getpid(), signal.SIGHUP), write(*args))\n"
+        "main(sys.argv[1:])\n"
+    )
+    words = [sys.executable, "-c", program, *map(str, COMMANDS["merge"]), "-o", str(tmp_path / "out")]
+    assert subprocess.run(words, capture_output=True, check=False).returncode == after
+    assert [path.name for path in tmp_path.iterdir()] == ([] if after else ["out"])

@@ -11,7 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_tool.execution.kernels import STORAGE, exact_product, is_small, overflows, round_to, round_to_odd, slices
+from lora_tool.execution.kernels import (
+    STORAGE,
+    exact_product,
+    is_small,
+    overflows,
+    round_to,
+    round_to_odd,
+    slices,
+    sums_of_squares,
+)
 from lora_tool.tensors import DType
 
 Array = np.ndarray[Any, Any]
@@ -178,3 +187,24 @@ def test_overflow_is_an_infinity_that_was_none(numbers: list[float]) -> None:
     values = np.array(numbers, np.float32)
     result = rounded(values, DType.F16)
     assert overflows(values, result) == any(np.isfinite(x) and abs(x) >= 65520 for x in numbers)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=st.tuples(st.integers(0, 40), st.integers(0, 40)), axis=st.integers(0, 1), seed=st.integers(0, 2**32 - 1))
+def test_sums_of_squares_are_those_of_a_loop_in_pairs(shape: tuple[int, int], axis: int, seed: int) -> None:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    found = sums_of_squares(values, axis=axis)
+    assert found.tobytes() == np.array([_in_pairs(line.tolist()) for line in (values if axis else values.T)]).tobytes()
+    exact = [
+        float(sum((Fraction(v) ** 2 for v in line), Fraction())) for line in (values if axis else values.T).tolist()
+    ]
+    assert np.allclose(found, exact, rtol=1e-15, atol=0)
+
+
+def _in_pairs(numbers: list[float]) -> float:
+    """Add the squares as `sums_of_squares` says it does, one rounding of Python's at a time."""
+    parts = [number * number for number in numbers]
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [a + b for a, b in zip(parts[:half], parts[-half:], strict=True)] + parts[half : len(parts) - half]
+    return parts[0] if parts else 0.0

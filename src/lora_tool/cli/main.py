@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import importlib
@@ -135,7 +136,9 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that design and README document."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(ending) is signal.SIG_DFL:  # `nohup` has the second ignored
+            signal.signal(ending, _as_interrupt)
     _open_streams()
     # a short command makes no cycles worth looking for, and looking takes a tenth of its time: new objects are looked
     # at once, and again only after ten million of them
@@ -156,7 +159,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except (MemoryError, RuntimeError) as error:
         show_error(_of_limits(error))
         code = CANNOT
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # the second is click's for the first, with a code that means findings
         # the reader of our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = CANNOT
@@ -209,7 +212,8 @@ def _open_streams() -> None:
 
 
 def _interrupted() -> int:
-    click.echo("interrupted", err=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        click.echo("interrupted", err=True)
     return INTERRUPTED
 
 

@@ -71,8 +71,8 @@ class Computer:
             delta = self._delta(op, first, last)
             if delta is not None:
                 delta = np.add(delta, self._wide_copy(self._stored(op.source, first, last)), out=delta)
-                whole = delta.reshape(last - first, -1)
-                squares += np.einsum("ij,ij->j", whole, whole, dtype=np.float64)
+                whole = delta.reshape(last - first, -1).astype(np.float64, copy=False)
+                squares += kernels.sums_of_squares(whole, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
     def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
@@ -127,7 +127,7 @@ class Computer:
             factor = self._wide_rows(op.magnitude, 0, op.magnitude.shape[0]) / self._column_norms
             np.multiply(delta, factor, out=delta)
         else:
-            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(np.einsum("ij,ij->i", delta, delta))
+            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(kernels.sums_of_squares(delta, axis=1))
             np.multiply(delta, factor[:, np.newaxis], out=delta)
 
     def _delta(self, op: Op, first: int, last: int) -> Array | None:

@@ -91,6 +91,22 @@ def _keep(values: F64, exponent: NDArray[Any]) -> F64:
     return np.asarray(np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent))
 
 
+def sums_of_squares(values: AnyArray, *, axis: int) -> AnyArray:
+    """Return ∑ v² of a matrix along `axis`, in its precision, added in pairs: in one order on every machine.
+
+    `sum` and `einsum` add as many at a time as a processor's registers hold, and `einsum` fuses where it can.
+    """
+    parts = values * values
+    if axis == 1:
+        parts = parts.T
+    left = len(parts)
+    while left > 1:
+        half = left // 2
+        parts[:half] += parts[left - half : left]
+        left -= half
+    return parts[0].copy() if len(parts) else np.zeros(parts.shape[1:], parts.dtype)
+
+
 def is_small(values: AnyArray) -> bool:
     """Return whether all elements of a flat float32 or float64 array are below 2^63, which NaN and infinity are not.
 
