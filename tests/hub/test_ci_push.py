@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from tests.cli.calling import FIXTURES, Caller
@@ -45,3 +46,14 @@ def test_a_branch_may_be_named_once(call: Caller, hub: Hub, tmp_path: Path) -> N
     assert call(*arguments, "--revision", "v3").code == 2
     assert call(*arguments, "--revision", "v2").code == 0
     assert set(hub.repos) == {"me/rm"}
+
+
+def test_a_hub_package_that_cannot_push_is_said_before_the_work(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "set_client_factory", None)
+    found = call("ci", ADAPTER, "--rm", "-o", tmp_path / "out", "--push", "me/model")
+    assert found.code == 3
+    assert "failed  open" in found.out
+    assert "push needs huggingface_hub 1.0 or newer" in found.out + found.err
+    assert list(tmp_path.iterdir()) == []

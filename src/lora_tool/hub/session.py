@@ -111,15 +111,21 @@ class Session:
             raise WaitTooLong(wait, int(response.status_code))
 
 
-@contextlib.contextmanager
-def session(repo: str, *, progress: bool) -> Iterator[Session]:
-    """Yield a session; the process's client is set back afterwards. Raises `LoraToolError` for an old package."""
-    set_factory = getattr(huggingface_hub, "set_client_factory", None)
+def require_client() -> Callable[[Callable[[], Any]], None]:
+    """Return what sets the client that huggingface_hub makes. Raises `LoraToolError` for a package without it."""
+    set_factory: Callable[[Callable[[], Any]], None] | None = getattr(huggingface_hub, "set_client_factory", None)
     if set_factory is None:
         raise LoraToolError(
             f"push needs huggingface_hub 1.0 or newer, found {huggingface_hub.__version__}",
             hint="pip install -U huggingface_hub",
         )
+    return set_factory
+
+
+@contextlib.contextmanager
+def session(repo: str, *, progress: bool) -> Iterator[Session]:
+    """Yield a session; the process's client is set back afterwards. Raises `LoraToolError` for an old package."""
+    set_factory = require_client()
     # the factory in use has no public name
     before: Callable[[], Any] = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
     opened = Session(repo)

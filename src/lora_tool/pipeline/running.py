@@ -118,6 +118,10 @@ class _Running:
     def open(self) -> Stage:
         """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
         job = self._job
+        if job.push is not None:
+            from lora_tool.hub.session import require_client  # noqa: PLC0415 - slow to import
+
+            require_client()  # before hours of reading, as everything that can be known then
         opened = open_checkpoint(job.checkpoint)
         summary = f"{opened.kind} {job.checkpoint}"
         if isinstance(opened, RunDir):
