@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
     """Return how many cores this process may use, at least one."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(math.ceil(share) for share in _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """Yield the share of cores that the container may use, where it is bounded: `docker run --cpus`, Kubernetes."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", or no number at all
+        quota, period = (CONTROL_GROUP / "cpu.max").read_text(encoding="ascii").split()
+        yield int(quota) / max(1, int(period))
+    with contextlib.suppress(OSError, ValueError):
+        first = CONTROL_GROUP / "cpu"  # of the first version of control groups
+        quota, period = ((first / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+        if int(quota) > 0:
+            yield int(quota) / max(1, int(period))

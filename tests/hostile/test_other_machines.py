@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+import lora_tool.cores
 from lora_tool.errors import OutputExists
+from lora_tool.execution import in_memory
 from lora_tool.execution.folder import check_output
 from tests.cli.calling import FIXTURES, Caller
 
@@ -301,3 +303,37 @@ def test_a_terminal_that_is_closed_interrupts_unless_that_is_ignored(before: Any
     words = [sys.executable, "-c", program, *map(str, COMMANDS["merge"]), "-o", str(tmp_path / "out")]
     assert subprocess.run(words, capture_output=True, check=False).returncode == after
     assert [path.name for path in tmp_path.iterdir()] == ([] if after else ["out"])
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({"cpu.max": "?"}, 64),
+        ({}, 64),
+    ],
+)
+def test_a_container_has_the_cores_it_was_given(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(files, tmp_path)
+    monkeypatch.setattr(lora_tool.cores, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert lora_tool.cores.available_cores() == cores
+
+
+def given(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="ascii")
+
+
+def test_what_a_container_keeps_of_files_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = "anon 300\nfile 650\nshmem 50\ninactive_file 400\nactive_file 200\n"
+    given({"memory.max": "1000\n", "memory.current": "950\n", "memory.stat": stat}, tmp_path)
+    monkeypatch.setattr(in_memory, "CONTROL_GROUP", tmp_path)
+    assert in_memory.available_bytes() == 650

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir
+from lora_tool.cores import CONTROL_GROUP
 from lora_tool.display import size
 from lora_tool.errors import ExecutionError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.weights import TORCH_SUFFIX
@@ -25,9 +26,13 @@ def available_bytes() -> int | None:
         fields = dict(line.split(":", 1) for line in lines)
         found.append(int(fields["MemAvailable"].split()[0]) * 1024)
     with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        found.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
+        limit, taken = (
+            int((CONTROL_GROUP / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current")
+        )
+        stat = (CONTROL_GROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        # what is kept of files counts as taken, and is given back when it is needed
+        files = sum(int(line.split()[1]) for line in stat if line.startswith(("active_file ", "inactive_file ")))
+        found.append(limit - taken + files)
     return min(found, default=None)
 
 

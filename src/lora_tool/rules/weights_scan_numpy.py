@@ -6,7 +6,6 @@ whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are s
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.cores import available_cores
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.rules.weights_scan import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import StoredTensor, TensorTable
@@ -36,7 +36,7 @@ def scan_all(
     def scanned(tensor: StoredTensor) -> WeightScan:
         return scan_exactly(tensor, opened, stopped)
 
-    with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(_WORKERS, available_cores())) as pool:
         try:
             for tensor, one in zip(tensors.values(), pool.map(scanned, tensors.values()), strict=True):
                 found[tensor.name] = one
