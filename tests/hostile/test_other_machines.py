@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -337,3 +338,11 @@ def test_what_a_container_keeps_of_files_is_free(tmp_path: Path, monkeypatch: py
     given({"memory.max": "1000\n", "memory.current": "950\n", "memory.stat": stat}, tmp_path)
     monkeypatch.setattr(in_memory, "CONTROL_GROUP", tmp_path)
     assert in_memory.available_bytes() == 650
+
+
+@pytest.mark.parametrize(("total", "code"), [(0, 0), (1000, 3)])
+def test_a_disk_that_tells_no_size_is_written_to(
+    total: int, code: int, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=total, used=0, free=0))
+    assert call(*COMMANDS["merge"], "-o", tmp_path / "out").code == code

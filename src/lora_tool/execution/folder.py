@@ -67,12 +67,12 @@ def real_place(out: Path) -> Path:
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Return if the disk under `out` has `needed` bytes free. Raises `OutOfSpace`."""
+    """Return if the disk under `out` has `needed` bytes free, or does not tell. Raises `OutOfSpace`."""
     parent = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
+    disk = shutil.disk_usage(parent)
+    if disk.total and disk.free < needed:  # one of no size at all is in memory or on a network, and does not tell
         raise OutOfSpace(
-            f"{out} needs {size(needed)}, the disk has {size(free)} free",
+            f"{out} needs {size(needed)}, the disk has {size(disk.free)} free",
             hint="give a folder on another disk: -o OUT",
         )
 
