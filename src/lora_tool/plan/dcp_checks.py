@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
 from lora_tool.errors import Problem
 from lora_tool.formats.dcp import METADATA, DcpFolder, Piece, Pieces, missing_files, uncovered
-from lora_tool.formats.files import open_regular
+from lora_tool.formats.files import open_regular, read_at
 from lora_tool.report import Finding, Severity
 from lora_tool.tensors import StoredTensor
 
@@ -50,7 +49,7 @@ def _varies(tensor: StoredTensor) -> bool:
     """Return whether the first elements differ from each other."""
     (span,) = tensor.spans
     with open_regular(span.path) as fd:
-        data = os.pread(fd, min(span.nbytes, 4096), span.offset)
+        data = read_at(span.path, fd, span.offset, min(span.nbytes, 4096))
     size = tensor.dtype.bits // 8
     return data[size:] != data[:-size]
 
