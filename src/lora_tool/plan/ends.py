@@ -16,6 +16,7 @@ from lora_tool.formats.stored import same_values
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.features import OTHER_BASE
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
@@ -34,7 +35,16 @@ class TiedEnds:
 
     @property
     def embedding(self) -> StoredTensor:
-        """The input embedding. Raises `UnsupportedAdapter` where it cannot be told from its shape."""
+        """The input embedding.
+
+        Raises `UnsupportedAdapter` where it cannot be told from its shape, `IncompatibleBase` where it is not there.
+        """
+        if not self.candidates:
+            raise IncompatibleBase(
+                f"{self.root}: `{self.output}` is tied to the embeddings, and the base has none under the names of its "
+                "class",
+                hint=OTHER_BASE,
+            )
         if len(self.candidates) != 1:
             raise UnsupportedAdapter(
                 f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token: "
@@ -147,17 +157,19 @@ def without_tied_repeats(
     return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
 
 
-def with_tied_biases(
+def with_tied_names(
     facts: ModelFacts, adapted: Sequence[Adapted], modules: AdapterModules
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
-    """Return adapters and modules with a saved bias that is tied to another under the other's name, once.
+    """Return adapters and modules with a whole tensor that is tied to another under the other's name, once.
 
-    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model. Raises
-    `UnsupportedAdapter` where an adapter holds both, and they differ.
+    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model; the embeddings of an
+    encoder and a decoder may be one. The output layer's weight is looked at by itself, and a module that PEFT saves
+    whole is tied no longer. Raises `UnsupportedAdapter` where an adapter holds both, and they differ.
     """
     saved, repeats = dict(modules.saved), []
     for name, of in facts.tied.items():
-        if not name.endswith(".bias") or name not in saved:
+        apart = any(part.config.saves(name.rpartition(".")[0]) for part in adapted)
+        if name not in saved or name == f"{facts.output}.weight" or apart:
             continue
         tensor = saved.pop(name)
         if saved.setdefault(of, tensor) is tensor:
@@ -168,9 +180,8 @@ def with_tied_biases(
                 hint="take out of adapter_model.safetensors the one that was not trained",
             )
         repeats.append(tensor)
-    return tuple(part.without(repeats, "the same as the bias that it is tied to") for part in adapted), replace(
-        modules, saved=saved
-    )
+    reason = "the same as the tensor that it is tied to"
+    return tuple(part.without(repeats, reason) for part in adapted), replace(modules, saved=saved)
 
 
 def _require_one(ends: TiedEnds, one: StoredTensor, other: StoredTensor) -> None:

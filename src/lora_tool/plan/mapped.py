@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.keys import AdapterKey
+from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
@@ -257,7 +257,9 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
     tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
     lost = naming.left_out_by_peft(adapter.root, tensors)
     if lost:
-        placed = all(naming.place(f"{keys.parse(name).module}.weight") in naming.facts.shapes for name in lost)
+        # by the names of the file: PEFT may have renamed them into nothing
+        modules = {key.module for key in adapter.keys.values() if key.part in (Part.LORA_A, Part.LORA_B)}
+        placed = all(naming.place(f"{module}.weight") in naming.facts.shapes for module in modules)
         raise UnsupportedAdapter(
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",

@@ -18,7 +18,7 @@ from lora_tool.plan.ends import (
     tied_copies,
     tied_ends,
     trained_apart,
-    with_tied_biases,
+    with_tied_names,
     with_vocabulary,
     without_tied_repeats,
 )
@@ -169,7 +169,7 @@ def _merge(
     copies = tied_copies(base, arch, facts) if head is None or facts is not None else {}
     ends = tied_ends(base, arch, facts, copies) if head is None else None
     if facts is not None:
-        adapted, modules = with_tied_biases(facts, adapted, modules)
+        adapted, modules = with_tied_names(facts, adapted, modules)
     says_tied = base.config is not None and base.config.tie_word_embeddings is True
     # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it
     untied = head is None and says_tied and ends is None and bool(arch.causal_only)
@@ -201,7 +201,9 @@ def _merge(
 def _adapted(adapter: AdapterDir, named: AsStored | Mapped, expert_layout: ExpertLayout | None) -> Adapted:
     config = config_of_adapter(adapter)
     ends = end_names(named.base, named.arch)
-    modules = adapter_modules(adapter, config, facts=named.facts, expert_layout=expert_layout, ends=ends)
+    modules = adapter_modules(
+        adapter, config, facts=named.facts, expert_layout=expert_layout, ends=ends, base=named.base.tensors
+    )
     if not modules.lora and not modules.parameters and not modules.saved:
         raise UnsupportedAdapter(
             f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import IncompatibleBase, OnlyInMemory
+from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import TiedEnds, Vocabulary
 from lora_tool.plan.fates import Fate
-from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE
+from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
 from lora_tool.plan.head import Head
 from lora_tool.plan.model import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows, Step
 from lora_tool.plan.modules import AdapterModules
@@ -175,8 +175,8 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    init = _recomputed_init(merge, module)
-    if init is not None and (len(terms) > 1 or embedding or (transposed and init == "olora")):
+    init = None if embedding else _recomputed_init(merge, module)  # PEFT leaves embeddings as they are
+    if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
         why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
         raise OnlyInMemory(
             f"{terms[0].b.path}: `{terms[0].b.name}`: `init_lora_weights` {init} {why} is not recomputed",
@@ -259,7 +259,7 @@ def added_steps(merge: Merge) -> Iterator[Step]:
         if name in merge.base.tensors or (merge.ends is not None and name == merge.ends.output):
             continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
         of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
-        if not of_head and name not in merge.fresh:
+        if not of_head and name not in merge.fresh and not _is_of_untied_output(merge, name):
             raise not_in_base(merge, tensor, name)
         dtype = _at_least_as_loaded(merge, name, merge.dtype or model_dtype(merge.base) or tensor.dtype)
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
@@ -276,8 +276,26 @@ def added_steps(merge: Merge) -> Iterator[Step]:
             yield lora_step(merge, merge.modules.frozen_base[name], name, head.module)
 
 
-def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase:
+def _is_of_untied_output(merge: Merge, name: str) -> bool:
+    """Return whether it is the bias of an output layer that was saved whole, and is tied to another bias no longer."""
+    facts = merge.facts
+    return facts is not None and merge.untied and name in facts.tied and name.rpartition(".")[0] == facts.output
+
+
+def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase | UnsupportedAdapter:
     """Return the error that an adapter's tensor belongs to `name`, which the base lacks; it names the nearest."""
+    if merge.facts is not None and name in merge.facts.unsaved:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` changes `{name}`, which {merge.facts.class_name} computes and does not "
+            "save: the change would be lost, and PEFT's merge loses it",
+            hint=UNMERGED,
+        )
+    if merge.facts is not None and name in merge.facts.tied:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which is tied to `{merge.facts.tied[name]}` in "
+            f"{merge.facts.class_name}: it was trained by itself, and there is one matrix for both",
+            hint=UNMERGED,
+        )
     close = difflib.get_close_matches(name, merge.base.tensors, n=1)
     nearest = f"; the nearest there is `{close[0]}`" if close else ""
     return IncompatibleBase(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.rules.subject import Layer
 
@@ -67,7 +67,11 @@ def ranks_of(config: AdapterConfig, layer: Layer) -> frozenset[int]:
         names = {entry.rpartition(".")[2] for entry in parameters_of(config, layer.target)}
         if names:
             return frozenset(config.rank(f"{layer.target}.{name}") for name in names)
-    return frozenset({config.rank(layer.target)})
+    rank = config.rank(layer.target)
+    if config.init_lora_weights in INITS_RECOMPUTED and layer.pair is not None and not layer.embedding:
+        a, b = layer.pair  # factors of a matrix, which has no more than its smaller side
+        rank = min(rank, *a.shape[1:], *b.shape[:1])
+    return frozenset({rank})
 
 
 def is_saved_whole(config: AdapterConfig, path: str) -> bool:
