@@ -15,7 +15,9 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.merge import plan_merge
 from lora_tool.report import Severity
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, saved_tensors
@@ -143,7 +145,7 @@ def test_a_pooler_that_the_classifier_is_without(
         save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     auto = AUTO[task]
     model = auto.from_pretrained(tmp_path / "base", dtype="auto", num_labels=NUM_LABELS)
-    targets = {"target_modules": ["query", "value", "dense"], "exclude_modules": ["classifier.dense"]}
+    targets: dict[str, Any] = {"target_modules": ["query", "value", "dense"], "exclude_modules": ["classifier.dense"]}
     train(model, tmp_path / "adapter", task_type, **targets)
     require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto", num_labels=NUM_LABELS), tmp_path)
     assert not any("pooler" in name for name in saved_tensors(tmp_path / "ours"))
@@ -157,7 +159,52 @@ def test_a_new_pooler_is_part_of_the_head(tmp_path: Path) -> None:
     save_base(AutoModelForMaskedLM.from_config(tiny_config("bert", "feature-extraction")), tmp_path / "base")
     auto = AUTO["seq-cls"]
     model = auto.from_pretrained(tmp_path / "base", dtype="auto", num_labels=NUM_LABELS)
-    saved = {"target_modules": ["query"], "modules_to_save": ["pooler", "classifier"]}
+    saved: dict[str, Any] = {"target_modules": ["query"], "modules_to_save": ["pooler", "classifier"]}
     train(model, tmp_path / "adapter", TaskType.SEQ_CLS, **saved)
     require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto", num_labels=NUM_LABELS), tmp_path)
     assert not errors(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["decoder", "word_embeddings"])
+@pytest.mark.parametrize(("model_type", "targets"), [("roberta", "query"), ("prophetnet", "query_proj")])
+def test_what_the_config_alone_tied_is_untied_with_the_ends(
+    model_type: str, targets: str, target: str, tmp_path: Path
+) -> None:
+    """BERT's kin have a second name of the output bias, ProphetNet one of the embeddings."""
+    save_base(tiny_model(model_type, "causal-lm"), tmp_path / "base", torch.float32)
+    if model_type == "prophetnet":
+        target = "lm_head"
+    auto = AUTO["causal-lm"]
+    model = auto.from_pretrained(tmp_path / "base")
+    train(model, tmp_path / "adapter", "CAUSAL_LM", target_modules=[targets, target], bias="all")
+    merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "float32", untie=True)
+    merged, loading = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(loading.values())
+    tokens = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        trained = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+        assert torch.allclose(trained(tokens).logits, merged.eval()(tokens).logits, atol=1e-5)
+
+
+def test_a_bias_that_peft_forgets_is_told_of(tmp_path: Path) -> None:
+    """The embeddings are trained whole, so nothing is tied any more, and the second name of the bias is nowhere."""
+    save_base(tiny_model("roberta", "causal-lm"), tmp_path / "base")
+    model = AUTO["causal-lm"].from_pretrained(tmp_path / "base", dtype="auto")
+    targets: dict[str, Any] = {"target_modules": ["query"], "modules_to_save": ["word_embeddings"]}
+    train(model, tmp_path / "adapter", "CAUSAL_LM", **targets)
+    require_pefts(AUTO["causal-lm"].from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
+    base, adapter = open_model(tmp_path / "base"), open_checkpoint(tmp_path / "adapter")
+    assert isinstance(adapter, AdapterDir)
+    (warning,) = plan_merge(base, adapter, precision="peft").warnings
+    assert "`lm_head.decoder.bias` was one with `lm_head.bias`" in warning
+    untied = merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "untied", "peft", untie=True)
+    assert "lm_head.decoder.bias" in saved_tensors(untied)
+
+
+def test_the_bias_under_the_lora_of_an_output_layer(tmp_path: Path) -> None:
+    """PEFT saves the layer as it was before training, and loads it over the base's."""
+    save_base(tiny_model("phi", "causal-lm"), tmp_path / "base")
+    auto = AUTO["causal-lm"]
+    train(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path / "adapter", None, target_modules=["lm_head"])
+    assert "base_model.model.lm_head.base_layer.bias" in saved_tensors(tmp_path / "adapter")
+    require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)

@@ -24,10 +24,13 @@ def available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         found.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text(encoding="ascii"))
-        found.append(limit - int((group / "memory.current").read_text(encoding="ascii")))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        held = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        cached = int(held["active_file"]) + int(held["inactive_file"])  # given up as soon as it is wanted
+        found.append(limit - used + cached)
     return min(found, default=None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,14 @@ class Naming:
 
     def _built(self, class_name: str) -> PreTrainedModel:
         return meta.build(self._config, class_name, self._loaded_as, any_labels=self._any_labels)
+
+    @property
+    def tied_by_word(self) -> Mapping[str, str]:
+        """Parameter → the one that it is the same as because the config says so, and would not be otherwise."""
+        untied = replace(self._config, raw={**self._config.raw, "tie_word_embeddings": False})
+        others = meta.build(untied, self.facts.class_name, self._loaded_as, any_labels=self._any_labels)
+        left = others.all_tied_weights_keys
+        return {name: of for name, of in self.facts.tied.items() if left.get(name) != of}
 
     def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""

@@ -27,6 +27,7 @@ from lora_tool.plan.readings import Readings, homes, leaf_in_memory
 from lora_tool.plan.task import CLASSIFIERS, Task
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TurnedSpan
 
+_UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
 
 
@@ -54,6 +55,11 @@ class Mapped:
     def fresh(self) -> frozenset[str]:
         """Parameters of the class that the base has nothing for."""
         return frozenset(self.naming.missing)
+
+    @property
+    def freed(self) -> Mapping[str, str]:
+        """Return what is tied to another tensor by the config's word alone."""
+        return self.naming.tied_by_word
 
     def parts_of_fused(
         self, modules: AdapterModules, precision: Precision
@@ -259,11 +265,13 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
     if lost:
         # by the names of the file: PEFT may have renamed them into nothing
         modules = {key.module for key in adapter.keys.values() if key.part in (Part.LORA_A, Part.LORA_B)}
-        placed = all(naming.place(f"{module}.weight") in naming.facts.shapes for module in modules)
+        weights = {naming.place(f"{module}.weight") for module in modules}
+        placed = weights <= naming.facts.shapes.keys()
+        tied = {name for pair in naming.facts.tied.items() for name in pair} & weights
         raise UnsupportedAdapter(
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",
-            hint=_OWN_WAY if placed else f"lora-tool validate {adapter.root}",
+            hint=_UNTIED_WAY if tied else _OWN_WAY if placed else f"lora-tool validate {adapter.root}",
         )
 
 

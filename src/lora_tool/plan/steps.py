@@ -47,6 +47,10 @@ class Merge:
     """The shared matrix of a causal LM with tied embeddings."""
     untied: bool = False
     """Whether the output has two matrices and a config that says so."""
+    freed: Mapping[str, str] = field(default_factory=dict)
+    """Other tensors that were tied by the config's word alone, and the tensors of the base that they were one with."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
     vocabulary: Vocabulary | None = None
     """Where the adapter brings another number of tokens than the base has."""
 
@@ -73,6 +77,8 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     module, leaf = module_and_leaf(tensor.name)
     modules = merge.modules
     saved = modules.saved.get(tensor.name)
+    if leaf == "bias":  # an adapter on an output layer carries it whole, and PEFT loads that over the base's
+        saved = saved or modules.frozen_base.get(tensor.name)
     if leaf == "bias" and module in modules.lora_bias:
         return _bias_step(merge, tensor, saved or tensor, module)
     if saved is not None:

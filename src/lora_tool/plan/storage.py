@@ -36,6 +36,12 @@ class AsStored:
     fresh: frozenset[str] = frozenset()
     leftovers: tuple[Leftover, ...] = ()
 
+    @property
+    def freed(self) -> Mapping[str, str]:
+        """Return what is tied to another tensor by the config's word alone: the second bias of BERT's kin."""
+        ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
+        return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
+
     def parts_of_fused(
         self, modules: AdapterModules, precision: Precision
     ) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:

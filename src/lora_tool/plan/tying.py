@@ -13,7 +13,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.fates import Fate
 from lora_tool.plan.model import Step
 from lora_tool.plan.steps import Merge, copied_as, lora_step
-from lora_tool.tensors import TensorSpec
+from lora_tool.tensors import StoredTensor, TensorSpec
 
 
 def require_no_lora_on_tied_ends(merge: Merge) -> None:
@@ -41,6 +41,8 @@ def untying_steps(merge: Merge) -> Iterator[Step]:
     saved = merge.modules.saved.get(name)
     shared = merge.modules.frozen_base.get(merge.ends.embedding.name, merge.ends.embedding)
     frozen = merge.modules.frozen_base.get(name, shared)
+    for freed, of in merge.freed.items():
+        yield _freed(merge, freed, merge.base.tensors[of])
     if saved is None and module in merge.modules.lora:
         yield lora_step(merge, frozen, name, module)
         return
@@ -49,3 +51,12 @@ def untying_steps(merge: Merge) -> Iterator[Step]:
     reason = "saved whole in the adapter" if saved else "the base's embedding, no longer tied to the trained one"
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     yield Step(out=out, op=copied_as(dtype, source), fate=Fate.ADDED, reason=reason)
+
+
+def _freed(merge: Merge, name: str, of: StoredTensor) -> Step:
+    """Return the step of what was one with `of` as well: transformers ties all that the config says, or nothing."""
+    source = merge.modules.saved.get(of.name, of)
+    dtype = merge.dtype or of.dtype
+    reason = f"as {of.name}, to which it is no longer tied"
+    out = TensorSpec(name=name, dtype=dtype, shape=of.shape)
+    return Step(out=out, op=copied_as(dtype, source), fate=Fate.ADDED, reason=reason)

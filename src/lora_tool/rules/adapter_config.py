@@ -143,9 +143,11 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _repeats_base(subject: AdapterSubject, key: AdapterKey, path: str) -> bool:
     """Whether it is the base's own tensor: PEFT saves whatever the first layer holds with embeddings."""
-    if not isinstance(subject.match, BaseMatch) or not key.leaf:
+    if subject.base is None or not key.leaf:
         return False
-    held = subject.match.tensor(path.replace(".base_layer.", "."), key.leaf)
+    module = path.replace(".base_layer.", ".")
+    name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
+    held = subject.base.tensors.get(f"{name}.{key.leaf}")
     return held is not None and same_values(held, subject.tensors[key.text])
 
 
