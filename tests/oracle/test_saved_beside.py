@@ -208,3 +208,31 @@ def test_the_bias_under_the_lora_of_an_output_layer(tmp_path: Path) -> None:
     train(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path / "adapter", None, target_modules=["lm_head"])
     assert "base_model.model.lm_head.base_layer.bias" in saved_tensors(tmp_path / "adapter")
     require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
+
+
+def test_embeddings_of_several_layers_saved_whole_at_one_are_refused(tmp_path: Path) -> None:
+    """BART's encoder and decoder have the matrix of `shared`: PEFT's merge writes the copy, and drops theirs."""
+    save_base(tiny_model("bart", "seq-2-seq-lm"), tmp_path / "base", torch.float32)
+    auto = AUTO["seq-2-seq-lm"]
+    targets: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["shared"]}
+    train(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter", "SEQ_2_SEQ_LM", **targets)
+    with pytest.raises(UnsupportedAdapter, match="drops what the other layers read") as refused:
+        merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "no", "peft")
+    assert "--untie" in (refused.value.hint or "")
+    merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "float32", untie=True)
+    merged, loading = auto.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(loading.values())
+    trained = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    tokens = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        expected = trained(input_ids=tokens, decoder_input_ids=tokens).logits
+        assert torch.allclose(expected, merged.eval()(input_ids=tokens, decoder_input_ids=tokens).logits, atol=1e-5)
+
+
+def test_an_init_that_changed_both_ends_is_refused(tmp_path: Path) -> None:
+    save_base(tiny_model("qwen2", "causal-lm", tie_word_embeddings=True), tmp_path / "base")
+    model = AUTO["causal-lm"].from_pretrained(tmp_path / "base", dtype="auto")
+    train(model, tmp_path / "adapter", "CAUSAL_LM", target_modules=["lm_head"], init_lora_weights="pissa")
+    for untie in (False, True):
+        with pytest.raises(UnsupportedAdapter, match="it changed both before the training"):
+            merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "no", "float32", untie=untie)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
@@ -167,9 +168,13 @@ def with_tied_names(
     whole is tied no longer. Raises `UnsupportedAdapter` where an adapter holds both, and they differ.
     """
     saved, repeats = dict(modules.saved), []
+    frozen = dict(modules.frozen_base)
     for name, of in facts.tied.items():
-        apart = any(part.config.saves(name.rpartition(".")[0]) for part in adapted)
-        if name not in saved or name == f"{facts.output}.weight" or apart:
+        if name == f"{facts.output}.weight" or any(_saves_one(part.config, name, of) for part in adapted):
+            continue
+        if name.endswith(".bias") and name in frozen and name not in saved:  # under the LoRA of an output layer
+            saved[name] = frozen.pop(name)
+        if name not in saved:
             continue
         tensor = saved.pop(name)
         if saved.setdefault(of, tensor) is tensor:
@@ -181,7 +186,12 @@ def with_tied_names(
             )
         repeats.append(tensor)
     reason = "the same as the tensor that it is tied to"
-    return tuple(part.without(repeats, reason) for part in adapted), replace(modules, saved=saved)
+    return tuple(part.without(repeats, reason) for part in adapted), replace(modules, saved=saved, frozen_base=frozen)
+
+
+def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
+    """Return whether a module with the one tensor is saved whole, and the other is outside it."""
+    return config.saves(name.rpartition(".")[0]) and not config.saves(of.rpartition(".")[0])
 
 
 def _require_one(ends: TiedEnds, one: StoredTensor, other: StoredTensor) -> None:

@@ -196,7 +196,8 @@ def _turned(name: str, made: Made, stored: StoredTensor) -> StoredTensor:
 def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
     """Return unless a parameter comes from nowhere: transformers would make up random values on every load."""
     made = {step.out.name for step in steps}
-    lacking = [name for name in mapped.naming.missing if name not in made]
+    tied = mapped.facts.tied
+    lacking = [name for name in mapped.naming.missing if name not in made and tied.get(name) not in made]
     of_head = next((name for name in lacking if LABELS in mapped.facts.shapes[name]), None)
     if of_head is not None:
         module = of_head.rpartition(".")[0]

@@ -181,7 +181,7 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    init = None if embedding else _recomputed_init(merge, module)  # PEFT leaves embeddings as they are
+    init = None if embedding else recomputed_init(merge, module)  # PEFT leaves embeddings as they are
     if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
         why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
         raise OnlyInMemory(
@@ -199,7 +199,8 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
 
 
-def _recomputed_init(merge: Merge, module: str) -> str | None:
+def recomputed_init(merge: Merge, module: str) -> str | None:
+    """Return the init of the module's LoRA if it changed the base weight in a way that a merge computes again."""
     inits = (part.config.init_lora_weights for part in merge.adapted if module in part.modules.lora)
     return next((init for init in inits if init in INITS_RECOMPUTED), None)
 

@@ -11,7 +11,20 @@ from lora_tool.rules.subject import Layer
 ALL_LINEAR = "all-linear"
 """What `target_modules` may say instead of names; PEFT replaces it by names when it saves, older ones did not."""
 
-ENDS = frozenset({"embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared", "embeddings"})
+ENDS = frozenset(
+    {
+        "embed_tokens",
+        "lm_head",
+        "wte",
+        "word_embeddings",
+        "embed_in",
+        "embed_out",
+        "shared",
+        "embeddings",
+        "proj_out",
+        "output_projection",
+    }
+)
 """Names of input embeddings and output layers: PEFT saves them whole when the vocabulary was resized or targeted."""
 
 VALUE_HEADS = frozenset({"v_head", "value_head", "reward_head", "regression_head"})
