@@ -236,3 +236,13 @@ def test_an_init_that_changed_both_ends_is_refused(tmp_path: Path) -> None:
     for untie in (False, True):
         with pytest.raises(UnsupportedAdapter, match="it changed both before the training"):
             merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "no", "float32", untie=untie)
+
+
+@pytest.mark.parametrize("model_type", ["flaubert", "perceiver"])
+def test_a_head_of_another_name_stays_the_bases(model_type: str, tmp_path: Path) -> None:
+    """PEFT saves `score` and `classifier`; a trained classifier's head that is called otherwise is in the base."""
+    save_base(tiny_model(model_type, "seq-cls"), tmp_path / "base")
+    model = AUTO["seq-cls"].from_pretrained(tmp_path / "base", dtype="auto")
+    train(model, tmp_path / "adapter", TaskType.SEQ_CLS, target_modules=["v_lin", "value"])
+    require_pefts(AUTO["seq-cls"].from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
+    assert not errors(tmp_path)
