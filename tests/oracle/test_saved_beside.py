@@ -246,3 +246,55 @@ def test_a_head_of_another_name_stays_the_bases(model_type: str, tmp_path: Path)
     train(model, tmp_path / "adapter", TaskType.SEQ_CLS, target_modules=["v_lin", "value"])
     require_pefts(AUTO["seq-cls"].from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
     assert not errors(tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["peft", "float32"])
+def test_tied_ends_that_are_stored_as_the_output_layer_stay_tied(precision: str, tmp_path: Path) -> None:
+    save_base(tiny_model("blt", "causal-lm", tie_word_embeddings=True), tmp_path / "base")
+    assert not any("local_encoder.embed_tokens" in name for name in saved_tensors(tmp_path / "base"))
+    auto = AUTO["causal-lm"]
+    train(
+        auto.from_pretrained(tmp_path / "base", dtype="auto"),
+        tmp_path / "adapter",
+        "CAUSAL_LM",
+        target_modules=["v_proj"],
+        save=True,
+    )
+    merged = merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", precision)
+    assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is True
+    _, loading = auto.from_pretrained(merged, output_loading_info=True)
+    assert not any(loading.values())
+    require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
+
+
+def test_lora_on_the_one_matrix_of_both_ends_is_refused(tmp_path: Path) -> None:
+    save_base(tiny_model("blt", "causal-lm", tie_word_embeddings=True), tmp_path / "base")
+    model = AUTO["causal-lm"].from_pretrained(tmp_path / "base", dtype="auto")
+    train(model, tmp_path / "adapter", "CAUSAL_LM", target_modules=["lm_head"])
+    for precision in ("peft", "float32"):
+        with pytest.raises(
+            UnsupportedAdapter, match="is one layer in several places|which is the embedding of this base too"
+        ):
+            merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "no", precision)
+
+
+def test_a_changed_weight_that_the_adapter_carries_is_not_changed_again(tmp_path: Path) -> None:
+    """OLoRA and PiSSA take the factors out of the weight; PEFT saves what is left of an output layer."""
+    save_base(tiny_model("llama", "causal-lm", tie_word_embeddings=False), tmp_path / "base", torch.float32)
+    auto = AUTO["causal-lm"]
+    targets: dict[str, Any] = {"target_modules": ["lm_head", "q_proj"], "init_lora_weights": "olora"}
+    train(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter", "CAUSAL_LM", **targets)
+    assert "base_model.model.lm_head.base_layer.weight" in saved_tensors(tmp_path / "adapter")
+    require_pefts(auto.from_pretrained(tmp_path / "base"), tmp_path)
+
+
+def test_untied_rows_are_trained_at_both_ends(tmp_path: Path) -> None:
+    save_base(tiny_model("qwen2", "causal-lm", tie_word_embeddings=True), tmp_path / "base", torch.float32)
+    auto = AUTO["causal-lm"]
+    rows: dict[str, Any] = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]}
+    train(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter", "CAUSAL_LM", **rows)
+    merged = merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "float32", untie=True)
+    trained = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    tokens = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        assert torch.allclose(trained(tokens).logits, auto.from_pretrained(merged).eval()(tokens).logits, atol=1e-5)

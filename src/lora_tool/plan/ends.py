@@ -101,6 +101,15 @@ def tied_ends(
     return TiedEnds(output=output, candidates=tuple(candidates), root=base.root)
 
 
+def tied_under_one_name(base: ModelDir, facts: ModelFacts | None) -> bool:
+    """Return whether the output layer is on disk and stands for the embeddings too, which are not."""
+    if facts is None:
+        return False
+    output = f"{facts.output}.weight"
+    others = {facts.tied.get(output), *(name for name, of in facts.tied.items() if of == output)} - {None}
+    return output in base.tensors and bool(others) and others.isdisjoint(base.tensors)
+
+
 def trained_apart(ends: TiedEnds, adapted: Sequence[Adapted]) -> bool:
     """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
     return any(

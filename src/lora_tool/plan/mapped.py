@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.keys import AdapterKey
 from lora_tool.names.model import LABELS, Made, ModelFacts
 from lora_tool.names.naming import Naming
 from lora_tool.plan.architectures import Architecture
@@ -265,9 +265,9 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
     lost = naming.left_out_by_peft(adapter.root, tensors)
     if lost:
         # by the names of the file: PEFT may have renamed them into nothing
-        modules = {key.module for key in adapter.keys.values() if key.part in (Part.LORA_A, Part.LORA_B)}
-        weights = {naming.place(f"{module}.weight") for module in modules}
-        placed = weights <= naming.facts.shapes.keys()
+        found = homes(adapter, naming)
+        placed = None not in found.values()
+        weights = {f"{path}.weight" for path in found.values() if path}
         tied = {name for pair in naming.facts.tied.items() for name in pair} & weights
         raise UnsupportedAdapter(
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "

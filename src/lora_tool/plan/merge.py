@@ -17,6 +17,7 @@ from lora_tool.plan.ends import (
     other_vocabulary,
     tied_copies,
     tied_ends,
+    tied_under_one_name,
     trained_apart,
     with_tied_names,
     with_vocabulary,
@@ -174,6 +175,7 @@ def _merge(
     says_tied = base.config is not None and base.config.tie_word_embeddings is True
     # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it
     untied = head is None and says_tied and ends is None and bool(arch.causal_only)
+    untied = untied and not tied_under_one_name(base, facts)
     if ends is not None:
         apart = trained_apart(ends, adapted)
         untied = untie or apart

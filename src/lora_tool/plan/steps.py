@@ -86,7 +86,7 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     if tensor.name in modules.parameters:
         return _parameter_step(merge, tensor)
     if leaf == "weight" and module in modules.tokens:
-        return _tokens_step(merge, tensor, module)
+        return tokens_step(merge, tensor, module)
     if leaf == "weight" and module in modules.lora:
         # an adapter on an embedding carries the embedding that it was trained on, and PEFT loads that over the base's
         source = modules.frozen_base.get(tensor.name, tensor)
@@ -105,7 +105,8 @@ def _bias_step(merge: Merge, tensor: StoredTensor, source: StoredTensor, module:
     return Step(out=_spec(merge, tensor), op=BiasDelta(source=source, terms=terms), fate=Fate.MERGED, reason=reason)
 
 
-def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
+def tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
+    """Return the step that puts the rows of `module` that were trained by themselves into its `tensor`."""
     rows = merge.modules.tokens[module]
     indices = next(part.tokens[module] for part in merge.adapted if module in part.tokens)
     source = merge.modules.frozen_base.get(tensor.name, tensor)
@@ -181,7 +182,9 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    init = None if embedding else recomputed_init(merge, module)  # PEFT leaves embeddings as they are
+    carried = any(source is held for held in merge.modules.frozen_base.values())
+    # PEFT leaves embeddings as they are, and loads a weight that the adapter carries over what the init changed
+    init = None if embedding or carried else recomputed_init(merge, module)
     if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
         why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
         raise OnlyInMemory(
@@ -228,7 +231,9 @@ def _parameter_step(merge: Merge, tensor: StoredTensor) -> Step:
     if not tensor.dtype.is_float:
         raise IncompatibleBase(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, expected F32, BF16, F16 or F64")
     transposed = is_transposed(tensor.name, merge.facts)
-    op = LoraDelta(source=tensor, terms=terms, transposed=transposed, rounded=True)
+    source = merge.modules.frozen_base.get(tensor.name, tensor)  # of an output layer, which the adapter carries
+    _require_same_shape(merge, source, tensor)
+    op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=True)
     experts = f" on {terms[0].experts} experts" if terms[0].experts > 1 else ""
     reason = " + ".join(f"LoRA rank {term.rank}{experts}, scaling {term.scaling:g}" for term in terms)
     return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=reason)

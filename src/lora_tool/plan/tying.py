@@ -8,12 +8,14 @@ refused, unless the ends are to be untied.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.ends import tied_under_one_name
 from lora_tool.plan.fates import Fate
 from lora_tool.plan.features import UNMERGED
 from lora_tool.plan.model import Step
-from lora_tool.plan.steps import Merge, copied_as, lora_step, recomputed_init
+from lora_tool.plan.steps import Merge, copied_as, lora_step, recomputed_init, tokens_step
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 
@@ -23,8 +25,10 @@ def require_no_lora_on_tied_ends(merge: Merge) -> None:
     Raises `UnsupportedAdapter`.
     """
     if merge.ends is None:
+        _require_no_lora_on_the_one(merge)
         return
     _require_unchanged_by_init(merge)
+    _require_no_tokens_beside_lora(merge)
     if merge.untied:
         _require_nothing_lost(merge)
         return
@@ -51,11 +55,17 @@ def untying_steps(merge: Merge) -> Iterator[Step]:
     frozen = merge.modules.frozen_base.get(name, shared)
     for freed, of in merge.freed.items():
         yield _freed(merge, freed, merge.base.tensors[of])
+    dtype = merge.dtype or merge.ends.embedding.dtype
     if saved is None and module in merge.modules.lora:
         yield lora_step(merge, frozen, name, module)
         return
+    rows = merge.ends.embedding.name.removesuffix(".weight")
+    if saved is None and rows in merge.modules.tokens:  # PEFT trains the same rows of the other end
+        yield replace(
+            tokens_step(merge, merge.ends.embedding, rows), out=TensorSpec(name=name, dtype=dtype, shape=shared.shape)
+        )
+        return
     source = saved or frozen
-    dtype = merge.dtype or merge.ends.embedding.dtype
     reason = "saved whole in the adapter" if saved else "the base's embedding, no longer tied to the trained one"
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     yield Step(out=out, op=copied_as(dtype, source), fate=Fate.ADDED, reason=reason)
@@ -68,8 +78,33 @@ def _freed(merge: Merge, name: str, of: StoredTensor) -> Step:
     source = of if copied else merge.modules.saved.get(of.name, of)
     dtype = merge.dtype or of.dtype
     reason = f"as {of.name}, to which it is no longer tied"
-    out = TensorSpec(name=name, dtype=dtype, shape=of.shape)
+    out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     return Step(out=out, op=copied_as(dtype, source), fate=Fate.ADDED, reason=reason)
+
+
+def _require_no_tokens_beside_lora(merge: Merge) -> None:
+    """Return unless the output layer has LoRA and the embeddings trained rows, which PEFT trains at both ends."""
+    if merge.ends is None:
+        return
+    output = merge.ends.output.removesuffix(".weight")
+    rows = merge.modules.tokens.get(merge.ends.embedding.name.removesuffix(".weight"))
+    if rows is not None and output in merge.modules.lora:
+        raise UnsupportedAdapter(
+            f"{rows.path}: `{rows.name}`: rows of both ends were trained, and `{output}` has LoRA besides: the two "
+            "cannot be told apart",
+            hint=UNMERGED,
+        )
+
+
+def _require_no_lora_on_the_one(merge: Merge) -> None:
+    """Return unless LoRA is on an output layer that is stored for the embeddings too."""
+    module = (merge.facts.output if merge.facts else None) or ""
+    if module in merge.modules.lora and merge.head is None and tied_under_one_name(merge.base, merge.facts):
+        raise UnsupportedAdapter(
+            f"{merge.modules.lora[module][0].b.path}: LoRA on `{module}`, which is the embedding of this base too: PEFT's "
+            "merge would change both ends, and not as they were trained",
+            hint=UNMERGED,
+        )
 
 
 def _require_nothing_lost(merge: Merge) -> None:

@@ -148,7 +148,10 @@ def _repeats_base(subject: AdapterSubject, key: AdapterKey, path: str) -> bool:
     module = path.replace(".base_layer.", ".")
     name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
     held = subject.base.tensors.get(f"{name}.{key.leaf}")
-    return held is not None and same_values(held, subject.tensors[key.text])
+    tensor, vocab_size = subject.tensors[key.text], subject.base.config.vocab_size if subject.base.config else None
+    if tensor.shape[:1] == (vocab_size,):
+        return True  # an end of the model, under whatever name
+    return held is not None and same_values(held, tensor)
 
 
 def _plain_unexplained(subject: AdapterSubject, key: AdapterKey, path: str) -> str | None:
