@@ -84,11 +84,11 @@ def _freed(merge: Merge, name: str, of: StoredTensor) -> Step:
 
 def _require_no_tokens_beside_lora(merge: Merge) -> None:
     """Return unless the output layer has LoRA and the embeddings trained rows, which PEFT trains at both ends."""
-    if merge.ends is None:
+    output = merge.ends.output.removesuffix(".weight") if merge.ends else ""
+    if merge.ends is None or output not in merge.modules.lora or not merge.modules.tokens:
         return
-    output = merge.ends.output.removesuffix(".weight")
     rows = merge.modules.tokens.get(merge.ends.embedding.name.removesuffix(".weight"))
-    if rows is not None and output in merge.modules.lora:
+    if rows is not None:
         raise UnsupportedAdapter(
             f"{rows.path}: `{rows.name}`: rows of both ends were trained, and `{output}` has LoRA besides: the two "
             "cannot be told apart",
