@@ -298,3 +298,15 @@ def test_untied_rows_are_trained_at_both_ends(tmp_path: Path) -> None:
     tokens = torch.arange(3, 13)[None]
     with torch.no_grad():
         assert torch.allclose(trained(tokens).logits, auto.from_pretrained(merged).eval()(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_labels", [NUM_LABELS, 12])
+def test_a_head_whose_layers_depend_on_the_number_of_labels(num_labels: int, tmp_path: Path) -> None:
+    """LayoutLMv3 has one layer up to nine labels, and two beyond."""
+    auto = AUTO["token-cls"]
+    base = auto.from_config(tiny_config("layoutlmv3", "token-cls", num_labels=num_labels))
+    save_base(base, tmp_path / "base")
+    model = auto.from_pretrained(tmp_path / "base", dtype="auto")
+    train(model, tmp_path / "adapter", TaskType.TOKEN_CLS, target_modules=["query", "value"])
+    require_pefts(auto.from_pretrained(tmp_path / "base", dtype="auto"), tmp_path)
+    assert not errors(tmp_path)

@@ -31,6 +31,20 @@ class Naming:
                 raise
             self._any_labels = False  # a class that makes other sizes of their number, or takes one number only
             self._read(class_name, disk)
+        else:
+            self._read_by_its_number(class_name, disk)
+
+    def _read_by_its_number(self, class_name: str, disk: Mapping[str, Shape]) -> None:
+        """Read again with the config's own number of labels where the head is of other layers then, and the base's."""
+        strangers = self.unexpected
+        lacking = {name.partition(".")[0] for name in self.missing if LABELS in self.facts.shapes[name]}
+        if lacking.isdisjoint(name.partition(".")[0] for name in strangers):
+            return
+        self._any_labels = False
+        self._read(class_name, disk)
+        if len(self.unexpected) >= len(strangers):
+            self._any_labels = True
+            self._read(class_name, disk)
 
     def _read(self, class_name: str, disk: Mapping[str, Shape]) -> None:
         model = self._built(class_name)
