@@ -149,8 +149,9 @@ def _repeats_base(subject: AdapterSubject, key: AdapterKey, path: str) -> bool:
     name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
     held = subject.base.tensors.get(f"{name}.{key.leaf}")
     tensor, vocab_size = subject.tensors[key.text], subject.base.config.vocab_size if subject.base.config else None
-    if tensor.shape[:1] == (vocab_size,):
-        return True  # an end of the model, under whatever name
+    for found in (tensor, held):  # an end of the model under whatever name, which may have been resized
+        if found is not None and found.shape[:1] == (vocab_size,):
+            return True
     return held is not None and same_values(held, tensor)
 
 

@@ -311,7 +311,7 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
-        elif tensor.spec.numel and explained.head_of(module) is None and not _fits(tensor, base, module):
+        elif tensor.spec.numel and explained.head_of(module) is None and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
 
@@ -324,6 +324,8 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> 
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
 
 
-def _fits(tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
+def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
     """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
-    return tensor.shape == base.shape or (_is_vocabulary(module) and tensor.shape[1:] == base.shape[1:])
+    vocab_size = match.base.config.vocab_size if match.base.config else None
+    rows = _is_vocabulary(module) or base.shape[:1] == (vocab_size,)
+    return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])
