@@ -200,7 +200,8 @@ def with_tied_names(
 
 def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
     """Return whether a module with the one tensor is saved whole, and the other is outside it."""
-    return config.saves(name.rpartition(".")[0]) and not config.saves(of.rpartition(".")[0])
+    entries = (f"{entry}." for entry in config.modules_to_save)
+    return any(entry in name and entry not in of for entry in entries)
 
 
 def _require_one(ends: TiedEnds, one: StoredTensor, other: StoredTensor) -> None:

@@ -302,7 +302,7 @@ def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBa
             "save: the change would be lost, and PEFT's merge loses it",
             hint=UNMERGED,
         )
-    if merge.facts is not None and name in merge.facts.tied:
+    if merge.facts is not None and merge.facts.tied.get(name) in merge.base.tensors:
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which is tied to `{merge.facts.tied[name]}` in "
             f"{merge.facts.class_name}: it was trained by itself, and there is one matrix for both",
