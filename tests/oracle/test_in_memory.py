@@ -130,3 +130,28 @@ def test_a_weight_that_transformers_writes_back_transposed(tmp_path: Path, call:
     merged, theirs = saved_tensors(ours), saved_tensors(tmp_path / "theirs")
     assert layout(merged) == layout(theirs)
     assert different(merged, theirs) == []
+
+
+@pytest.mark.parametrize("form", ["raw-names", "torch-file"])
+def test_an_adapter_that_peft_would_not_read_whole(form: str, tmp_path: Path, call: Caller) -> None:
+    """Of a raw state dict, or in a torch file, with the embeddings that PEFT saves beside it."""
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+    lora = ONLY_PEFT["pissa-dora"] | {"target_modules": ["q_proj", "embed_tokens"]}
+    adapter = adapter_of(base, tmp_path / "adapter", lora, "causal-lm")
+    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm"))
+    tensors = saved_tensors(adapter)
+    weights = adapter / "adapter_model.safetensors"
+    if form == "torch-file":
+        weights.unlink()
+        torch.save(tensors, adapter / "adapter_model.bin")
+    else:
+        renamed = {
+            name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."): tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(renamed, weights)
+    done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert done.code == 0, done.err
+    ours = saved_tensors(tmp_path / "ours")
+    assert layout(ours) == layout(theirs)
+    assert different(ours, theirs) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.cores import CONTROL_GROUP
 from lora_tool.display import size
 from lora_tool.errors import ExecutionError, MissingDependency, UnsupportedAdapter
+from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import TORCH_SUFFIX
 from lora_tool.plan.in_memory import InMemory
 
@@ -52,10 +54,11 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
     Raises `UnsupportedAdapter` where PEFT cannot merge it, or would leave out a tensor of an adapter;
     `MissingDependency` without PEFT.
     """
-    for file in (*asked.base.weights.files, *(file for adapter in asked.adapters for file in adapter.weights.files)):
+    for file in asked.base.weights.files:
         if file.path.suffix == TORCH_SUFFIX:
             raise UnsupportedAdapter(
-                f"{file.path}: in memory, PEFT would load it as a pickle", hint="convert it to safetensors first"
+                f"{file.path}: in memory, transformers would load it as a pickle",
+                hint="write it as safetensors, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW",
             )
     for package in ("torch", "transformers", "peft"):
         try:
@@ -64,7 +67,9 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
             raise MissingDependency(package, extra="merge") from error
     with _quiet():
         try:
-            _merged(asked).save_pretrained(folder)
+            with tempfile.TemporaryDirectory(dir=folder) as beside:
+                merged = _merged(asked, Path(beside))
+            merged.save_pretrained(folder)
         except UnsupportedAdapter:
             raise
         # PEFT and transformers raise whatever they like
@@ -74,7 +79,7 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
             raise UnsupportedAdapter(f"{names}: PEFT cannot merge it: {first}") from error
 
 
-def _merged(asked: InMemory) -> Any:  # noqa: ANN401 - a transformers model
+def _merged(asked: InMemory, beside: Path) -> Any:  # noqa: ANN401 - a transformers model
     import transformers  # noqa: PLC0415
     from peft import PeftModel  # noqa: PLC0415 - heavy, and only here
 
@@ -85,12 +90,37 @@ def _merged(asked: InMemory) -> Any:  # noqa: ANN401 - a transformers model
     name = asked.facts.class_name if asked.facts else asked.task.auto_class
     model = getattr(transformers, name or "").from_pretrained(asked.base.root, **choices)
     names = ["default", *(f"adapter{number}" for number in range(2, len(asked.adapters) + 1))]
-    adapted = PeftModel.from_pretrained(model, asked.adapters[0].root)
-    for name, adapter in zip(names[1:], asked.adapters[1:], strict=True):
-        adapted.load_adapter(adapter.root, adapter_name=name)
+    folders = [_as_peft_saves(adapter, beside / name) for name, adapter in zip(names, asked.adapters, strict=True)]
+    adapted = PeftModel.from_pretrained(model, folders[0])
+    for name, folder in zip(names[1:], folders[1:], strict=True):
+        adapted.load_adapter(folder, adapter_name=name)
     for name, adapter in zip(names, asked.adapters, strict=True):
         _require_all_loaded(adapted, adapter, name)
     return adapted.merge_and_unload(adapter_names=names)
+
+
+def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
+    """Return the adapter's folder, or the new one at `folder` with its tensors where PEFT would not read them all.
+
+    PEFT does not know the names of a raw state dict, and a torch file is not given to it.
+    """
+    whole = all(file.path.suffix != TORCH_SUFFIX for file in adapter.weights.files)
+    if adapter.config is None or (whole and all(key.canonical == name for name, key in adapter.keys.items())):
+        return adapter.root
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name, key in adapter.keys.items():
+        stored = adapter.tensors[name]
+        data = bytearray(read_part(stored, 0, stored.nbytes))
+        tensor = torch.frombuffer(data, dtype=getattr(torch, _TYPES[stored.dtype.value])).reshape(stored.shape)
+        if not torch.equal(tensors.setdefault(key.canonical, tensor), tensor):
+            raise UnsupportedAdapter(f"{stored.path}: `{name}`: has other values than another of the same module")
+    folder.mkdir()
+    (folder / adapter.config.path.name).write_bytes(adapter.config.path.read_bytes())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
 
 
 def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # noqa: ANN401 - a PeftModel
@@ -98,8 +128,10 @@ def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # 
     from peft import get_peft_model_state_dict  # noqa: PLC0415
 
     loaded = get_peft_model_state_dict(model, adapter_name=name)
-    left = [tensor for tensor in adapter.tensors if tensor not in loaded]
-    missing = [tensor for tensor in loaded if tensor not in adapter.tensors and ".base_layer." not in tensor]
+    own = {key.canonical for key in adapter.keys.values()}
+    # whole tensors of the model, as of resized embeddings, are loaded into it
+    left = sorted(own - loaded.keys() - model.state_dict().keys())
+    missing = [tensor for tensor in loaded if tensor not in own and ".base_layer." not in tensor]
     for found, what in ((left, "PEFT would leave it out"), (missing, "PEFT needs it, and it is not in the file")):
         if found:
             raise UnsupportedAdapter(f"{adapter.root}: `{found[0]}`: {what} ({len(found)} in all)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,20 @@ class Naming:
                 raise
             self._any_labels = False  # a class that makes other sizes of their number, or takes one number only
             self._read(class_name, disk)
+        else:
+            self._read_by_its_number(class_name, disk)
+
+    def _read_by_its_number(self, class_name: str, disk: Mapping[str, Shape]) -> None:
+        """Read again with the config's own number of labels where the head is of other layers then, and the base's."""
+        strangers = self.unexpected
+        lacking = {name.partition(".")[0] for name in self.missing if LABELS in self.facts.shapes[name]}
+        if lacking.isdisjoint(name.partition(".")[0] for name in strangers):
+            return
+        self._any_labels = False
+        self._read(class_name, disk)
+        if len(self.unexpected) >= len(strangers):
+            self._any_labels = True
+            self._read(class_name, disk)
 
     def _read(self, class_name: str, disk: Mapping[str, Shape]) -> None:
         model = self._built(class_name)
@@ -46,6 +61,14 @@ class Naming:
 
     def _built(self, class_name: str) -> PreTrainedModel:
         return meta.build(self._config, class_name, self._loaded_as, any_labels=self._any_labels)
+
+    @property
+    def tied_by_word(self) -> Mapping[str, str]:
+        """Parameter → the one that it is the same as because the config says so, and would not be otherwise."""
+        untied = replace(self._config, raw={**self._config.raw, "tie_word_embeddings": False})
+        others = meta.build(untied, self.facts.class_name, self._loaded_as, any_labels=self._any_labels)
+        left = others.all_tied_weights_keys
+        return {name: of for name, of in self.facts.tied.items() if left.get(name) != of}
 
     def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""

@@ -82,6 +82,7 @@ def _unplaced(merge: Merge, tensor: StoredTensor, wanted: str) -> IncompatibleBa
         return IncompatibleBase(
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
             "changing it would change both ends",
+            hint=UNMERGED,
         )
     return not_in_base(merge, tensor, wanted)
 

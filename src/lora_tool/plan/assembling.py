@@ -129,6 +129,11 @@ def _side_files(merge: Merge, task: Task) -> tuple[tuple[SideFile, ...], tuple[s
         changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
     adapters = [part.adapter for part in merge.adapted]
     warnings = [] if merge.dtype else list(another_dtype(merge.base))
+    warnings += [
+        f"`{name}` was one with `{of}`, and is no longer: as in PEFT's merge it is left out, and transformers makes it up "
+        "on every load; --untie writes it"
+        for name, of in merge.lost.items()
+    ]
     if merge.head is not None:
         pad = pad_token(adapters, merge.base)
         pad_id = pad.id if pad else merge.base.config.pad_token_id if merge.base.config else None

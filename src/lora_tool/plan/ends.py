@@ -12,10 +12,12 @@ from pathlib import Path
 
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
+from lora_tool.plan.features import OTHER_BASE
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
@@ -34,7 +36,16 @@ class TiedEnds:
 
     @property
     def embedding(self) -> StoredTensor:
-        """The input embedding. Raises `UnsupportedAdapter` where it cannot be told from its shape."""
+        """The input embedding.
+
+        Raises `UnsupportedAdapter` where it cannot be told from its shape, `IncompatibleBase` where it is not there.
+        """
+        if not self.candidates:
+            raise IncompatibleBase(
+                f"{self.root}: `{self.output}` is tied to the embeddings, and the base has none under the names of its "
+                "class",
+                hint=OTHER_BASE,
+            )
         if len(self.candidates) != 1:
             raise UnsupportedAdapter(
                 f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token: "
@@ -88,6 +99,15 @@ def tied_ends(
             return None
         candidates = [tensor for tensor in base.tensors.values() if tensor.name == facts.tied[output]]
     return TiedEnds(output=output, candidates=tuple(candidates), root=base.root)
+
+
+def tied_under_one_name(base: ModelDir, facts: ModelFacts | None) -> bool:
+    """Return whether the output layer is on disk and stands for the embeddings too, which are not."""
+    if facts is None:
+        return False
+    output = f"{facts.output}.weight"
+    others = {facts.tied.get(output), *(name for name, of in facts.tied.items() if of == output)} - {None}
+    return output in base.tensors and bool(others) and others.isdisjoint(base.tensors)
 
 
 def trained_apart(ends: TiedEnds, adapted: Sequence[Adapted]) -> bool:
@@ -147,17 +167,23 @@ def without_tied_repeats(
     return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
 
 
-def with_tied_biases(
+def with_tied_names(
     facts: ModelFacts, adapted: Sequence[Adapted], modules: AdapterModules
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
-    """Return adapters and modules with a saved bias that is tied to another under the other's name, once.
+    """Return adapters and modules with a whole tensor that is tied to another under the other's name, once.
 
-    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model. Raises
-    `UnsupportedAdapter` where an adapter holds both, and they differ.
+    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model; the embeddings of an
+    encoder and a decoder may be one. The output layer's weight is looked at by itself, and a module that PEFT saves
+    whole is tied no longer. Raises `UnsupportedAdapter` where an adapter holds both, and they differ.
     """
     saved, repeats = dict(modules.saved), []
+    frozen = dict(modules.frozen_base)
     for name, of in facts.tied.items():
-        if not name.endswith(".bias") or name not in saved:
+        if name == f"{facts.output}.weight" or any(_saves_one(part.config, name, of) for part in adapted):
+            continue
+        if name.endswith(".bias") and name in frozen and name not in saved:  # under the LoRA of an output layer
+            saved[name] = frozen.pop(name)
+        if name not in saved:
             continue
         tensor = saved.pop(name)
         if saved.setdefault(of, tensor) is tensor:
@@ -168,9 +194,14 @@ def with_tied_biases(
                 hint="take out of adapter_model.safetensors the one that was not trained",
             )
         repeats.append(tensor)
-    return tuple(part.without(repeats, "the same as the bias that it is tied to") for part in adapted), replace(
-        modules, saved=saved
-    )
+    reason = "the same as the tensor that it is tied to"
+    return tuple(part.without(repeats, reason) for part in adapted), replace(modules, saved=saved, frozen_base=frozen)
+
+
+def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
+    """Return whether a module with the one tensor is saved whole, and the other is outside it."""
+    entries = (f"{entry}." for entry in config.modules_to_save)
+    return any(entry in name and entry not in of for entry in entries)
 
 
 def _require_one(ends: TiedEnds, one: StoredTensor, other: StoredTensor) -> None:

@@ -27,6 +27,7 @@ from lora_tool.plan.readings import Readings, homes, leaf_in_memory
 from lora_tool.plan.task import CLASSIFIERS, Task
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TurnedSpan
 
+_UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
 
 
@@ -54,6 +55,11 @@ class Mapped:
     def fresh(self) -> frozenset[str]:
         """Parameters of the class that the base has nothing for."""
         return frozenset(self.naming.missing)
+
+    @property
+    def freed(self) -> Mapping[str, str]:
+        """Return what is tied to another tensor by the config's word alone."""
+        return self.naming.tied_by_word
 
     def parts_of_fused(
         self, modules: AdapterModules, precision: Precision
@@ -190,7 +196,8 @@ def _turned(name: str, made: Made, stored: StoredTensor) -> StoredTensor:
 def _require_all_parameters(mapped: Mapped, steps: Sequence[Step]) -> None:
     """Return unless a parameter comes from nowhere: transformers would make up random values on every load."""
     made = {step.out.name for step in steps}
-    lacking = [name for name in mapped.naming.missing if name not in made]
+    tied = mapped.facts.tied
+    lacking = [name for name in mapped.naming.missing if name not in made and tied.get(name) not in made]
     of_head = next((name for name in lacking if LABELS in mapped.facts.shapes[name]), None)
     if of_head is not None:
         module = of_head.rpartition(".")[0]
@@ -257,11 +264,15 @@ def _require_pefts_reading(naming: Naming, adapter: AdapterDir) -> None:
     tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
     lost = naming.left_out_by_peft(adapter.root, tensors)
     if lost:
-        placed = all(naming.place(f"{keys.parse(name).module}.weight") in naming.facts.shapes for name in lost)
+        # by the names of the file: PEFT may have renamed them into nothing
+        found = homes(adapter, naming)
+        placed = None not in found.values()
+        weights = {f"{path}.weight" for path in found.values() if path}
+        tied = {name for pair in naming.facts.tied.items() for name in pair} & weights
         raise UnsupportedAdapter(
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",
-            hint=_OWN_WAY if placed else f"lora-tool validate {adapter.root}",
+            hint=_UNTIED_WAY if tied else _OWN_WAY if placed else f"lora-tool validate {adapter.root}",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
@@ -17,8 +17,9 @@ from lora_tool.plan.ends import (
     other_vocabulary,
     tied_copies,
     tied_ends,
+    tied_under_one_name,
     trained_apart,
-    with_tied_biases,
+    with_tied_names,
     with_vocabulary,
     without_tied_repeats,
 )
@@ -74,7 +75,7 @@ def plan_merge(
         require_whole(each)
         require_mergeable(config_of_adapter(each))
     require_full_precision(base)
-    found = named(base, adapters, Task(task), exact=Precision(precision) is Precision.PEFT)
+    found = named(base, adapters, Task(task), exact=untie or Precision(precision) is Precision.PEFT)
     arch, decided = found.arch, found.task
     adapted, modules = join([_adapted(each, found, expert_layout) for each in found.adapters])
     if Precision(precision) is Precision.PEFT:
@@ -169,14 +170,20 @@ def _merge(
     copies = tied_copies(base, arch, facts) if head is None or facts is not None else {}
     ends = tied_ends(base, arch, facts, copies) if head is None else None
     if facts is not None:
-        adapted, modules = with_tied_biases(facts, adapted, modules)
+        adapted, modules = with_tied_names(facts, adapted, modules)
+    freed: Mapping[str, str] = {}
     says_tied = base.config is not None and base.config.tie_word_embeddings is True
     # transformers leaves two ends that differ on disk apart, whatever the config says, and PEFT then corrects it
     untied = head is None and says_tied and ends is None and bool(arch.causal_only)
+    untied = untied and not tied_under_one_name(base, facts)
     if ends is not None:
-        untied = untie or trained_apart(ends, adapted)
+        apart = trained_apart(ends, adapted)
+        untied = untie or apart
+        if untied:
+            freed = {name: of for name, of in named.freed.items() if name != ends.output and of in base.tensors}
         if not untied:
             adapted, modules = without_tied_repeats(ends, adapted, modules)
+    freed = {name: of for name, of in freed.items() if name not in modules.saved}
     vocabulary = other_vocabulary(base, arch, modules)
     if vocabulary is not None:
         dropped = frozenset(copies) | (frozenset(arch.causal_only) if head is not None else frozenset())
@@ -194,6 +201,8 @@ def _merge(
         fresh=named.fresh,
         ends=ends,
         untied=untied,
+        freed=freed if untie else {},
+        lost={} if untie else freed,
         vocabulary=vocabulary,
     )
 
@@ -201,7 +210,9 @@ def _merge(
 def _adapted(adapter: AdapterDir, named: AsStored | Mapped, expert_layout: ExpertLayout | None) -> Adapted:
     config = config_of_adapter(adapter)
     ends = end_names(named.base, named.arch)
-    modules = adapter_modules(adapter, config, facts=named.facts, expert_layout=expert_layout, ends=ends)
+    modules = adapter_modules(
+        adapter, config, facts=named.facts, expert_layout=expert_layout, ends=ends, base=named.base.tensors
+    )
     if not modules.lora and not modules.parameters and not modules.saved:
         raise UnsupportedAdapter(
             f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",

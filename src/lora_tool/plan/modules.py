@@ -15,7 +15,7 @@ from lora_tool.names.model import ModelFacts
 from lora_tool.plan.features import ALLOW_IN_MEMORY
 from lora_tool.plan.model import BiasTerm, LoraTerm
 from lora_tool.plan.parameters import parameter_term, targeted_parameters
-from lora_tool.tensors import StoredTensor
+from lora_tool.tensors import StoredTensor, TensorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ def adapter_modules(
     adapter: AdapterDir,
     config: AdapterConfig,
     *,
+    base: TensorTable,
     facts: ModelFacts | None = None,
     expert_layout: ExpertLayout | None = None,
     ends: frozenset[str] = frozenset(),
@@ -68,12 +69,12 @@ def adapter_modules(
 
     `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
     lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
-    resized, and loads over the base's. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that
+    resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that
     do not fit together or to the config, for a tensor that the config does not explain (PEFT would drop it without a
     word), and for parts that are not merged here.
     """
     _require_one_name(adapter)
-    parts = _by_part(adapter, config, ends)
+    parts = _by_part(adapter, config, ends, base)
     _require_one_training(config, parts.tokens)
     _require_prefix(adapter)
     layers = parts.layers
@@ -84,7 +85,7 @@ def adapter_modules(
         if facts
     }
     return AdapterModules(
-        lora={module: (_lora_term(adapter, config, module, held),) for module, held in layers.items()},
+        lora={module: (_lora_term(adapter, config, module, held, facts),) for module, held in layers.items()},
         lora_bias={
             module: (BiasTerm(bias=held[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
             for module, held in layers.items()
@@ -116,17 +117,18 @@ class _ByPart:
     dropped: dict[str, str] = field(default_factory=dict)
 
 
-def _by_part(adapter: AdapterDir, config: AdapterConfig, ends: frozenset[str]) -> _ByPart:
+def _by_part(adapter: AdapterDir, config: AdapterConfig, ends: frozenset[str], base: TensorTable) -> _ByPart:
     found = _ByPart()
     copies: list[AdapterKey] = []
     for name, key in adapter.keys.items():
         tensor = adapter.tensors[name]
         _require_floats(adapter, tensor)
         if key.part in _LAYER_PARTS:
-            if found.layers[key.module].setdefault((key.part, key.leaf), tensor) is not tensor:
-                raise _refuse(adapter, name, f"is there twice: another name for `{key.canonical}` is in the file too")
+            found.dropped |= _in_layer(adapter, key, tensor, found.layers[key.module])
+        elif key.part is Part.PLAIN and _repeats(key, tensor, base, config, ends):
+            found.dropped[name] = "the base's own, which is there already"
         elif key.part is Part.PLAIN:
-            found.saved[_plain(adapter, config, key, ends)] = tensor
+            found.saved[_plain(adapter, config, key, ends, base)] = tensor
         elif key.part is Part.BASE_LAYER:
             trained = key.leaf == "bias" and config.bias in ("all", "lora_only")
             (found.saved if trained else found.frozen)[f"{key.module}.{key.leaf}"] = tensor
@@ -140,6 +142,22 @@ def _by_part(adapter: AdapterDir, config: AdapterConfig, ends: frozenset[str]) -
             found.dropped[name] = "the frozen original of a saved module; PEFT does not load it either"
     found.dropped |= _without_copies(adapter, config, copies, found.saved)
     return found
+
+
+def _in_layer(
+    adapter: AdapterDir, key: AdapterKey, tensor: StoredTensor, layer: dict[tuple[Part, str | None], StoredTensor]
+) -> dict[str, str]:
+    """Put the tensor into its layer; return it as dropped where it is there already.
+
+    DoRA's magnitude is a module in memory, and PEFT saves an embedding's under both names.
+    """
+    at = (key.part, None if key.part is Part.MAGNITUDE else key.leaf)
+    first = layer.setdefault(at, tensor)
+    if first is tensor:
+        return {}
+    if key.part is not Part.MAGNITUDE or not same_values(first, tensor):
+        raise _refuse(adapter, key.text, f"is there twice: another name for `{key.canonical}` is in the file too")
+    return {key.text: f"a copy of {first.name}, which is in the file too"}
 
 
 def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:
@@ -174,7 +192,7 @@ def _without_copies(
     dropped = {}
     for key in copies:
         copy = adapter.tensors[key.text]
-        tensor = saved.setdefault(_plain(adapter, config, key, frozenset()), copy)
+        tensor = saved.setdefault(_plain(adapter, config, key, frozenset(), {}), copy)
         if tensor is copy:
             continue
         if not same_values(copy, tensor):
@@ -200,18 +218,39 @@ def _require_prefix(adapter: AdapterDir) -> None:
         raise _refuse(adapter, bare, "does not begin with `base_model.model.`, so PEFT would not find its module")
 
 
-def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey, ends: frozenset[str]) -> str:
+def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey, ends: frozenset[str], base: TensorTable) -> str:
+    if not _is_explained(config, key, ends):
+        then = "PEFT would load it over the base's" if key.tensor in base else "PEFT would drop it"
+        raise UnsupportedAdapter(
+            f"{adapter.tensors[key.text].path}: `{key.text}`: belongs to no target and to none of `modules_to_save`; "
+            f"{then}",
+            hint=f'if it was trained, put it into adapter_config.json: "modules_to_save": ["{key.module}"]',
+        )
+    return key.tensor
+
+
+def _is_explained(config: AdapterConfig, key: AdapterKey, ends: frozenset[str]) -> bool:
     trained_bias = key.leaf == "bias" and (
         config.bias == "all" or (config.bias == "lora_only" and config.targets(key.module))
     )
     resized = key.tensor in ends or (key.leaf == "weight" and key.module.endswith(_EMBEDDINGS))
-    if not (trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)):
-        raise _refuse(adapter, key.text, "belongs to no target and to none of `modules_to_save`; PEFT would drop it")
-    return key.tensor
+    return trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)
+
+
+def _repeats(
+    key: AdapterKey, tensor: StoredTensor, base: TensorTable, config: AdapterConfig, ends: frozenset[str]
+) -> bool:
+    """Return whether an unexplained tensor is the base's: PEFT saves whatever the first layer holds with embeddings."""
+    held = base.get(key.tensor) or base.get(key.tensor.replace(".base_layer.", "."))
+    return held is not None and not _is_explained(config, key, ends) and same_values(held, tensor)
 
 
 def _lora_term(
-    adapter: AdapterDir, config: AdapterConfig, module: str, parts: Mapping[tuple[Part, str | None], StoredTensor]
+    adapter: AdapterDir,
+    config: AdapterConfig,
+    module: str,
+    parts: Mapping[tuple[Part, str | None], StoredTensor],
+    facts: ModelFacts | None,
 ) -> LoraTerm:
     a = parts.get((Part.LORA_A, "weight"), parts.get((Part.EMBEDDING_A, None)))
     b = parts.get((Part.LORA_B, "weight"), parts.get((Part.EMBEDDING_B, None)))
@@ -223,7 +262,8 @@ def _lora_term(
     unknown = min(held - _LINEAR, held - _EMBEDDING, key=len)
     if unknown:
         raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
-    _require_shapes(adapter, config, module, a, b)
+    _require_shapes(adapter, config, module, a, b, is_embedding=(Part.EMBEDDING_A, None) in parts)
+    _require_target(adapter, config, module, a, facts)
     _require_magnitude(adapter, config, b, [t for (part, _), t in parts.items() if part is Part.MAGNITUDE])
     bias = parts.get((Part.LORA_B, "bias"))
     if (bias is not None) != config.lora_bias:
@@ -243,18 +283,27 @@ def _require_magnitude(adapter: AdapterDir, config: AdapterConfig, b: StoredTens
         raise _refuse(adapter, found[0].name, f"has shape {list(found[0].shape)}, expected [{b.shape[0]}]")
 
 
-def _require_shapes(adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, b: StoredTensor) -> None:
+def _require_shapes(
+    adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, b: StoredTensor, *, is_embedding: bool
+) -> None:
     if len(a.shape) != 2 or len(b.shape) != 2:  # noqa: PLR2004 - matrices
         odd = a if len(a.shape) != 2 else b  # noqa: PLR2004
         message = f"{odd.path}: `{odd.name}`: has shape {list(odd.shape)}: LoRA on convolutions is not merged here"
         raise OnlyInMemory(message, hint=ALLOW_IN_MEMORY)
     rank = config.rank(module)
-    if config.init_lora_weights in INITS_RECOMPUTED:  # factors of a matrix, which has no more than its smaller side
+    if config.init_lora_weights in INITS_RECOMPUTED and not is_embedding:
+        # factors of a matrix, which has no more than its smaller side
         rank = min(rank, a.shape[1], b.shape[0])
     if a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
         raise _refuse(adapter, a.name, f"{shapes} do not have the rank {rank} that the config gives this module")
-    tied = config.ensure_weight_tying and module.endswith(_EMBEDDINGS)
+
+
+def _require_target(
+    adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, facts: ModelFacts | None
+) -> None:
+    ends = {name for pair in facts.tied.items() for name in pair} if facts else set()
+    tied = config.ensure_weight_tying and (module.endswith(_EMBEDDINGS) or f"{module}.weight" in ends)
     if not tied and not config.targets(module) and not config.targets(parse(a.name).module):
         raise _refuse(adapter, a.name, "is not matched by `target_modules`; PEFT would drop it without a word")
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import IncompatibleBase, OnlyInMemory
+from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapters import Adapted
 from lora_tool.plan.architectures import Architecture
 from lora_tool.plan.ends import TiedEnds, Vocabulary
 from lora_tool.plan.fates import Fate
-from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE
+from lora_tool.plan.features import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
 from lora_tool.plan.head import Head
 from lora_tool.plan.model import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows, Step
 from lora_tool.plan.modules import AdapterModules
@@ -47,6 +47,10 @@ class Merge:
     """The shared matrix of a causal LM with tied embeddings."""
     untied: bool = False
     """Whether the output has two matrices and a config that says so."""
+    freed: Mapping[str, str] = field(default_factory=dict)
+    """Other tensors that were tied by the config's word alone, and the tensors of the base that they were one with."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
     vocabulary: Vocabulary | None = None
     """Where the adapter brings another number of tokens than the base has."""
 
@@ -73,6 +77,8 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     module, leaf = module_and_leaf(tensor.name)
     modules = merge.modules
     saved = modules.saved.get(tensor.name)
+    if leaf == "bias":  # an adapter on an output layer carries it whole, and PEFT loads that over the base's
+        saved = saved or modules.frozen_base.get(tensor.name)
     if leaf == "bias" and module in modules.lora_bias:
         return _bias_step(merge, tensor, saved or tensor, module)
     if saved is not None:
@@ -80,7 +86,7 @@ def _step(merge: Merge, tensor: StoredTensor) -> Step:
     if tensor.name in modules.parameters:
         return _parameter_step(merge, tensor)
     if leaf == "weight" and module in modules.tokens:
-        return _tokens_step(merge, tensor, module)
+        return tokens_step(merge, tensor, module)
     if leaf == "weight" and module in modules.lora:
         # an adapter on an embedding carries the embedding that it was trained on, and PEFT loads that over the base's
         source = modules.frozen_base.get(tensor.name, tensor)
@@ -99,7 +105,8 @@ def _bias_step(merge: Merge, tensor: StoredTensor, source: StoredTensor, module:
     return Step(out=_spec(merge, tensor), op=BiasDelta(source=source, terms=terms), fate=Fate.MERGED, reason=reason)
 
 
-def _tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
+def tokens_step(merge: Merge, tensor: StoredTensor, module: str) -> Step:
+    """Return the step that puts the rows of `module` that were trained by themselves into its `tensor`."""
     rows = merge.modules.tokens[module]
     indices = next(part.tokens[module] for part in merge.adapted if module in part.tokens)
     source = merge.modules.frozen_base.get(tensor.name, tensor)
@@ -175,8 +182,10 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     magnitude = merge.modules.magnitudes.get(module)
-    init = _recomputed_init(merge, module)
-    if init is not None and (len(terms) > 1 or embedding or (transposed and init == "olora")):
+    carried = any(source is held for held in merge.modules.frozen_base.values())
+    # PEFT leaves embeddings as they are, and loads a weight that the adapter carries over what the init changed
+    init = None if embedding or carried else recomputed_init(merge, module)
+    if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
         why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
         raise OnlyInMemory(
             f"{terms[0].b.path}: `{terms[0].b.name}`: `init_lora_weights` {init} {why} is not recomputed",
@@ -193,7 +202,8 @@ def lora_step(merge: Merge, source: StoredTensor, name: str, module: str) -> Ste
     return Step(out=out, op=op, fate=Fate.MERGED, reason=reason)
 
 
-def _recomputed_init(merge: Merge, module: str) -> str | None:
+def recomputed_init(merge: Merge, module: str) -> str | None:
+    """Return the init of the module's LoRA if it changed the base weight in a way that a merge computes again."""
     inits = (part.config.init_lora_weights for part in merge.adapted if module in part.modules.lora)
     return next((init for init in inits if init in INITS_RECOMPUTED), None)
 
@@ -221,7 +231,9 @@ def _parameter_step(merge: Merge, tensor: StoredTensor) -> Step:
     if not tensor.dtype.is_float:
         raise IncompatibleBase(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, expected F32, BF16, F16 or F64")
     transposed = is_transposed(tensor.name, merge.facts)
-    op = LoraDelta(source=tensor, terms=terms, transposed=transposed, rounded=True)
+    source = merge.modules.frozen_base.get(tensor.name, tensor)  # of an output layer, which the adapter carries
+    _require_same_shape(merge, source, tensor)
+    op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=True)
     experts = f" on {terms[0].experts} experts" if terms[0].experts > 1 else ""
     reason = " + ".join(f"LoRA rank {term.rank}{experts}, scaling {term.scaling:g}" for term in terms)
     return Step(out=_spec(merge, tensor), op=op, fate=Fate.MERGED, reason=reason)
@@ -259,7 +271,7 @@ def added_steps(merge: Merge) -> Iterator[Step]:
         if name in merge.base.tensors or (merge.ends is not None and name == merge.ends.output):
             continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
         of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
-        if not of_head and name not in merge.fresh:
+        if not of_head and name not in merge.fresh and not _is_of_untied_output(merge, name):
             raise not_in_base(merge, tensor, name)
         dtype = _at_least_as_loaded(merge, name, merge.dtype or model_dtype(merge.base) or tensor.dtype)
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
@@ -276,8 +288,26 @@ def added_steps(merge: Merge) -> Iterator[Step]:
             yield lora_step(merge, merge.modules.frozen_base[name], name, head.module)
 
 
-def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase:
+def _is_of_untied_output(merge: Merge, name: str) -> bool:
+    """Return whether it is the bias of an output layer that was saved whole, and is tied to another bias no longer."""
+    facts = merge.facts
+    return facts is not None and merge.untied and name in facts.tied and name.rpartition(".")[0] == facts.output
+
+
+def not_in_base(merge: Merge, tensor: StoredTensor, name: str) -> IncompatibleBase | UnsupportedAdapter:
     """Return the error that an adapter's tensor belongs to `name`, which the base lacks; it names the nearest."""
+    if merge.facts is not None and name in merge.facts.unsaved:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` changes `{name}`, which {merge.facts.class_name} computes and does not "
+            "save: the change would be lost, and PEFT's merge loses it",
+            hint=UNMERGED,
+        )
+    if merge.facts is not None and merge.facts.tied.get(name) in merge.base.tensors:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which is tied to `{merge.facts.tied[name]}` in "
+            f"{merge.facts.class_name}: it was trained by itself, and there is one matrix for both",
+            hint=UNMERGED,
+        )
     close = difflib.get_close_matches(name, merge.base.tensors, n=1)
     nearest = f"; the nearest there is `{close[0]}`" if close else ""
     return IncompatibleBase(

@@ -9,10 +9,9 @@ from importlib.util import find_spec
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.architectures import Architecture, architecture_of
-from lora_tool.plan.ends import embeddings, tied_ends
+from lora_tool.plan.ends import embeddings, tied_copies, tied_ends
 from lora_tool.plan.model import Leftover, LoraTerm, Precision, Step
 from lora_tool.plan.modules import AdapterModules
 from lora_tool.plan.side_files import model_dtype
@@ -35,6 +34,12 @@ class AsStored:
     facts: ModelFacts | None = None
     fresh: frozenset[str] = frozenset()
     leftovers: tuple[Leftover, ...] = ()
+
+    @property
+    def freed(self) -> Mapping[str, str]:
+        """Return what is tied to another tensor by the config's word alone: the second bias of BERT's kin."""
+        ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
+        return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
 
     def parts_of_fused(
         self, modules: AdapterModules, precision: Precision
@@ -72,8 +77,15 @@ def must_ask(base: ModelDir, arch: Architecture, task: Task, *, exact: bool) -> 
     if config_of(base).vocab_size is None:
         return False
     doubtful = exact or not looks_plain(base, arch, classifier=task is not Task.CAUSAL_LM)
+    doubtful = doubtful or _is_tied_under_one_name(base, arch)
     doubtful = doubtful or len(embeddings(base, arch)) > 1  # an encoder's and a decoder's may be one
     return doubtful and all(map(find_spec, _MAPPERS))
+
+
+def _is_tied_under_one_name(base: ModelDir, arch: Architecture) -> bool:
+    """Return whether the config ties the ends and the output layer is on disk: it may stand for the embeddings too."""
+    held = base.tensors.keys() & set(arch.causal_only)
+    return config_of(base).tie_word_embeddings is True and bool(held - tied_copies(base, arch, None).keys())
 
 
 def config_of(base: ModelDir) -> ModelConfig:
@@ -137,6 +149,6 @@ def _has_class(arch: Architecture, adapters: Sequence[AdapterDir], task: Task) -
 def _all_found(base: ModelDir, adapter: AdapterDir, arch: Architecture) -> bool:
     """Return whether every adapted module is on disk under its own name; heads may be new, output layers tied."""
     held = {name.rpartition(".")[0] for name in (*base.tensors, *arch.causal_only)}
-    adapted = {key.module for key in adapter.keys.values() if key.part is not Part.PLAIN}
+    adapted = {key.module for key in adapter.keys.values()}
     head = arch.head or ""
     return all(module in held or module == head or module.startswith(f"{head}.") for module in adapted)

@@ -33,7 +33,14 @@ def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool
     It may still hold a tensor that no model has; a plain name in a plain place is taken for the model's.
     """
     tensors = [tensor for tensor in base.tensors.values() if not is_computed(tensor.name)]
+    name = arch.sequence_classification if classifier else arch.causal_lm
+    if name not in (base.config.architectures if base.config else ()) and any(map(_is_of_pooler, tensors)):
+        return False  # another class may be without it
     return all(map(_is_parameter, tensors)) and _same_layers(base, tensors) and _same_roots(arch, tensors, classifier)
+
+
+def _is_of_pooler(tensor: StoredTensor) -> bool:
+    return ".pooler." in tensor.name and keys.split_layer(tensor.name)[0] is None
 
 
 def _is_parameter(tensor: StoredTensor) -> bool:

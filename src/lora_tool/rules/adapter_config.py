@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.features import refusals
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.registry import Fault, Need, rule
-from lora_tool.rules.subject import AdapterSubject, Subject
+from lora_tool.rules.subject import AdapterSubject, BaseMatch, Subject
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _MATRIX = 2
@@ -129,7 +130,7 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     for name, key in subject.keys.items():
         path = subject.paths[name]
         if key.part is Part.PLAIN:
-            message = _plain_unexplained(subject, key, path)
+            message = None if _repeats_base(subject, key, path) else _plain_unexplained(subject, key, path)
         elif key.part is Part.TOKENS_DELTA:
             message = None if subject.config.token_indices else "`trainable_token_indices` is not set"
         elif key.part is Part.BASE_LAYER:
@@ -138,6 +139,20 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
             message = "no entry of `target_modules` matches its module" if path in dropped else None
         if message:
             yield Fault(subject=name, message=f"{message}: PEFT would drop it without a word")
+
+
+def _repeats_base(subject: AdapterSubject, key: AdapterKey, path: str) -> bool:
+    """Whether it is the base's own tensor: PEFT saves whatever the first layer holds with embeddings."""
+    if subject.base is None or not key.leaf:
+        return False
+    module = path.replace(".base_layer.", ".")
+    name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
+    held = subject.base.tensors.get(f"{name}.{key.leaf}")
+    tensor, vocab_size = subject.tensors[key.text], subject.base.config.vocab_size if subject.base.config else None
+    for found in (tensor, held):  # an end of the model under whatever name, which may have been resized
+        if found is not None and found.shape[:1] == (vocab_size,):
+            return True
+    return held is not None and same_values(held, tensor)
 
 
 def _plain_unexplained(subject: AdapterSubject, key: AdapterKey, path: str) -> str | None:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from lora_tool.keys import Part
+from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules import explained
 from lora_tool.rules.registry import Fault, Need, rule
@@ -18,6 +18,8 @@ _MATRIX = 2
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
 """Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
+_TIED_DECODERS = (".lm_head.decoder", ".predictions.decoder")
+"""The output layer of BERT's kin, which is tied to the embeddings."""
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -272,8 +274,14 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         module, _, leaf = tensor.name.rpartition(".")
         path = match.strip + module.removeprefix(match.add)
         matrix = leaf == "weight" and len(tensor.shape) == _MATRIX and not _may_be_absent(match, path)
-        if matrix and module not in adapted and config.targets(path):
+        if matrix and module not in adapted and config.targets(path) and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
+
+
+def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
+    """Whether a module of the base is in every class made of it: a pooler is not, a module of a layer is."""
+    own = subject.config.task_type == "CAUSAL_LM" and "pooler" not in path.split(".")
+    return own or split_layer(path)[0] is not None
 
 
 @rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL)
@@ -299,21 +307,25 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
         base = match.tensor(module, leaf)
         if base is None:
             lost = explained.is_saved_whole(subject.config, module) and not _may_be_absent(match, module)
+            lost = lost and not f".{module}".endswith(_TIED_DECODERS)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
-        elif tensor.spec.numel and explained.head_of(module) is None and not _fits(tensor, base, module):
+        elif tensor.spec.numel and explained.head_of(module) is None and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
 
 
 def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
-    """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` does."""
-    tops = {name.partition(".")[0] for name in match.base.tensors}
-    classifies = subject.config.task_type in explained.CLASSIFICATION_TASKS
-    return classifies and match.name(module).partition(".")[0] not in tops
+    """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
+    if subject.config.task_type not in explained.CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
+        return False
+    stem = ".".join(match.name(module).split(".")[:2])
+    return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
 
 
-def _fits(tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
+def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
     """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
-    return tensor.shape == base.shape or (_is_vocabulary(module) and tensor.shape[1:] == base.shape[1:])
+    vocab_size = match.base.config.vocab_size if match.base.config else None
+    rows = _is_vocabulary(module) or base.shape[:1] == (vocab_size,)
+    return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 from lora_tool.plan.architectures import CLASSIFICATION_HEADS
 from lora_tool.rules.subject import Layer
 
 ALL_LINEAR = "all-linear"
 """What `target_modules` may say instead of names; PEFT replaces it by names when it saves, older ones did not."""
 
-ENDS = frozenset({"embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared", "embeddings"})
+ENDS = frozenset(
+    {
+        "embed_tokens",
+        "lm_head",
+        "wte",
+        "word_embeddings",
+        "embed_in",
+        "embed_out",
+        "shared",
+        "embeddings",
+        "proj_out",
+        "output_projection",
+    }
+)
 """Names of input embeddings and output layers: PEFT saves them whole when the vocabulary was resized or targeted."""
 
 VALUE_HEADS = frozenset({"v_head", "value_head", "reward_head", "regression_head"})
@@ -67,7 +80,11 @@ def ranks_of(config: AdapterConfig, layer: Layer) -> frozenset[int]:
         names = {entry.rpartition(".")[2] for entry in parameters_of(config, layer.target)}
         if names:
             return frozenset(config.rank(f"{layer.target}.{name}") for name in names)
-    return frozenset({config.rank(layer.target)})
+    rank = config.rank(layer.target)
+    if config.init_lora_weights in INITS_RECOMPUTED and layer.pair is not None and not layer.embedding:
+        a, b = layer.pair  # factors of a matrix, which has no more than its smaller side
+        rank = min(rank, *a.shape[1:], *b.shape[:1])
+    return frozenset({rank})
 
 
 def is_saved_whole(config: AdapterConfig, path: str) -> bool:

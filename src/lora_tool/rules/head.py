@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.display import counted
 from lora_tool.keys import Part
-from lora_tool.plan.architectures import CLASSIFICATION_HEADS
+from lora_tool.plan.architectures import CLASSIFICATION_HEADS, architecture_of
 from lora_tool.report import Severity
 from lora_tool.rules.explained import CLASSIFICATION_TASKS, VALUE_HEADS, head_of, is_end
 from lora_tool.rules.head_tensors import (
@@ -56,15 +56,25 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     if _carries_head(subject) or lora_heads(subject):
         return
     lost = "no trained head (`score.weight` or `classifier.weight`) is in the file"
-    base_head = head_weight(subject.base.tensors, CLASSIFICATION_HEADS) if subject.base else None
+    base_head = _head_of_base(subject)
     if base_head is None and not (unsaid and subject.base is None):
         yield Fault(message=f"{lost}: what it learned to score is lost", hint=_where_the_head_is(subject))
     elif base_head is None:
         message = f"{lost}, which was trained on a {config.trained_class} without a task type; it must be in the base"
         yield Fault(message=message, severity=Severity.WARNING)
-    elif not unsaid:  # without a task type PEFT keeps the base's head
+    elif not unsaid and base_head.name.partition(".")[0] in ("score", "classifier"):  # PEFT keeps any other head
         message = f"no trained head is in the file; the base has one, `{base_head.name}`, which PEFT would not use"
         yield Fault(message=message, severity=Severity.WARNING)
+
+
+def _head_of_base(subject: AdapterSubject) -> StoredTensor | None:
+    """Return a tensor of the base's head: one row per label, or whatever lies in its architecture's."""
+    if subject.base is None:
+        return None
+    tensors, config = subject.base.tensors, subject.base.config
+    arch = architecture_of(config.model_type or "") if config else None
+    inside = (tensor for name, tensor in tensors.items() if arch and arch.head and name.startswith(f"{arch.head}."))
+    return head_weight(tensors, CLASSIFICATION_HEADS) or next(inside, None)
 
 
 def _where_the_head_is(subject: AdapterSubject) -> str | None:

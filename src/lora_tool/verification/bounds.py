@@ -67,6 +67,10 @@ def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
             of_result, of_change = of_result + 2, of_change + result
         if isinstance(op, LoraDelta) and op.rounded:
             of_change, of_product = of_change + result, of_product + (sums - 1) * result
+            if (
+                op.source.dtype is DType.F16
+            ):  # below 2^-14 a delta is rounded to 2^-24, as coarsely as the result at most
+                of_result += sums
         of_result, of_product = of_result + 2.1 * (sums - 1), of_product + 1.1 * (sums - 1) * result
     return _compared(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
 
