@@ -69,9 +69,9 @@ def adapter_modules(
 
     `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
     lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
-    resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Every tensor is in the result once. Raises `UnsupportedAdapter` for pairs that
-    do not fit together or to the config, for a tensor that the config does not explain (PEFT would drop it without a
-    word), and for parts that are not merged here.
+    resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Every tensor
+    is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the config, for a tensor
+    that the config does not explain (PEFT would drop it without a word), and for parts that are not merged here.
     """
     _require_one_name(adapter)
     parts = _by_part(adapter, config, ends, base)
