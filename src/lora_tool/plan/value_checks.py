@@ -7,7 +7,6 @@ memory that happened to be there.
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,11 @@ from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
 from lora_tool.tensors import DType, Span, StoredTensor
+
+try:
+    from isal.isal_zlib import crc32  # nine times as fast
+except ImportError:  # pragma: no cover - a processor that it is not built for
+    from zlib import crc32
 
 BLOCK_BYTES = 1 << 20
 """Read at a time, per worker: small enough that the second look at a block finds it in the second-level cache."""
@@ -59,7 +63,7 @@ def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance
         for start, record in sorted((record.data_at(), record) for record in records):
             crc = 0
             for begin, block, nbytes in _blocks(path, fd, start, record.nbytes):
-                crc = zlib.crc32(memoryview(block)[:nbytes], crc)
+                crc = crc32(memoryview(block)[:nbytes], crc)
                 values.look_at(begin, block, nbytes)
                 advance(nbytes)
             if crc != record.crc:
