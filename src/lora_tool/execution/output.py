@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_tool.execution.units import Unit
+from lora_tool.formats.files import MOST_PER_CALL
 from lora_tool.plan.model import Shard
 
 MOST_OPEN = 8
 """Files that may be open for writing at once: written ones wait for the disk while the next are written."""
 
 _PATIENCE_S = 0.1
-_MOST_PER_CALL = 1 << 30
-"""macOS refuses 2 GiB in one call."""
 
 
 class ShardFile:
@@ -96,4 +95,4 @@ def write_exactly(out: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the descriptor `out` at `offset`."""
     done = 0
     while done < len(data):
-        done += os.pwrite(out, data[done : done + _MOST_PER_CALL], offset + done)
+        done += os.pwrite(out, data[done : done + MOST_PER_CALL], offset + done)

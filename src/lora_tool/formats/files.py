@@ -18,8 +18,8 @@ MAX_JSON_BYTES = 100_000_000
 """A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""
 
 _PIECE = 1 << 20
-_MOST_PER_CALL = 1 << 30
-"""macOS refuses 2 GiB in one call, Linux reads less than was asked."""
+MOST_PER_CALL = 1 << 30
+"""Bytes per system call: macOS refuses 2 GiB in one, Linux takes less than was asked."""
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def read_at(path: Path, fd: int, offset: int, nbytes: int) -> bytes:
     """
     pieces = []
     with _naming(path):
-        while nbytes > 0 and (piece := os.pread(fd, min(nbytes, _MOST_PER_CALL), offset)):
+        while nbytes > 0 and (piece := os.pread(fd, min(nbytes, MOST_PER_CALL), offset)):
             pieces.append(piece)
             offset, nbytes = offset + len(piece), nbytes - len(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -76,7 +76,7 @@ def read_into(path: Path, fd: int, offset: int, buffer: memoryview) -> int:
     done = 0
     with _naming(path):
         while done < len(buffer):
-            part = buffer[done : done + _MOST_PER_CALL]
+            part = buffer[done : done + MOST_PER_CALL]
             if hasattr(os, "preadv"):
                 count = os.preadv(fd, [part], offset + done)
             else:
