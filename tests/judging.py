@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_tool.checkpoint import open_checkpoint, open_model
 from lora_tool.report import Report, Severity
-from lora_tool.rules.validation import validate
+from lora_tool.validation.validating import validate
 
 
 def judge(folder: Path, *, base: Path | None = None, **options: Any) -> Report:

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
-from lora_tool.plan.manifest import fingerprint
-from lora_tool.plan.merge import plan_merge
+from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.plan.merge.plan_merge import plan_merge
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, PREFIX, WEIGHTS, fields, lora, raw, tensors
 

@@ -17,8 +17,8 @@ import click
 from lora_tool.cli.exit_codes import MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
 from lora_tool.report import Severity
-from lora_tool.rules.registry import RULES, Rule
-from lora_tool.rules.validation import validate
+from lora_tool.rules.engine.registry import RULES, Rule
+from lora_tool.validation.validating import validate
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -51,7 +51,7 @@ FAMILIES = {
 
 def rule_table() -> str:
     """Return every rule with its title, by family; those that are no errors say so."""
-    assert validate.__module__ == "lora_tool.rules.validation"  # importing it registers every rule
+    assert validate.__module__ == "lora_tool.validation.validating"  # importing it registers every rule
     lines = ["| about | rules |", "|---|---|"]
     for family, about in FAMILIES.items():
         rules = [rule for code, rule in sorted(RULES.items()) if code.startswith(family)]

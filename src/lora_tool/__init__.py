@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from lora_tool.execution.engine import execute
     from lora_tool.hub.planning import plan_push
     from lora_tool.hub.pushing import push
-    from lora_tool.plan.consolidate import plan_consolidate
-    from lora_tool.plan.merge import plan_merge
-    from lora_tool.rules.validation import validate
+    from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+    from lora_tool.plan.merge.plan_merge import plan_merge
+    from lora_tool.validation.validating import validate
     from lora_tool.verification.verifying import verify
     from lora_tool.version import __version__
 
@@ -47,11 +47,11 @@ _HOMES = {
     "execute": "lora_tool.execution.engine",
     "open_checkpoint": "lora_tool.checkpoint",
     "open_sharded": "lora_tool.checkpoint",
-    "plan_consolidate": "lora_tool.plan.consolidate",
-    "plan_merge": "lora_tool.plan.merge",
+    "plan_consolidate": "lora_tool.plan.consolidate.plan_consolidate",
+    "plan_merge": "lora_tool.plan.merge.plan_merge",
     "plan_push": "lora_tool.hub.planning",
     "push": "lora_tool.hub.pushing",
-    "validate": "lora_tool.rules.validation",
+    "validate": "lora_tool.validation.validating",
     "verify": "lora_tool.verification.verifying",
 }
 

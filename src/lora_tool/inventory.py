@@ -16,9 +16,10 @@ from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoi
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.model import RunCheckpoint
-from lora_tool.rules.registry import RULES
-from lora_tool.rules.runs import Judged, run_table
-from lora_tool.rules.validation import unopened, validate
+from lora_tool.rules.engine.registry import RULES
+from lora_tool.rules.judging import unopened
+from lora_tool.rules.training.run_table import Judged, run_table
+from lora_tool.validation.validating import validate
 
 
 @enum.unique

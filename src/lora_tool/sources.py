@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
-from lora_tool.mistyped import no_such_folder, not_a_folder, probably_meant
+from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _URI = "hf://"

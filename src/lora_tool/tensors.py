@@ -79,7 +79,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedSpan(Span):
+class TransposedSpan(Span):
     """Bytes of a matrix of `rows` and `columns` that lies transposed in the file, [columns, rows], at `offset`.
 
     They are the `nbytes` bytes from byte `start` of the matrix as it is meant.
@@ -179,9 +179,9 @@ class StoredTensor:
         return self.spans[0].path
 
     @property
-    def is_turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """Whether its matrices lie transposed in the file, so that its bytes are not the file's."""
-        return any(isinstance(span, TurnedSpan) for span in self.spans)
+        return any(isinstance(span, TransposedSpan) for span in self.spans)
 
     def part(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""

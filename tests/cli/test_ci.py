@@ -16,8 +16,8 @@ from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
 from lora_tool.execution import engine
-from lora_tool.pipeline import running, told
-from lora_tool.plan.model import Plan
+from lora_tool.pipeline import render, running
+from lora_tool.plan.core.plan import Plan
 from lora_tool.report.json import schema as report_schema
 from tests.cli.calling import FIXTURES, Caller
 
@@ -295,7 +295,7 @@ def test_reports_are_written(call: Caller, clone: Path, tmp_path: Path) -> None:
 def test_json_keeps_the_published_schema(call: Caller, tmp_path: Path, checkpoint: str) -> None:
     described = Registry().with_resource("urn:lora-tool:report:1", Resource.from_contents(report_schema()))
     found = call("ci", checkpoint, "-o", tmp_path / "out", "--json").json
-    Draft202012Validator(told.schema(), registry=described).validate(found)
+    Draft202012Validator(render.schema(), registry=described).validate(found)
 
 
 def test_the_job_summary_has_the_stages(call: Caller, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.execution import engine
-from lora_tool.plan import training_state
-from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.sharded import training_state
 from tests.cli.calling import FIXTURES, Caller
 
 REWARD, FULL, HEADLESS = (f"fixtures/zero/stage3-{name}" for name in ("reward", "full", "headless"))
@@ -26,8 +26,8 @@ from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
 from lora_tool.checkpoint import open_sharded
 from lora_tool.execution import engine
-from lora_tool.plan import value_checks
-from lora_tool.plan.consolidate import plan_consolidate
+from lora_tool.sharded import value_checks
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 value_checks.BLOCK_BYTES = 64
 look = value_checks._Values.look_at

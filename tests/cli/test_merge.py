@@ -250,7 +250,7 @@ def test_peft_precision_without_torch_names_the_extra(
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    import_module("lora_tool.names.naming")  # transformers looks at versions, too, when it is imported
+    import_module("lora_tool.names.weight_mapping")  # transformers looks at versions, too, when it is imported
     monkeypatch.setattr("importlib.metadata.version", absent)
     called = call("merge", copies / "causal-llama" / "adapter", "-o", copies / "out", "--precision", "peft")
     assert (called.code, called.err.startswith("error: torch is not installed")) == (3, True), called.err

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from lora_tool.rules.registry import RULES
+from lora_tool.rules.engine.registry import RULES
 from tests.cli.calling import Caller
 
 

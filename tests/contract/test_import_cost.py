@@ -71,4 +71,4 @@ def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
 
 def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     seen = modules(CALL.format(arguments=["validate", ADAPTER]))
-    assert not seen & {"lora_tool.plan.model", "lora_tool.plan.modules", "lora_tool.names.model"}
+    assert not seen & {"lora_tool.plan.core.plan", "lora_tool.plan.adapter.modules", "lora_tool.names.model"}

@@ -10,9 +10,9 @@ import pytest
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors import safe_open
 
+from lora_tool.adapter import support
 from lora_tool.formats.adapter_config import FIELD_USES, FieldUse, read_adapter_config
 from lora_tool.formats.safetensors import build_header
-from lora_tool.plan import features
 from lora_tool.tensors import DType, TensorSpec
 
 
@@ -21,14 +21,14 @@ def test_every_field_of_pefts_config_is_classed() -> None:
 
 
 def test_every_refused_field_has_words() -> None:
-    assert {name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED} == features._REFUSED_FIELDS.keys()
+    assert {name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED} == support._REFUSED_FIELDS.keys()
 
 
 def test_what_peft_cannot_merge_is_not_sent_to_peft() -> None:
     without = {
         kind.value for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items() if not hasattr(tuner, "merge_and_unload")
     }
-    assert without <= features._AT_RUN_TIME <= {kind.value for kind in peft.PeftType}
+    assert without <= support._AT_RUN_TIME <= {kind.value for kind in peft.PeftType}
 
 
 def test_our_defaults_are_pefts(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 import pytest
 
+from lora_tool.architectures import ARCHITECTURES
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.main import COMMANDS, cli
-from lora_tool.plan.architectures import ARCHITECTURES
 from tests.readme import rewritten, transcripts
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from lora_tool.names.conversion import Conversion, by_template
-from lora_tool.names.model import Made
+from lora_tool.names.model import RowMapping
 from tests.oracle.tiny import tiny_model
 
 TESTED = "5.23"
@@ -88,7 +88,7 @@ def test_layers_of_one_form_are_converted_as_one_by_one(model_type: str) -> None
     model = tiny_model(model_type, "causal-lm", device="meta")
     memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
-    def replayed(*, by_form: bool) -> list[dict[str, Made]]:
+    def replayed(*, by_form: bool) -> list[dict[str, RowMapping]]:
         conversion = Conversion(model)
         conversion.load(memory)
         disk = {name: made.shape for name, made in conversion.save(memory).items()}

@@ -14,7 +14,7 @@ from lora_tool.errors import ExecutionError, LoraToolError
 from lora_tool.execution.compute import Computer
 from lora_tool.execution.engine import execute
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.hostile.folders import copy_pair, left_behind
 
 

@@ -14,7 +14,8 @@ import pytest
 from lora_tool.errors import ExecutionError, OutOfSpace
 from lora_tool.execution import engine
 from lora_tool.execution.engine import execute
-from lora_tool.plan.model import Plan, Precision
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
 from tests.hostile.folders import Pair, copy_pair
 from tests.hostile.test_output import plan_of
 

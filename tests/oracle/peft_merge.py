@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
-from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.tiny import NUM_LABELS, Task, tiny_model
 
 Table = dict[str, torch.Tensor]

@@ -19,10 +19,10 @@ from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import Piece
 from lora_tool.formats.torch_zip import read_torch_file
-from lora_tool.plan.consolidate import plan_consolidate
-from lora_tool.plan.dcp_checks import copied
-from lora_tool.plan.model import Plan
-from lora_tool.rules.validation import validate
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plan.core.plan import Plan
+from lora_tool.sharded.dcp_checks import copied
+from lora_tool.validation.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 BASE = FIXTURES / "reward-qwen2" / "base"

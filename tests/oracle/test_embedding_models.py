@@ -14,8 +14,8 @@ from lora_tool.errors import CorruptFile
 from lora_tool.execution.engine import execute
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub.contents import select
-from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import Plan
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.verification.verifying import verify
 from tests.oracle.test_task_types import save_adapter, save_base
 from tests.oracle.tiny import AUTO, tiny_model

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from lora_tool.checkpoint import AdapterDir, Kind, open_checkpoint, open_model
-from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from tests.oracle.peft_merge import (
     different,

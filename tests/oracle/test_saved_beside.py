@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.report import Severity
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, saved_tensors

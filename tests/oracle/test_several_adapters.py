@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.execution.engine import execute
-from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import Plan
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.peft_merge import different, layout, load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_merge_against_peft import exact_inputs, exact_sum, round_exactly
 from tests.oracle.tiny import Task

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.plan import storage
-from lora_tool.plan.fates import Fate
-from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.merge import direct_base
+from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.peft_merge import (
     Table,
     different,
@@ -120,11 +120,11 @@ def test_old_buffers_are_known_without_transformers(tmp_path: Path, monkeypatch:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
     adapter = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", LORA))
     rewrite(base, rotary)
-    monkeypatch.setattr(storage, "find_spec", lambda _: None)
+    monkeypatch.setattr(direct_base, "find_spec", lambda _: None)
     assert isinstance(adapter, AdapterDir)
     made = plan_merge(open_model(base), adapter)
     assert not [step for step in made.steps if "inv_freq" in step.out.name]
-    assert len([item for item in made.leftovers if item.fate is Fate.DROPPED]) == 2
+    assert len([item for item in made.leftovers if item.action is TensorAction.DROPPED]) == 2
     assert any("inv_freq and 1 others: a buffer that transformers computes" in note for note in made.notes)
 
 

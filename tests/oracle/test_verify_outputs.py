@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lora_tool.errors import BadConfig, CorruptFile
-from lora_tool.plan.provenance import find_inputs
-from lora_tool.rules.evidence import OutputEvidence
+from lora_tool.plan.merge.provenance import find_inputs
+from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification import answers
 from lora_tool.verification.answers import ask
 from lora_tool.verification.prompts import read_prompts

@@ -15,10 +15,10 @@ from lora_tool import keys
 from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
-from lora_tool.plan.consolidate import plan_consolidate
-from lora_tool.plan.merge import plan_merge
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.report import Severity
-from lora_tool.rules.validation import validate
+from lora_tool.validation.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ZERO = FIXTURES / "zero"

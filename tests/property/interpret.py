@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.plan.model import BiasDelta, LoraDelta, Plan
+from lora_tool.plan.core.ops import BiasDelta, LoraDelta
+from lora_tool.plan.core.plan import Plan
 from lora_tool.tensors import StoredTensor
 
 Array = np.ndarray[Any, Any]

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution import compute, engine, kernels, units
 from lora_tool.execution.engine import execute
-from lora_tool.plan.fates import Fate
-from lora_tool.plan.layout import lay_out
-from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import BiasDelta, Cast, Copy, LoraDelta, Plan, Shard, Step
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, LoraDelta
+from lora_tool.plan.core.plan import Plan, Shard, Step
+from lora_tool.plan.core.sharding import lay_out
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.property.interpret import interpret, load
 from tests.property.strategies import STORED, Inputs, inputs, specs
@@ -31,7 +32,7 @@ SIZES = st.none() | st.integers(1, 5000)
 def steps_of(wanted: list[TensorSpec]) -> list[Step]:
     def copied(spec: TensorSpec) -> Step:
         source = StoredTensor(spec=spec, spans=(Span(path=Path("x"), offset=0, nbytes=spec.nbytes),))
-        return Step(out=spec, op=Copy(source=source), fate=Fate.COPIED, reason="test")
+        return Step(out=spec, op=Copy(source=source), action=TensorAction.COPIED, reason="test")
 
     return [copied(spec) for spec in wanted]
 
@@ -57,7 +58,7 @@ def test_the_layout_holds_each_step_once_and_keeps_to_the_limit(
 @given(specs(), st.integers(1, 64), st.integers(1, 64), st.booleans())
 def test_units_cover_the_data_once(wanted: list[TensorSpec], copy_bytes: int, weights: int, whole: bool) -> None:
     steps = tuple(
-        Step(out=step.out, op=Cast(source=step.op.source) if number % 2 else step.op, fate=step.fate, reason="test")
+        Step(out=step.out, op=Cast(source=step.op.source) if number % 2 else step.op, action=step.action, reason="test")
         for number, step in enumerate(steps_of(wanted))
     )
     shard = Shard(filename="x", steps=steps)
@@ -114,7 +115,7 @@ def tolerance(step: Step, exact: np.ndarray[tuple[int, ...], np.dtype[np.float64
     own = digits[step.out.dtype]
     smallest = 2.0**-24 if step.out.dtype is DType.F16 else 2.0**-149
     rounding = (2.0**-own + 2.0 ** -(own + 8)) * np.abs(exact) + smallest
-    if step.fate is Fate.MERGED and precision == "peft" and step.out.dtype is not step.op.source.dtype:
+    if step.action is TensorAction.MERGED and precision == "peft" and step.out.dtype is not step.op.source.dtype:
         rounding = rounding + 2.0**-own * 1.01 * np.abs(load(step.op.source)) + smallest
     if isinstance(step.op, BiasDelta):
         bias = step.op.terms[0]
@@ -181,7 +182,7 @@ def test_every_input_tensor_has_one_fate(tied: bool) -> None:
             leftovers = [item.name for item in plan.leftovers]
             assert outputs == set(given_inputs.base)
             assert sorted(leftovers) == sorted(given_inputs.adapter)
-            assert all(item.fate is Fate.CONSUMED for item in plan.leftovers)
+            assert all(item.action is TensorAction.CONSUMED for item in plan.leftovers)
             assert plan.data_bytes == sum(math.prod(a.shape) * a.itemsize for a in given_inputs.base.values())
 
     law()

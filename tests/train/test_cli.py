@@ -235,10 +235,10 @@ def test_guard_passes_on_what_fails(call: Caller, words: tuple[str, ...], code: 
 def test_an_adapter_without_values_is_put_together_where_that_was_asked_for(tmp_path: Path) -> None:
     from lora_tool.cli.train import _rescued
     from lora_tool.report import Severity
-    from lora_tool.rules.validation import validate
     from lora_tool.train.config import AfterSettings, RunConfig
     from lora_tool.train.job import Outcome, Status
     from lora_tool.train.methods import METHODS
+    from lora_tool.validation.validating import validate
 
     out = tmp_path / "out"
     shutil.copytree(REPOSITORY / "fixtures" / "zero" / "stage3-saved", out / "checkpoint-2")

@@ -14,13 +14,13 @@ from peft import LoraConfig, get_peft_model
 
 from lora_tool.checkpoint import open_checkpoint
 from lora_tool.errors import TrainingStopped
-from lora_tool.rules.validation import validate
 from lora_tool.train import attached_guard
 from lora_tool.train.attached_guard import AttachedGuard
 from lora_tool.train.config import GuardSettings, RunConfig
 from lora_tool.train.job import FOLDER_VARIABLE, Status, read_outcomes, write_job
 from lora_tool.train.methods import METHODS
 from lora_tool.train.rescue import consolidate, newest_rank_files, saved_in
+from lora_tool.validation.validating import validate
 from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, fresh_state, overflowing, pairs, texts, tiny_base
 
 pytestmark = pytest.mark.filterwarnings("default")

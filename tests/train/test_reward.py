@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.checkpoint.opening import open_model
-from lora_tool.rules.validation import validate
+from lora_tool.validation.validating import validate
 from tests.train.running import LLAMA, QWEN2, Trainings, codes, overflowing, pairs, tiny_base
 
 pytestmark = pytest.mark.filterwarnings("default")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.report import Severity
-from lora_tool.rules.validation import validate
 from lora_tool.train.rescue import consolidate
+from lora_tool.validation.validating import validate
 from tests.train.running import COMMON, QWEN2, pairs, write_rows
 
 pytestmark = pytest.mark.skipif(

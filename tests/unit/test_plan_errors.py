@@ -25,8 +25,8 @@ from lora_tool.errors import (
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE
 from lora_tool.formats.safetensors import build_header
-from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import Plan
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType, TensorSpec
 from tests.property.interpret import load
 from tests.property.strategies import write_weights

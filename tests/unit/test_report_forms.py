@@ -19,8 +19,8 @@ from lora_tool.report.github import CAP
 from lora_tool.report.json import report_json, schema
 from lora_tool.report.markdown import LIMIT
 from lora_tool.report.model import Checked, Ignored, Report, Run, RunCheckpoint, Skipped, Unread, by_subject, joined
-from lora_tool.rules.registry import RULES
-from lora_tool.rules.validation import validate  # noqa: F401 - registers the rules
+from lora_tool.rules.engine.registry import RULES
+from lora_tool.validation.validating import validate  # noqa: F401 - registers the rules
 from tests.judging import judge
 from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, break_, copy_of
 

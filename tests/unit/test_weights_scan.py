@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import opened_regular
-from lora_tool.rules import weights_scan, weights_scan_numpy
-from lora_tool.rules.weights_scan import LARGE, Scans, WeightScan, scan
-from lora_tool.rules.weights_scan_numpy import scan_all, scan_exactly
+from lora_tool.rules.engine import scan as scanning
+from lora_tool.rules.engine import scan_numpy
+from lora_tool.rules.engine.scan import LARGE, Scans, WeightScan, scan
+from lora_tool.rules.engine.scan_numpy import scan_all, scan_exactly
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
 KINDS: dict[DType, Any] = {
@@ -85,8 +86,8 @@ def test_scans_say_what_numpy_says(dtype: DType, data: st.DataObject, tmp_path_f
 def test_a_value_is_found_wherever_it_lies(
     dtype: DType, special: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_scan, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(weights_scan_numpy, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(scanning, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(scan_numpy, "_BLOCK_BYTES", 64)
     size = 64 // np.dtype(KINDS[dtype]).itemsize * 3 + 1
     for at in (0, 1, size // 3 - 1, size // 3, size // 3 + 1, size - 1):
         values = np.full(size, -0.25, KINDS[dtype])
@@ -99,8 +100,8 @@ def test_a_value_is_found_wherever_it_lies(
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("value", [0.0, -0.0, 0.5, -0.5, NAN, 1000.0])
 def test_the_same_value_everywhere(dtype: DType, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_scan, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(weights_scan_numpy, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(scanning, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(scan_numpy, "_BLOCK_BYTES", 64)
     for size in (0, 1, 2, 100):
         values = np.full(size, value, KINDS[dtype])
         assert both(stored(tmp_path / "x", values, dtype)) == expected(values)
@@ -132,7 +133,7 @@ def test_many_bytes_are_read_at_once_and_told(tmp_path: Path, monkeypatch: pytes
     small = Scans(progress=told.append)
     assert small.of(table["t3"], table) == expected(values["t3"])
     assert told == []
-    monkeypatch.setattr(weights_scan, "NUMPY_BYTES", 1000)
+    monkeypatch.setattr(scanning, "NUMPY_BYTES", 1000)
     large = Scans(progress=told.append)
     assert large.of(table["t3"], table) == expected(values["t3"])
     assert told == [200] * 20
@@ -156,8 +157,8 @@ def test_a_file_is_opened_once_however_many_tensors_it_holds(
         opened.append(path)
         return opened_regular(path)
 
-    monkeypatch.setattr(weights_scan, "opened_regular", counted)
-    monkeypatch.setattr(weights_scan, "NUMPY_BYTES", numpy_bytes)
+    monkeypatch.setattr(scanning, "opened_regular", counted)
+    monkeypatch.setattr(scanning, "NUMPY_BYTES", numpy_bytes)
     scans = Scans()
     assert [scans.of(tensor, table) for tensor in table.values()] == [
         expected(values[at : at + 1]) for at in range(100)

@@ -16,10 +16,10 @@ import torch
 
 from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
-from lora_tool.plan.consolidate import plan_consolidate
-from lora_tool.plan.model import Plan
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.plan.core.plan import Plan
 from lora_tool.report import Severity
-from lora_tool.rules.validation import validate
+from lora_tool.validation.validating import validate
 from tests.bench.zero_checkpoints import write
 
 ZERO = Path(__file__).resolve().parents[2] / "fixtures" / "zero"

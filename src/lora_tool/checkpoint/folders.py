@@ -18,7 +18,7 @@ from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
 from lora_tool.formats.weights import Weights
-from lora_tool.mistyped import no_such_folder, not_a_folder
+from lora_tool.path_suggestions import no_such_folder, not_a_folder
 from lora_tool.tensors import TensorTable
 
 _TAG = re.compile(r"global_step\d+\Z")

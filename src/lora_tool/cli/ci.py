@@ -31,11 +31,11 @@ from lora_tool.cli.writing import DTYPES, asked_task, model_options
 from lora_tool.display import printable
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
-from lora_tool.plan.model import Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
-from lora_tool.rules.registry import RULES, expand
+from lora_tool.rules.engine.registry import RULES, expand
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -94,7 +94,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     _write_reports(outcome, report, files, job)
     _tell_github(outcome)
     if options["as_json"]:
-        from lora_tool.pipeline.told import outcome_json  # noqa: PLC0415 - JSON's words, only where asked for
+        from lora_tool.pipeline.render import outcome_json  # noqa: PLC0415 - JSON's words, only where asked for
 
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
@@ -108,7 +108,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
 def _ignored(
     typed: tuple[str, ...], configured: Mapping[str, str | None]
 ) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
-    import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules
+    import lora_tool.validation.validating  # noqa: F401, PLC0415 - it registers the rules
 
     codes = dict.fromkeys(sorted(expand(typed)))
     codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
@@ -181,7 +181,7 @@ def _tell_github(outcome: Outcome) -> None:
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
     pages = {code: rule.page for code, rule in RULES.items()}
     if form is Form.MARKDOWN:
-        from lora_tool.pipeline.told import outcome_markdown  # noqa: PLC0415
+        from lora_tool.pipeline.render import outcome_markdown  # noqa: PLC0415
 
         return outcome_markdown(outcome, report, pages=pages)
     return rendered(report, form, pages=pages, fail_on=job.fail_on)

@@ -16,8 +16,8 @@ from lora_tool.errors import CorruptFile, UnknownRule
 from lora_tool.formats.files import is_file, read_text
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
-from lora_tool.rules.registry import expand
-from lora_tool.rules.subject import Server
+from lora_tool.rules.engine.registry import expand
+from lora_tool.rules.engine.subjects import Server
 
 FILE_NAME = "lora-tool.toml"
 PYPROJECT = "pyproject.toml"

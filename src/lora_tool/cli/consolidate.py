@@ -10,7 +10,7 @@ from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
 from lora_tool.cli.options import UserPath, ignore_option, require_rules
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.execution.folder import check_output
-from lora_tool.plan.consolidate import What, prepare_consolidate
+from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidate
 
 
 @click.command("consolidate", epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")

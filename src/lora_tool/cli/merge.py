@@ -27,7 +27,7 @@ from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, 
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.model import Plan
+from lora_tool.plan.core.plan import Plan
 from lora_tool.sources import Source, Wanted, another_base, resolve
 
 
@@ -178,7 +178,7 @@ class _Inputs:
 
     def origins(self) -> dict[str, Any]:
         """Return Hub ids and commits, as the planner takes them."""
-        from lora_tool.plan.assembling import HubOrigin  # noqa: PLC0415 - after the usage is known to be right
+        from lora_tool.plan.merge.build_plan import HubOrigin  # noqa: PLC0415 - after the usage is known to be right
 
         base, *rest = (
             HubOrigin(hub_id=source.hub_id, revision=source.revision)
@@ -188,7 +188,7 @@ class _Inputs:
 
 
 def _plan(inputs: _Inputs, **choices: Any) -> Plan:  # noqa: ANN401 - the planner's own options
-    from lora_tool.plan.merge import plan_merge  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.plan.merge.plan_merge import plan_merge  # noqa: PLC0415 - after the usage is known to be right
 
     return plan_merge(inputs.base(), inputs.adapters, **inputs.origins(), **choices)
 
@@ -206,7 +206,7 @@ def _in_memory(
     """Say what it takes, let PEFT merge beside the output, and write the output from that."""
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
-    from lora_tool.plan.in_memory import ask_in_memory, plan_in_memory  # noqa: PLC0415
+    from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory  # noqa: PLC0415
 
     asked = ask_in_memory(inputs.base(), inputs.adapters, **choices)
     click.echo(

@@ -95,8 +95,8 @@ def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
 def require_rules(codes: Iterable[str]) -> None:
     """Return if each code means a rule. Raises `UnknownRule`."""
     if wanted := tuple(codes):
-        import lora_tool.rules.validation  # noqa: F401, PLC0415 - it registers the rules, which only this needs
-        from lora_tool.rules.registry import expand  # noqa: PLC0415
+        import lora_tool.validation.validating  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+        from lora_tool.rules.engine.registry import expand  # noqa: PLC0415
 
         expand(wanted)
 

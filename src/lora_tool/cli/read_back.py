@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lora_tool.plan.model import Plan
+from lora_tool.plan.core.plan import Plan
 
 
 class ReadBack:

@@ -34,10 +34,11 @@ from lora_tool.hub_cache import may_hold
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
-from lora_tool.rules.registry import RULES, expand
-from lora_tool.rules.subject import Server
-from lora_tool.rules.validation import NO_BASE, validate
+from lora_tool.rules.engine.registry import RULES, expand
+from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import Source, Wanted, resolve
+from lora_tool.validation.validating import validate
 
 _LONG = 1 << 30
 """Bytes that take half a second to read from the page cache, and long from a disk."""

@@ -82,7 +82,7 @@ def command(
     Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
     computed again. Exits with 5 where that does not hold.
     """
-    from lora_tool.plan.provenance import find_inputs  # noqa: PLC0415
+    from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
@@ -121,7 +121,7 @@ def _text(
     verification: Verification, form: Form, failing: Severity, *, tensors: bool = False, color: bool = False
 ) -> str:
     from lora_tool.report.forms import rendered  # noqa: PLC0415
-    from lora_tool.rules.registry import RULES  # noqa: PLC0415
+    from lora_tool.rules.engine.registry import RULES  # noqa: PLC0415
     from lora_tool.verification.text import verification_json, verification_lines  # noqa: PLC0415
 
     if form is Form.JSON:

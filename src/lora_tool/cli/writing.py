@@ -16,9 +16,10 @@ from lora_tool.cli.read_back import ReadBack
 from lora_tool.cli.terminal import warn
 from lora_tool.display import counted, json_text, printable, size
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.checking import ValueCheck
-from lora_tool.plan.model import Plan, Precision
-from lora_tool.plan.task import Task
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
+from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import DType
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -167,7 +168,7 @@ def carry_out(
 
 
 def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
-    from lora_tool.plan.text import plan_json, plan_text  # noqa: PLC0415
+    from lora_tool.plan.core.render import plan_json, plan_text  # noqa: PLC0415
 
     if as_json:
         click.echo(json_text({"output": str(out), **plan_json(plan)}, spread=_PLAN_LEVELS))
@@ -177,7 +178,7 @@ def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
 
 def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: bool, quiet: bool) -> None:
     from lora_tool.formats.manifest import FILE_NAME  # noqa: PLC0415
-    from lora_tool.plan import fidelity  # noqa: PLC0415
+    from lora_tool.plan.core import delta_retention  # noqa: PLC0415
 
     manifest = json.loads((out / FILE_NAME).read_bytes())
     kept = manifest["fidelity"]
@@ -204,7 +205,7 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
         counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
         click.echo(f"{counts} (precision {plan.precision})")
         if kept is not None:
-            click.echo(printable(fidelity.line(kept)))
+            click.echo(printable(delta_retention.line(kept)))
         if checked is not None:
             click.echo(checked.line)
         click.echo(

@@ -10,15 +10,16 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_tool.actions import NEW
 from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.fates import NEW
-from lora_tool.plan.fidelity import Survival
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows, Step
+from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows
+from lora_tool.plan.core.plan import Step
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -43,7 +44,7 @@ class Computer:
         self._buffers: dict[str, Array] = {}
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
-        self.survived: dict[str, list[tuple[int, Survival]]] = {}
+        self.survived: dict[str, list[tuple[int, DeltaRetention]]] = {}
         """Output tensor → samples of what rounding left of its change, with where each is."""
 
     def run(self, unit: ComputeUnit, out: int) -> None:
@@ -94,7 +95,7 @@ class Computer:
             else:
                 total = np.add(self._wide_copy(source[part]), delta[part], out=delta[part])
             small = kernels.is_small(total)  # then every type but float16 holds it
-            if not small and step.fate in NEW and not np.isfinite(total).all():
+            if not small and step.action in NEW and not np.isfinite(total).all():
                 refuse_nonfinite(step)
             kernels.round_to(total, step.out.dtype, result[part])
             if (not small or step.out.dtype is DType.F16) and kernels.overflows(total, result[part]):
@@ -221,7 +222,7 @@ class Computer:
 _SAMPLES = 1024
 
 
-def survival(source: Array, meant: Array, written: Array) -> Survival:
+def survival(source: Array, meant: Array, written: Array) -> DeltaRetention:
     """Return what rounding left of the change from `source` to `meant`, flat arrays, on about a thousand elements.
 
     The sums are rounded once, so they do not depend on how a machine sums.
@@ -230,7 +231,9 @@ def survival(source: Array, meant: Array, written: Array) -> Survival:
     before, after, now = (array[::every].astype(np.float64) for array in (source, meant, written))
     delta, effect = after - before, now - before
     products = (delta * delta, effect * effect, delta * effect)
-    return Survival(**dict(zip(("meant", "written", "shared"), (math.fsum(p.tolist()) for p in products), strict=True)))
+    return DeltaRetention(
+        **dict(zip(("meant", "written", "shared"), (math.fsum(p.tolist()) for p in products), strict=True))
+    )
 
 
 def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:

@@ -30,12 +30,13 @@ from lora_tool.execution.output import MOST_OPEN, ShardFile, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
 from lora_tool.formats import manifest as manifest_format
-from lora_tool.plan.checking import ValueCheck
-from lora_tool.plan.fidelity import Survival
-from lora_tool.plan.manifest import manifest_bytes, sha256_of
-from lora_tool.plan.model import Copy, LoraDelta, Plan, Precision, Shard, SideFile
+from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.manifest import manifest_bytes, sha256_of
+from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plan.core.plan import Plan, Shard, SideFile
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
+from lora_tool.sharded.value_check import ValueCheck
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,7 +156,7 @@ class _Writing:
         self._flusher = ThreadPoolExecutor(1)
         self._flushes: list[Future[None]] = []
         self._computers: list[Computer | TorchComputer] = []
-        self.survived: dict[str, Survival] = {}
+        self.survived: dict[str, DeltaRetention] = {}
         """Output tensor → how much of its change survived rounding, for the files that are finished."""
         self._stop = threading.Event()
 
@@ -231,21 +232,21 @@ class _Writing:
         for flush in self._flushes:
             flush.result()
 
-    def _survived_in(self, shard: Shard) -> dict[str, Survival]:
+    def _survived_in(self, shard: Shard) -> dict[str, DeltaRetention]:
         """Return the samples of a written file's tensors, added in one order whoever took them."""
         survived = {}
         for step in shard.steps:
             name = step.out.name
             samples = [sample for computer in tuple(self._computers) for sample in computer.survived.pop(name, ())]
             if samples:
-                survived[name] = sum((found for _, found in sorted(samples, key=itemgetter(0))), Survival())
+                survived[name] = sum((found for _, found in sorted(samples, key=itemgetter(0))), DeltaRetention())
         return survived
 
     def take_over(self, finished: Mapping[str, Any]) -> None:
         """Take what was noted of files that an earlier run had finished."""
         for notes in finished.values():
             for name, (meant, written, shared) in (notes or {}).items():
-                self.survived[name] = Survival(meant=meant, written=written, shared=shared)
+                self.survived[name] = DeltaRetention(meant=meant, written=written, shared=shared)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from lora_tool.display import size
 from lora_tool.errors import ExecutionError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import TORCH_SUFFIX
-from lora_tool.plan.in_memory import InMemory
+from lora_tool.plan.merge.in_memory import InMemory
 
 _TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 

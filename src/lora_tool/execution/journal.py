@@ -16,8 +16,9 @@ from typing import Any
 
 from lora_tool.errors import MissingDependency
 from lora_tool.formats.files import read_at
-from lora_tool.plan.model import Plan, Precision, Shard
-from lora_tool.plan.text import plan_json
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan, Shard
+from lora_tool.plan.core.render import plan_json
 from lora_tool.version import __version__
 
 FILE_NAME = ".lora-tool-journal"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.tensors import FileStamp, StoredTensor, TurnedSpan
+from lora_tool.tensors import FileStamp, StoredTensor, TransposedSpan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,8 +68,8 @@ class Sources:
         filled = 0
         for span in tensor.part(start, len(buffer)):
             part = buffer[filled : filled + span.nbytes]
-            if isinstance(span, TurnedSpan):
-                from lora_tool.formats.turned import read_turned  # noqa: PLC0415 - numpy, for few checkpoints
+            if isinstance(span, TransposedSpan):
+                from lora_tool.formats.transposed import read_turned  # noqa: PLC0415 - numpy, for few checkpoints
 
                 part[:] = read_turned(span, partial(self.read_exactly, span.path)).data
             else:

@@ -11,15 +11,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from lora_tool.actions import NEW
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.compute import inputs_of, refuse_nonfinite, refuse_overflow, survival
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.fates import NEW
-from lora_tool.plan.fidelity import Survival
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, ReplaceRows, Step
+from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.ops import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, ReplaceRows
+from lora_tool.plan.core.plan import Step
 from lora_tool.tensors import DType, StoredTensor
 
 try:
@@ -54,7 +55,7 @@ class TorchComputer:
         self._stopped = stopped
         self._factors: dict[StoredTensor, torch.Tensor] = {}
         self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.survived: dict[str, list[tuple[int, Survival]]] = {}
+        self.survived: dict[str, list[tuple[int, DeltaRetention]]] = {}
         """Output tensor → samples of what rounding left of its change, with where each is."""
 
     def run(self, unit: ComputeUnit, out: int) -> None:
@@ -64,7 +65,7 @@ class TorchComputer:
         step = unit.step
         self._sample = None
         merged = self._values(step.op, _TORCH[step.out.dtype])
-        if step.fate in NEW and not bool(torch.isfinite(merged).all()):
+        if step.action in NEW and not bool(torch.isfinite(merged).all()):
             self._refuse(step, merged)
         if self._sample is not None:
             before, meant = self._sample

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_tool.plan.fates import NEW
-from lora_tool.plan.model import Assemble, Copy, DoraDelta, LoraDelta, Shard, Step
+from lora_tool.actions import NEW
+from lora_tool.plan.core.ops import Assemble, Copy, DoraDelta, LoraDelta
+from lora_tool.plan.core.plan import Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
@@ -71,7 +72,7 @@ def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
     at = len(shard.header)
     for step in shard.steps:
         for part in _parts(step):
-            if isinstance(part.op, Copy) and not (step.fate in NEW and step.out.dtype.is_float):
+            if isinstance(part.op, Copy) and not (step.action in NEW and step.out.dtype.is_float):
                 pending += _copies(part, at)
             else:
                 yield from _joined(pending)

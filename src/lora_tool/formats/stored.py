@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_at
-from lora_tool.tensors import StoredTensor, TurnedSpan
+from lora_tool.tensors import StoredTensor, TransposedSpan
 
 _READ_BYTES = 4 << 20
 
@@ -16,7 +16,7 @@ def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
     """
     pieces = []
     for span in tensor.part(start, nbytes):
-        if isinstance(span, TurnedSpan):
+        if isinstance(span, TransposedSpan):
             raise NotImplementedError(f"`{tensor.name}` lies transposed in {span.path}")
         with open_regular(span.path) as fd:
             piece = read_at(span.path, fd, span.offset, span.nbytes)

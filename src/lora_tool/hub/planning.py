@@ -23,7 +23,7 @@ from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
-from lora_tool.rules.validation import validate
+from lora_tool.validation.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
 _SHOWN_FINDINGS = 5

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency
-from lora_tool.names.model import Made, Piece, Shape, row_count
+from lora_tool.names.model import Piece, RowMapping, Shape, row_count
 from lora_tool.names.rows import numbered, pieces_of
 
 try:
@@ -78,7 +78,7 @@ class Conversion:
             found = rename_source_key(disk_name, [], [], base_model_prefix=prefix, meta_state_dict=self._memory)
         return found
 
-    def load(self, disk: Shapes) -> tuple[dict[str, Made], tuple[str, ...]]:
+    def load(self, disk: Shapes) -> tuple[dict[str, RowMapping], tuple[str, ...]]:
         """Return how every parameter is made of tensors on disk, and the tensors that belong to none."""
         by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         groups: dict[str, _Group] = {}
@@ -93,7 +93,7 @@ class Conversion:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
         return self._made(groups.values(), disk, lambda name: name), tuple(unexpected)
 
-    def save(self, memory: Shapes) -> dict[str, Made]:
+    def save(self, memory: Shapes) -> dict[str, RowMapping]:
         """Return how every tensor of the saved folder is made of parameters. Loading decided which rules are used."""
         used = [rule.reverse_transform() for rule in reversed(self._rules) if rule.was_used()]
         renamings = [rule for rule in used if isinstance(rule, WeightRenaming)]
@@ -110,9 +110,9 @@ class Conversion:
                 groups.setdefault(target, _Group(by_pattern[pattern], target)).add(pattern, name)
         return self._made(groups.values(), memory, lambda name: rename(name)[0])
 
-    def _made(self, groups: Iterable[_Group], shapes: Shapes, rename: Callable[[str], str]) -> dict[str, Made]:
+    def _made(self, groups: Iterable[_Group], shapes: Shapes, rename: Callable[[str], str]) -> dict[str, RowMapping]:
         """Return what the groups' tensors become, under the names that `rename` gives them."""
-        made: dict[str, Made] = {}
+        made: dict[str, RowMapping] = {}
         known: dict[Any, _Form] = {}
         for group in groups:
             if group.rule is None or self._keeps_its_shape(group, shapes):
@@ -120,7 +120,7 @@ class Conversion:
                 rows = row_count(shapes[name])
                 pieces = (Piece(name=name, start=0, rows=rows),) if rows else ()
                 target = group.target if group.rule is None else rename(group.target)
-                made[target] = Made(shape=tuple(shapes[name]), pieces=pieces, sources=(name,))
+                made[target] = RowMapping(shape=tuple(shapes[name]), pieces=pieces, sources=(name,))
             else:
                 made |= {rename(name): one for name, one in self._by_form(group, shapes, known).items()}
         return made
@@ -134,7 +134,7 @@ class Conversion:
         held = self._memory.get(group.target)
         return held is not None and tuple(held.shape) == tuple(shapes[group.names[0]])
 
-    def _by_form(self, group: _Group, shapes: Shapes, known: dict[Any, _Form]) -> dict[str, Made]:
+    def _by_form(self, group: _Group, shapes: Shapes, known: dict[Any, _Form]) -> dict[str, RowMapping]:
         """Return what the group's tensors become; once for all layers that differ in their numbers alone.
 
         Not where a rule looks at a number: converting gets a layer's name, and may look at the layer's other parameters.
@@ -164,7 +164,7 @@ class Conversion:
                 under.setdefault(name[: number.end()], []).append((name[number.end() :], tuple(tensor.shape)))
         return {path: tuple(names) for path, names in under.items()}
 
-    def _converted(self, group: _Group, shapes: Shapes) -> dict[str, Made]:
+    def _converted(self, group: _Group, shapes: Shapes) -> dict[str, RowMapping]:
         """Return what the rule makes of the group's tensors, under the names that it gives them."""
         held = {name: shapes[name] for name in group.names}
         rule = deepcopy(group.rule)
@@ -181,14 +181,14 @@ class Conversion:
             if turning:
                 shape = tuple(tensor.shape)
                 turned = _swaps_the_last(rule, shape) and len(group.names) == 1
-                made[name] = Made(shape=shape, pieces=None, sources=group.names, turned=turned)
+                made[name] = RowMapping(shape=shape, pieces=None, sources=group.names, turned=turned)
                 continue
             pieces = pieces_of(tensor, held)
             widths = {shapes[piece.name][-1:] for piece in pieces}
             vector = tensor.dim() <= 1
             shape = tuple(tensor.shape) if vector else (*tensor.shape[:-1], *next(iter(widths), (1,)))
             sound = vector or (len(widths) == 1 and tensor.shape[-1] == 1)
-            made[name] = Made(shape=shape, pieces=pieces if sound else None, sources=group.names)
+            made[name] = RowMapping(shape=shape, pieces=pieces if sound else None, sources=group.names)
         return made
 
 
@@ -236,10 +236,10 @@ def _are_plain(rules: Sequence[Any]) -> bool:
 class _Form:
     """What a rule makes of one layer's tensors, without the layer's path, the tensors by their place in the group."""
 
-    made: tuple[tuple[str, Made, tuple[tuple[int, int, int], ...] | None], ...]
+    made: tuple[tuple[str, RowMapping, tuple[tuple[int, int, int], ...] | None], ...]
 
     @classmethod
-    def of(cls, made: Mapping[str, Made], layer: str, names: Sequence[str]) -> _Form:
+    def of(cls, made: Mapping[str, RowMapping], layer: str, names: Sequence[str]) -> _Form:
         place = {name: at for at, name in enumerate(names)}
         return cls(
             tuple(
@@ -252,7 +252,7 @@ class _Form:
             )
         )
 
-    def named(self, layer: str, names: tuple[str, ...]) -> dict[str, Made]:
+    def named(self, layer: str, names: tuple[str, ...]) -> dict[str, RowMapping]:
         """Return the same of the layer at the path `layer`, made of the tensors `names`."""
         return {
             layer + rest: replace(

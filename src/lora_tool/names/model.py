@@ -21,7 +21,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class RowMapping:
     """A tensor made of rows of others, in this order.
 
     `pieces` is None where its rows are not rows of theirs, because they were transposed. `sources` are the tensors

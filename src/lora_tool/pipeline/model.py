@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lora_tool.errors import LoraToolError
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.model import Precision
-from lora_tool.plan.task import Task
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.tensors import DType

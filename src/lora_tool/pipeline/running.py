@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from lora_tool.adapter.support import OTHER_BASE
+from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
@@ -33,22 +35,20 @@ from lora_tool.errors import (
 from lora_tool.execution.folder import check_output
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
-from lora_tool.pipeline.proofs import Proofs, key_of
-from lora_tool.plan import fidelity
-from lora_tool.plan.architectures import CLASSIFICATION_HEADS
-from lora_tool.plan.assembling import HubOrigin
-from lora_tool.plan.checking import ValueCheck
-from lora_tool.plan.consolidate import prepare_consolidate
-from lora_tool.plan.features import OTHER_BASE
-from lora_tool.plan.merge import plan_merge
-from lora_tool.plan.model import Plan
-from lora_tool.plan.task import Task
+from lora_tool.pipeline.stage_cache import StageCache, key_of
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.consolidate.plan_consolidate import prepare_consolidate
+from lora_tool.plan.core import delta_retention
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.build_plan import HubOrigin
+from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import Progress
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
-from lora_tool.rules.head_tensors import head_weight
-from lora_tool.rules.validation import validate
+from lora_tool.rules.shared.heads import head_weight
+from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, another_base, resolve
+from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -100,7 +100,7 @@ class _Running:
     def __init__(self, job: Job, watch: StageWatch) -> None:
         self._job = job
         self._watch = watch
-        self._proofs = Proofs(job.output)
+        self._proofs = StageCache(job.output)
         self._root = job.checkpoint
         self._opened: Checkpoint | None = None
         self._needs_consolidation = False
@@ -226,7 +226,7 @@ class _Running:
         fates = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items() if fate != "consumed")
         summary = f"{fates}: {job.output}, {size(plan.data_bytes)}"
         named = opened.config.base_model if opened.config else None
-        lost = fidelity.warning(read_manifest(job.output / FILE_NAME).raw.get("fidelity"), plan)
+        lost = delta_retention.warning(read_manifest(job.output / FILE_NAME).raw.get("fidelity"), plan)
         warnings = (*another_base(named, self._root, base), *plan.warnings, *filter(None, [lost]))
         self._proofs.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
@@ -309,7 +309,7 @@ class _Running:
         job, adapter = self._job, self._adapter
         if adapter is None or self.result is None:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
-        from lora_tool.plan.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
+        from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
 
         base = self._base(adapter)

@@ -12,7 +12,7 @@ from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError
 from lora_tool.report import Finding, Severity
-from lora_tool.rules.validation import validate
+from lora_tool.validation.validating import validate
 
 EMPTY = "LT206"
 """Tensors without values, saved under DeepSpeed ZeRO-3."""

@@ -11,8 +11,8 @@ from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, TrainingFailed
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.report import Finding, Severity
-from lora_tool.rules.validation import validate
 from lora_tool.train.codes import finding
+from lora_tool.validation.validating import validate
 
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _STATES = (*_OPTIMIZERS, "scheduler.pt", "scaler.pt")

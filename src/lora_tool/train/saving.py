@@ -13,15 +13,15 @@ from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
+from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.training_record import FILE_NAME
 from lora_tool.formats.weights import Weights
-from lora_tool.plan.manifest import fingerprint
-from lora_tool.plan.task import is_classifier
+from lora_tool.plan.base.task import is_classifier
 from lora_tool.report import Finding, Severity
-from lora_tool.rules.validation import validate
 from lora_tool.sources import Source, resolve
 from lora_tool.train.codes import finding
 from lora_tool.train.methods import Method
+from lora_tool.validation.validating import validate
 from lora_tool.version import __version__
 
 REJECTED = "rejected"

@@ -11,11 +11,12 @@ from typing import Any
 
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
-from lora_tool.plan.model import Copy, Plan
-from lora_tool.plan.provenance import Provenance
-from lora_tool.plan.storage import plainly_stored
-from lora_tool.plan.task import Task, is_classifier
-from lora_tool.rules.evidence import OutputEvidence
+from lora_tool.plan.base.task import Task, is_classifier
+from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.direct_base import plainly_stored
+from lora_tool.plan.merge.provenance import Provenance
+from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification.files import Files
 from lora_tool.verification.layers import (
     Noise,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lora_tool.plan.model import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision
+from lora_tool.plan.core.ops import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS
 

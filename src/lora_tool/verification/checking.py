@@ -14,9 +14,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from lora_tool.cores import available_cores
-from lora_tool.plan.model import DoraDelta, LoraDelta, Plan, Precision, Step
+from lora_tool.plan.core.ops import DoraDelta, LoraDelta, Precision
+from lora_tool.plan.core.plan import Plan, Step
 from lora_tool.progress import Progress
-from lora_tool.rules.evidence import TensorEvidence
+from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
 from lora_tool.verification.diagnosis import evidence_of

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_tool.plan.fates import Fate
-from lora_tool.plan.model import Cast, DoraDelta, LoraDelta, Step
-from lora_tool.rules.evidence import TensorEvidence, Verdict
+from lora_tool.actions import TensorAction
+from lora_tool.plan.core.ops import Cast, DoraDelta, LoraDelta
+from lora_tool.plan.core.plan import Step
+from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.verification.bounds import sixteen_bit_bound, terms_of, working_type
 from lora_tool.verification.elements import Array, decode, half_ulps
 from lora_tool.verification.files import Files, Rows, rows_and_columns
@@ -44,7 +45,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
         if verdict is Verdict.UNCHANGED and len(wrong) < len(changed):
             verdict = Verdict.DIFFERENT  # some of its experts carry the adapter
     elif unknown is not None:
-        same = step.fate is Fate.MERGED and total.compared == step.out.numel and not total.moved
+        same = step.action is TensorAction.MERGED and total.compared == step.out.numel and not total.moved
         verdict, reason = (Verdict.UNCHANGED, "") if same else (Verdict.UNKNOWN, unknown)
     elif total.wrong:
         reason = "within what 16-bit arithmetic explains"
@@ -52,7 +53,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
     copied = all(part.copied for part, _ in seen)
     return TensorEvidence(
         name=step.out.name,
-        fate=step.fate,
+        action=step.action,
         verdict=verdict,
         compared=total.compared,
         numel=step.out.numel,
@@ -62,7 +63,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
         distance=total.distance,
         factor=factor,
         cosine=total.cosine,
-        unmoved=step.fate is Fate.MERGED and unknown is None and not total.moved,
+        unmoved=step.action is TensorAction.MERGED and unknown is None and not total.moved,
         scaling=terms[0].scaling if len({term.scaling for term in terms}) == 1 else None,
         rank=terms[0].rank if len({term.rank for term in terms}) == 1 else None,
         reason=reason,

@@ -13,8 +13,8 @@ import numpy as np
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.turned import read_turned
-from lora_tool.tensors import StoredTensor, TurnedSpan
+from lora_tool.formats.transposed import read_turned
+from lora_tool.tensors import StoredTensor, TransposedSpan
 from lora_tool.verification.elements import Array, Bytes, decode
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Files:
         done = 0
         for span in tensor.part(start, len(buffer)):
             part = buffer[done : done + span.nbytes]
-            if isinstance(span, TurnedSpan):
+            if isinstance(span, TransposedSpan):
                 part[:] = read_turned(span, partial(self._read_span, span.path)).data
             else:
                 self._read_span(span.path, span.offset, part)

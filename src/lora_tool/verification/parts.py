@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lora_tool.plan.model import Assemble, Cast, Copy, Op, Step
+from lora_tool.plan.core.ops import Assemble, Cast, Copy, Op
+from lora_tool.plan.core.plan import Step
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from lora_tool.plan.model import Op, ReplaceRows
+from lora_tool.plan.core.ops import Op, ReplaceRows
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.files import Rows, rows_and_columns
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.model import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, ReplaceRows
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, ReplaceRows
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import FLOATS, Array, decode
 from lora_tool.verification.files import Files, Rows, rows_and_columns

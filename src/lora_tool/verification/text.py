@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from lora_tool.actions import TensorAction
 from lora_tool.display import finite, printable
-from lora_tool.plan.fates import Fate
 from lora_tool.report.json import report_json
-from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.verification.checking import Level
 from lora_tool.verification.verifying import Verification, summary_json
 
 _KEPT = {
-    Fate.COPIED: "have the base's bytes",
-    Fate.CAST: "have the base's values, rounded",
-    Fate.REPLACED: "have the adapter's values",
-    Fate.ADDED: "have the values of their source",
+    TensorAction.COPIED: "have the base's bytes",
+    TensorAction.CAST: "have the base's values, rounded",
+    TensorAction.REPLACED: "have the adapter's values",
+    TensorAction.ADDED: "have the values of their source",
 }
 
 
@@ -26,18 +26,18 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
     how = "every value" if verification.level is Level.FULL else "samples"
     against = f" with {' + '.join((verification.base, *verification.adapters))}" if verification.base else ""
     yield printable(f"compared {verification.merged}{against}: {how}")
-    for fate in dict.fromkeys(found.fate for found in verification.evidence.values()):
-        yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.fate is fate])
+    for fate in dict.fromkeys(found.action for found in verification.evidence.values()):
+        yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.action is fate])
     if verification.outputs is not None:
         yield from (f"  {line}" for line in output_lines(verification.outputs))
     if tensors:
         yield from (f"  {tensor_line(found)}" for found in verification.evidence.values())
 
 
-def _fate_line(fate: Fate, found: list[TensorEvidence]) -> str:
+def _fate_line(fate: TensorAction, found: list[TensorEvidence]) -> str:
     right = [item for item in found if item.verdict is Verdict.RIGHT]
     count = f"{len(right)} of {len(found)}" if len(right) < len(found) else f"{len(found)}"
-    if fate is not Fate.MERGED:
+    if fate is not TensorAction.MERGED:
         return f"{count} {fate} {_KEPT.get(fate, 'are as planned')}"
     ulps = max((item.ulps or 0.0 for item in right), default=0.0)
     loose = sum(bool(item.reason) for item in right)
@@ -79,10 +79,12 @@ def tensor_line(found: TensorEvidence) -> str:
             ("factor", found.factor),
             ("cosine", found.cosine),
         )
-        if value is not None and found.fate is Fate.MERGED
+        if value is not None and found.action is TensorAction.MERGED
     ]
     wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []
-    return printable("  ".join([f"{found.verdict.value:<10}", f"{found.fate.value:<8}", found.name, *wrong, *figures]))
+    return printable(
+        "  ".join([f"{found.verdict.value:<10}", f"{found.action.value:<8}", found.name, *wrong, *figures])
+    )
 
 
 def verification_json(verification: Verification) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def verification_json(verification: Verification) -> dict[str, Any]:
 def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
     return {
         "name": printable(found.name),
-        "fate": found.fate.value,
+        "fate": found.action.value,
         "verdict": found.verdict.value,
         "compared": found.compared,
         "values": found.numel,

@@ -14,14 +14,16 @@ from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.plan.model import Plan, Precision
-from lora_tool.plan.provenance import Provenance, find_inputs
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.expected import expected
+from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity, Skipped
-from lora_tool.rules.evidence import OutputEvidence, TensorEvidence, Verdict
-from lora_tool.rules.merged_subject import MergedSubject
-from lora_tool.rules.registry import chosen
-from lora_tool.rules.validation import judge
+from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.judging import judge
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.verification.checking import Level, check_tensors
 
 _OWN_RULES = ("LT1", "LT6")
@@ -113,7 +115,7 @@ def verify_inputs(
             why_no_outputs = str(error)
     subject = MergedSubject(
         checkpoint=inputs.merged,
-        plan=plan,
+        planned=None if plan is None else expected(plan),
         why_no_plan=why_no_plan,
         evidence=evidence,
         outputs=outputs,
@@ -141,7 +143,7 @@ def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs
     """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
     written = _written(plan, folder)
     evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
-    subject = MergedSubject(checkpoint=written, plan=plan, evidence=evidence, recomputed=True)
+    subject = MergedSubject(checkpoint=written, planned=expected(plan), evidence=evidence, recomputed=True)
     report = judge(subject, [rule for rule in chosen(_OWN_RULES) if not rule.deep])
     return Verification(
         merged=folder,

@@ -1,0 +1,1 @@
+"""What an adapter is and does, computed once for everybody."""

@@ -1,0 +1,1 @@
+"""What the adapters of a merge do, as terms."""

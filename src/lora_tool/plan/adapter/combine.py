@@ -1,0 +1,140 @@
+"""The adapters of one merge: each with its config and its tensors by what they do, and all of them as one.
+
+The deltas of several adapters are summed. What cannot be summed must not contradict: a module that two of them saved
+whole, a head, trained tokens, DoRA's magnitudes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TypeVar
+
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.stored import same_values
+from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.tensors import StoredTensor
+
+Value = TypeVar("Value")
+
+_ONE_BY_ONE = "merge one of them, then the other into the result: lora-tool merge ADAPTER2 --base MERGED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """One adapter of a merge."""
+
+    adapter: AdapterDir
+    config: AdapterConfig
+    modules: AdapterModules
+
+    @property
+    def tokens(self) -> Mapping[str, tuple[int, ...]]:
+        """Embedding module → the rows that this adapter trained by themselves."""
+        return {module: self.config.tokens(module) for module in self.modules.tokens}
+
+    def without(self, tensors: Collection[StoredTensor], reason: str) -> Adapted:
+        """Return the same adapter with these of its whole tensors dropped, for the reason."""
+        mine = [tensor for tensor in tensors if self.adapter.tensors.get(tensor.name) == tensor]
+        dropped = {**self.modules.dropped, **{tensor.name: reason for tensor in mine}}
+        return replace(self, modules=replace(self.modules.without(mine), dropped=dropped))
+
+
+def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
+    """Return the adapters with the tensors dropped that an earlier one holds too, and what all of them do together.
+
+    Terms are in the order of the adapters. Raises `UnsupportedAdapter` where two of them contradict each other.
+    """
+    for one, other in combinations(adapted, 2):
+        for module, what in _clashes(one.modules, other.modules):
+            raise UnsupportedAdapter(
+                f"{one.adapter.root} and {other.adapter.root} cannot be merged together: `{module}` {what}",
+                hint=_ONE_BY_ONE,
+            )
+    kept: list[Adapted] = []
+    for part in adapted:
+        kept.append(_without_repeated(part, kept))
+    modules = [part.modules for part in kept]
+    return tuple(kept), AdapterModules(
+        lora=_summed(each.lora for each in modules),
+        lora_bias=_summed(each.lora_bias for each in modules),
+        magnitudes=_union(each.magnitudes for each in modules),
+        saved=_union(each.saved for each in modules),
+        frozen_base=_union(each.frozen_base for each in modules),
+        embeddings=frozenset().union(*(each.embeddings for each in modules)),
+        tokens=_union(each.tokens for each in modules),
+        parameters=_summed(each.parameters for each in modules),
+        dropped={},
+    )
+
+
+def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
+    """Return unless a later adapter alone saved a module whole. Raises `UnsupportedAdapter`.
+
+    PEFT takes saved modules from the active adapter, which is the first, and leaves out the others' without a word
+    (peft 0.21, `ModulesToSaveWrapper.unload_and_optionally_merge_module`).
+    """
+    for part in adapted[1:]:
+        for name, tensor in part.modules.saved.items():
+            if part.config.saves(name) or part.config.saves(name.rpartition(".")[0]):
+                raise UnsupportedAdapter(
+                    f"{tensor.path}: `{tensor.name}` is saved whole, and PEFT takes such modules from the first of "
+                    f"several adapters alone: it would leave this one out",
+                    hint=f"give {part.adapter.root} first, or leave --precision peft out",
+                )
+
+
+def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, str]]:
+    """Yield module and sentence for everything that both do and that cannot be done twice."""
+    for left, right in ((one, other), (other, one)):
+        for module in sorted(left.magnitudes.keys() & right.lora.keys()):
+            yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
+        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)} | right.parameters.keys()
+        touched |= {f"{module}.bias" for module in right.lora_bias}
+        for name in left.saved.keys() & touched:
+            yield name, "is saved whole in one and has LoRA or trained tokens in the other"
+        for module in left.tokens.keys() & right.lora.keys():
+            yield module, "has trained tokens in one and LoRA in the other"
+    for module in one.tokens.keys() & other.tokens.keys():
+        yield module, "has trained tokens in both"
+    for module in one.lora.keys() & other.lora.keys():
+        if (module in one.embeddings) != (module in other.embeddings):
+            yield module, "is an embedding in one and a linear layer in the other"
+    whole = (one.saved.keys() & other.saved.keys()) | (one.frozen_base.keys() & other.frozen_base.keys())
+    for name in sorted(whole):
+        mine, theirs = (each.saved.get(name) or each.frozen_base[name] for each in (one, other))
+        if not same_values(mine, theirs):
+            yield (
+                name,
+                f"has other values in each ({mine.dtype} {list(mine.shape)}, {theirs.dtype} {list(theirs.shape)})",
+            )
+
+
+def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:
+    """Return the adapter without the whole tensors that an earlier one holds with the same values."""
+    repeated = [
+        tensor
+        for each in earlier
+        for mine, other in (
+            (part.modules.saved, each.modules.saved),
+            (part.modules.frozen_base, each.modules.frozen_base),
+        )
+        for name, tensor in mine.items()
+        if name in other
+    ]
+    return part.without(repeated, "an earlier adapter holds it with the same values") if repeated else part
+
+
+def _summed(tables: Iterator[Mapping[str, tuple[Value, ...]]]) -> dict[str, tuple[Value, ...]]:
+    joined: dict[str, tuple[Value, ...]] = {}
+    for table in tables:
+        for module, terms in table.items():
+            joined[module] = (*joined.get(module, ()), *terms)
+    return joined
+
+
+def _union(tables: Iterator[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    return {name: tensor for table in tables for name, tensor in table.items()}

@@ -1,0 +1,1 @@
+"""What a merge takes from the base model beside its weights."""

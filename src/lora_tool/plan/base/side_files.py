@@ -1,0 +1,218 @@
+"""The files beside the weights: config, tokenizer, licence. Copied byte for byte, or written and said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
+from lora_tool.errors import CorruptFile
+from lora_tool.formats import model_config
+from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
+from lora_tool.formats.tokenizer import TEMPLATES, PadToken, read_pad_token
+from lora_tool.plan.core.plan import SideFile
+from lora_tool.tensors import DType
+
+GENERATION_CONFIG = "generation_config.json"
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
+_CONFIG_DTYPES = {
+    DType.BF16: "bfloat16",
+    DType.F16: "float16",
+    DType.F32: "float32",
+    DType.F64: "float64",
+}
+
+
+def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> PadToken | None:
+    """Return the pad token of the tokenizer that goes with the model: an adapter folder's, else the base's."""
+    for folder in (*(adapter.folder for adapter in adapters), base.folder):
+        if folder.tokenizer_files:
+            found, _ = read_pad_token(folder.root, folder.tokenizer_files)
+            if found is not None:
+                return found
+    return None
+
+
+def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
+    """Return `config.json`: the base's own bytes where nothing changes, else the base's object with `changes`."""
+    if base.config is None:
+        raise AssertionError("a whole model has a config")
+    raw = dict(base.config.raw)
+    # the code that it names is not copied, and transformers has the class itself
+    own_code = raw.pop("auto_map", None) is not None
+    if not own_code and all(raw.get(name) == value for name, value in changes.items()):
+        return SideFile(filename=model_config.FILE_NAME, source=base.config.path, reason="copied from the base")
+    raw.update(changes)
+    content = json_bytes(raw, indent=2, sort_keys=True)
+    reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
+    reason += ", without auto_map" if own_code else ""
+    return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
+
+
+def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None) -> dict[str, Any]:
+    """Return what `config.json` must say for `AutoModelForSequenceClassification` to build the same model."""
+    changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels)}
+    if pad_token_id is not None:
+        changes["pad_token_id"] = pad_token_id
+    return changes
+
+
+def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
+    """Return what `config.json` must say for a class with this number of labels; nothing where it says so now."""
+    said = base.config.num_labels if base.config else None
+    return (
+        {} if num_labels == (model_config.TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
+    )
+
+
+def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
+    raw = base.config.raw if base.config else {}
+    labels = raw.get("id2label")
+    if not isinstance(labels, dict) or len(labels) != num_labels:
+        labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
+    changes: dict[str, Any] = {
+        "id2label": labels,
+        "label2id": {label: int(number) for number, label in labels.items()},
+    }
+    if "num_labels" in raw:
+        changes["num_labels"] = num_labels
+    if num_labels == 1 and raw.get("problem_type") == "single_label_classification":
+        changes["problem_type"] = None  # of the base's own head: transformers refuses to load one label with it
+    return changes
+
+
+def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
+    """Return what `config.json` must say for the weights to be loaded in the type that they have."""
+    if dtype is None or base.config is None:
+        return {}
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
+    name = "torch_dtype" if "torch_dtype" in base.config.raw else "dtype"
+    return {name: _CONFIG_DTYPES[dtype]}
+
+
+def trained_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+    """Yield a warning for each file of trained weights beside an adapter that is no part of it."""
+    for adapter in adapters:
+        for name in adapter.folder.trained_beside:
+            yield f"{adapter.root / name} holds trained weights that are not part of the adapter: they are not merged"
+
+
+def owners(adapters: Sequence[AdapterDir], base: ModelDir) -> list[tuple[Folder, str]]:
+    """Return the folders that files are copied from, the first first, each with what to call it."""
+    several = len(adapters) > 1
+    named = [(each.folder, f"adapter {each.root}" if several else "adapter") for each in adapters]
+    return [*named, (base.folder, "base")]
+
+
+def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
+    """Yield the tokenizer's files, from the adapters first and the base last, licences and generation config.
+
+    Raises `CorruptFile` for one that is no regular file inside its folder.
+    """
+    taken = set()
+    for folder, whose in owners(adapters, base):
+        for name in (*folder.tokenizer_files, *_templates(folder)):
+            if name not in taken:
+                taken.add(name)
+                yield _copied(folder, name, whose)
+    for name in base.folder.files:
+        if name.upper().startswith(_LICENCES) or (generation and name == GENERATION_CONFIG):
+            yield _copied(base.folder, name, "base")
+
+
+def _templates(folder: Folder) -> list[str]:
+    """Return the paths of the named chat templates, relative to the folder."""
+    if TEMPLATES not in folder.folders:
+        return []
+    return sorted(f"{TEMPLATES}/{path.name}" for path in (folder.root / TEMPLATES).glob("*.jinja"))
+
+
+def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
+    """Return what `config.json` must say for a model with `size` tokens, where it says it now."""
+    raw = base.config.raw if base.config else {}
+    nested = raw.get("text_config")
+    if isinstance(nested, dict) and "vocab_size" in nested:
+        changes: dict[str, Any] = {"text_config": {**nested, "vocab_size": size}}
+        return changes | ({"vocab_size": size} if "vocab_size" in raw else {})
+    return {"vocab_size": size}
+
+
+def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+    """Yield a warning for each tokenizer file of which the adapters have different ones: the first is copied."""
+    names = dict.fromkeys(name for adapter in adapters for name in adapter.folder.tokenizer_files)
+    for name in names:
+        holders = [adapter.root for adapter in adapters if name in adapter.folder.tokenizer_files]
+        if len(holders) > 1 and not all(same_content(holders[0] / name, holder / name) for holder in holders[1:]):
+            others = ", ".join(str(holder) for holder in holders[1:])
+            yield f"{name} is copied from {holders[0]}; {others} has another one"
+
+
+def _copied(folder: Folder, name: str, whose: str) -> SideFile:
+    require_own_file(folder.root, folder.root / name)
+    return SideFile(filename=name, source=folder.root / name, reason=f"copied from the {whose}")
+
+
+def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
+    """Yield what to say of the base's files and folders that are neither weights nor copied, its code by itself."""
+    weights = {file.path.name for file in base.weights.files}
+    index = {base.weights.index.name} if base.weights.index else set()
+    names = [name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name)]
+    taken = {name.partition("/")[0] for name in copied}
+    skipped = {*taken, *base.folder.checkpoints, *base.folder.training_state}
+    names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]
+    code = [name for name in names if name.endswith(".py")]
+    others = [name for name in names if name not in code]
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        yield f"not copied from the base: {', '.join(others[:_NAMED])}{more}"
+    if code:
+        yield f"code of the base is never run, and not copied: {', '.join(code)}"
+
+
+_NAMED = 40
+
+
+def _is_worth_a_word(name: str) -> bool:
+    return not name.startswith((".", "__")) and name not in ("README.md", "training_args.bin")
+
+
+def code_named(files: Iterable[SideFile]) -> Iterator[str]:
+    """Yield a warning for each copied config that names code (`auto_map`): the code is not copied with it."""
+    for file in files:
+        if file.source is None or not file.filename.endswith("_config.json"):
+            continue
+        try:
+            table = read_json(file.source)
+        except CorruptFile:
+            continue  # said by validate; the bytes are copied as they are
+        named = table.get("auto_map") if isinstance(table, dict) else None
+        if named:
+            yield (
+                f"{file.filename} names code (`auto_map`), which is not copied: load what it describes from "
+                f"{file.source.parent}, or copy the code once you trust it"
+            )
+
+
+def model_dtype(base: ModelDir) -> DType | None:
+    """Return the type that `from_pretrained(dtype="auto")` gives the model: the config's, else the first float's."""
+    first = next((tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float), None)
+    return _named_dtype(base) or first
+
+
+def _named_dtype(base: ModelDir) -> DType | None:
+    raw = base.config.raw if base.config else {}
+    named = raw.get("dtype", raw.get("torch_dtype"))
+    by_name = {name: dtype for dtype, name in _CONFIG_DTYPES.items()}
+    return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
+
+
+def another_dtype(base: ModelDir) -> Iterator[str]:
+    """Yield a warning where no weight has the type that the config names: transformers would convert all of them."""
+    named = _named_dtype(base)
+    held = {tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float}
+    if named is not None and held and named not in held:
+        found, wanted = ", ".join(sorted(dtype.value for dtype in held)), _CONFIG_DTYPES[named]
+        yield (
+            f"{base.root / model_config.FILE_NAME} says {wanted}, the weights are {found}: they keep their type; "
+            f"--dtype {wanted} merges what transformers and PEFT would load"
+        )

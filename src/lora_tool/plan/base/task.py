@@ -1,0 +1,159 @@
+"""What the merged model is for: a causal language model, a sequence classifier with its head, or another class."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from lora_tool.architectures import CLASSIFICATION_HEADS, Architecture, architecture_of
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.keys import Part
+
+
+@enum.unique
+class Task(str, enum.Enum):
+    """What `--task` takes. REWARD is SEQ_CLS with one label; AUTO is what adapter and base say.
+
+    OWN_CLASS is the class that the adapter was trained on, which PEFT writes where there is no task type, or else the
+    base's own.
+    """
+
+    AUTO = "auto"
+    CAUSAL_LM = "causal-lm"
+    SEQ_CLS = "seq-cls"
+    REWARD = "reward"
+    TOKEN_CLS = "token-cls"  # noqa: S105 - no password
+    QUESTION_ANS = "question-ans"
+    SEQ_2_SEQ_LM = "seq-2-seq-lm"
+    FEATURE_EXTRACTION = "feature-extraction"
+    OWN_CLASS = "own-class"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @property
+    def auto_class(self) -> str | None:
+        """The class of transformers that loads such a model; None where the model's own has to be named."""
+        return _AUTO_CLASSES.get(self)
+
+
+CLASSIFIERS = frozenset({Task.SEQ_CLS, Task.REWARD})
+"""The tasks whose model is a sequence classifier."""
+_AUTO_CLASSES = {
+    Task.CAUSAL_LM: "AutoModelForCausalLM",
+    Task.SEQ_CLS: "AutoModelForSequenceClassification",
+    Task.REWARD: "AutoModelForSequenceClassification",
+    Task.TOKEN_CLS: "AutoModelForTokenClassification",
+    Task.QUESTION_ANS: "AutoModelForQuestionAnswering",
+    Task.SEQ_2_SEQ_LM: "AutoModelForSeq2SeqLM",
+    Task.FEATURE_EXTRACTION: "AutoModel",
+}
+_TASK_TYPES = {
+    "CAUSAL_LM": Task.CAUSAL_LM,
+    "SEQ_CLS": Task.SEQ_CLS,
+    "TOKEN_CLS": Task.TOKEN_CLS,
+    "QUESTION_ANS": Task.QUESTION_ANS,
+    "SEQ_2_SEQ_LM": Task.SEQ_2_SEQ_LM,
+    "FEATURE_EXTRACTION": Task.FEATURE_EXTRACTION,
+}
+_TWO = frozenset({"CAUSAL_LM", "SEQ_CLS"})
+_CLASSIFIER = "ForSequenceClassification"
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+
+
+def is_classifier(class_names: tuple[str, ...]) -> bool:
+    """Return whether `architectures` of a config names a sequence classifier."""
+    return any(name.endswith(_CLASSIFIER) for name in class_names)
+
+
+def trained_class(adapters: Sequence[AdapterDir], base: ModelDir) -> str | None:
+    """Return the class that OWN_CLASS means: of the first adapter that names one, else of the base."""
+    named = [adapter.config.trained_class for adapter in adapters if adapter.config]
+    own = base.config.architectures if base.config else ()
+    return next(filter(None, (*named, *own)), None)
+
+
+def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
+    """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
+
+    None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where what was
+    asked for and the configs contradict each other.
+    """
+    told = {adapter.root: _told(adapter.config, base) for adapter in adapters if adapter.config}
+    if task is not Task.AUTO:
+        of_the_two = task in {Task.CAUSAL_LM, *CLASSIFIERS}
+        for adapter in adapters if task is not Task.OWN_CLASS else ():
+            said = adapter.config.task_type if adapter.config else None
+            # where both are of the two, `decide_task` compares them
+            if adapter.config and said and told[adapter.root] is not task and not (of_the_two and said in _TWO):
+                raise UnsupportedAdapter(
+                    f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
+                    hint="leave --task and --rm out, or give --task own-class",
+                )
+        return None if of_the_two else task
+    heard = set(told.values()) - {None}
+    if len(heard) > 1:
+        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in told.items())
+        raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
+    if heard:
+        return next(iter(heard - {Task.CAUSAL_LM, *CLASSIFIERS}), None)
+    own = next(iter(base.config.architectures), None) if base.config else None
+    # the head that an adapter brings is a sequence classifier's, if the base does not say that it has one of its own
+    brought = not ("Classification" in (own or "") or "Answering" in (own or "")) and any(map(_carries_head, adapters))
+    return Task.OWN_CLASS if own is not None and not brought and not _is_of_the_two(own, base) else None
+
+
+def _told(config: AdapterConfig | None, base: ModelDir) -> Task | None:
+    """Return what the config of an adapter says: its task type, else the class that it was trained on."""
+    if config is None:
+        return None
+    if config.task_type:
+        return _TASK_TYPES[config.task_type]
+    name = config.trained_class
+    if name is None or (_is_of_the_two(name, base) and not name.endswith(_CLASSIFIER)):
+        return None  # which of the two, its tensors tell
+    return Task.SEQ_CLS if name.endswith(_CLASSIFIER) else Task.OWN_CLASS
+
+
+def _is_of_the_two(class_name: str, base: ModelDir) -> bool:
+    row = architecture_of(base.config.model_type or "") if base.config else None
+    known = (row.causal_lm, row.sequence_classification) if row else ()
+    return class_name.endswith((*_CAUSAL, _CLASSIFIER)) or class_name in known
+
+
+def _carries_head(adapter: AdapterDir) -> bool:
+    keys = (key for key in adapter.keys.values() if key.part in (Part.PLAIN, Part.SAVED_MODULE))
+    return any(not CLASSIFICATION_HEADS.isdisjoint(key.module.split(".")) for key in keys)
+
+
+def decide_task(task: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDir, arch: Architecture) -> Task:
+    """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, if adapter and base do not contradict it.
+
+    Without being asked: the adapter's `task_type`, else the class that it was trained on or a head among its tensors,
+    else the base's own class. Raises `UnsupportedAdapter` on a contradiction.
+    """
+    told = _TASK_TYPES.get(config.task_type or "")
+    classifier_base = base.config is not None and is_classifier(base.config.architectures)
+    has_head = arch.head is not None and any(
+        key.module == arch.head or key.module.startswith(f"{arch.head}.") for key in adapter.keys.values()
+    )
+    seen = Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM
+    if task is Task.AUTO:
+        if told is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
+            raise _contradiction(config, "CAUSAL_LM", f"the {'adapter' if has_head else 'base'} has a {arch.head} head")
+        return told or _told(config, base) or seen
+    asked = Task.CAUSAL_LM if task is Task.CAUSAL_LM else Task.SEQ_CLS
+    if told is not None and told is not asked:
+        raise _contradiction(config, config.task_type or "", f"--task {task} was asked for")
+    if asked is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
+        raise _contradiction(config, config.task_type or "not set", f"a {arch.head} head is there")
+    return task
+
+
+def _contradiction(config: AdapterConfig, found: str, against: str) -> UnsupportedAdapter:
+    return UnsupportedAdapter(
+        f"{config.path}: task_type is {found}, but {against}",
+        hint='a reward model needs "task_type": "SEQ_CLS" in adapter_config.json, and its trained score head',
+    )

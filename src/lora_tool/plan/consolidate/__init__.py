@@ -1,0 +1,1 @@
+"""Rank files → the plan of an adapter, a model or a state dict."""

@@ -1,0 +1,150 @@
+"""Which tensors of a PEFT training module make its adapter, under which names, and whether the head is among them.
+
+`save_pretrained` keeps LoRA tensors and `modules_to_save`. It loses a frozen head: a new `score` layer that has LoRA on
+it, or none at all, is random, was never in the base model, and without it every reward is wrong. Where the checkpoint
+has it, it goes into the adapter under the name that `PeftModel` gives it, and `PeftModel.from_pretrained` loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_tool import keys
+from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.formats.partitions import Entry, Role
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.core.plan import SideFile
+from lora_tool.report import Finding
+from lora_tool.sharded.frozen_heads import (
+    heads_of,
+    parsed_keys,
+    unwrapped_name,
+)
+from lora_tool.sharded.training_state import TrainingState
+
+_LORA = frozenset(
+    {Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE, Part.TOKENS_DELTA, Part.SAVED_MODULE}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSelection:
+    """The tensors of an adapter and the config that goes with them."""
+
+    names: Mapping[str, str]
+    """Name in the adapter → name in the training module."""
+    config: SideFile
+    faults: tuple[Finding, ...]
+    """LT415, where the head is lost."""
+    notes: tuple[str, ...]
+
+
+def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelection:
+    """Return the adapter's tensors by their PEFT names, a frozen head among them.
+
+    Raises `UnsupportedCheckpoint` where several adapters were trained, where the config is another run's, and for
+    trained tensors that an adapter has no place for.
+    """
+    entries = state.entries
+    known = parsed_keys(state)
+    parsed = {name: known[name] for name in entries}
+    chosen = _adapter_name(entries, parsed)
+    names: dict[str, str] = {}
+    for name, key in parsed.items():
+        if key.part in _LORA and key.adapter_name in (chosen, None):
+            if key.canonical in names:
+                raise UnsupportedCheckpoint(f"`{name}` and `{names[key.canonical]}` would be one tensor of the adapter")
+            names[key.canonical] = name
+        elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
+            raise UnsupportedCheckpoint(
+                f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
+                hint="--what state writes every tensor",
+            )
+        elif key.part not in _LORA and entries[name].role is Role.TRAINED:
+            names[key.canonical] = name
+    _require_ranks(entries, {name: parsed[name] for name in names.values()}, config)
+    heads = heads_of(state, config, known)
+    notes = tuple(
+        f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in heads.names
+    )
+    config_file = _config_file(config, heads.whole_modules)
+    return AdapterSelection(names={**names, **heads.names}, config=config_file, faults=heads.faults, notes=notes)
+
+
+def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]) -> str | None:
+    all_names = {key.adapter_name for key in parsed.values() if key.part is Part.LORA_A or key.part is Part.EMBEDDING_A}
+    trained = {
+        key.adapter_name
+        for name, key in parsed.items()
+        if key.part in _LORA and key.adapter_name in all_names and entries[name].role is not Role.FROZEN
+    }
+    if len(trained) != 1:
+        listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
+        raise UnsupportedCheckpoint(
+            f"one trained adapter is expected, there are {len(trained)}: {listed}",
+            hint="--what state writes every tensor",
+        )
+    return trained.pop()
+
+
+def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
+    return config.bias != "none" and key.leaf == "bias"
+
+
+def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey], config: AdapterConfig) -> None:
+    for name, key in parsed.items():
+        shape = entries[name].shape
+        if key.part is Part.LORA_A and shape and not _has_rank(shape[0], key.module, config):
+            raise UnsupportedCheckpoint(
+                f"`{name}` has rank {shape[0]}, {config.path} says {config.rank(key.module)}: it is of another run",
+                hint="give the right one: --adapter-config FILE",
+            )
+
+
+def _has_rank(rows: int, module: str, config: AdapterConfig) -> bool:
+    """Return whether the config gives the module's lora_A so many rows: a stack of experts has its rank for each."""
+    path = module.partition(".base_layer")[0]
+    stacks = (
+        entry.rpartition(".")[2]
+        for entry in config.target_parameters or ()
+        if keys.is_under(path, frozenset({entry.rpartition(".")[0]}))
+    )
+    return rows == config.rank(module) or any(rows % max(1, config.rank(f"{path}.{name}")) == 0 for name in stacks)
+
+
+def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
+    """Return the config, changed only where it would not be true in another folder or with the head beside it."""
+    changes: dict[str, Any] = {}
+    why = []
+    if saved:
+        changes["modules_to_save"] = [*config.modules_to_save, *saved]
+        why.append(f"{', '.join(saved)} in modules_to_save")
+    base = config.path.parent / (config.base_model or "")
+    if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
+        changes["base_model_name_or_path"] = str(base.resolve())
+        why.append("the whole path of the base model")
+    if not changes:
+        return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
+    content = json_bytes({**read_json(config.path), **changes}, indent=2)
+    reason = f"that of {config.path.parent}, with {' and '.join(why)}"
+    return SideFile(filename=FILE_NAME, content=content, reason=reason)
+
+
+def left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names that are not in the adapter, each with the reason."""
+    for name in entries:
+        if name not in taken:
+            part = keys.parse(unwrapped_name(name)).part
+            if part is Part.ORIGINAL_MODULE:
+                yield name, "the frozen original of a module that was trained whole"
+            elif part in _LORA:
+                yield name, "of another, frozen adapter"
+            elif entries[name].role is Role.SAVED:
+                yield name, "not LoRA: the base model has it, unless it was trained, which the checkpoint does not say"
+            else:
+                yield name, "frozen: the base model has it"

@@ -1,0 +1,313 @@
+"""Planning a consolidation: rank files → an adapter, a model or a bare state dict, as copies of byte spans."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lora_tool import keys
+from lora_tool.actions import TensorAction
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.formats import model_config, tokenizer
+from lora_tool.formats.files import inside, json_bytes, read_json
+from lora_tool.formats.partitions import Entry, Role
+from lora_tool.plan.base.side_files import GENERATION_CONFIG
+from lora_tool.plan.consolidate.extract_adapter import left_behind, select_adapter
+from lora_tool.plan.core import sharding
+from lora_tool.plan.core.ops import Cast, Copy, Op, Precision
+from lora_tool.plan.core.plan import InputRecord, Plan, Shard, SideFile, Step
+from lora_tool.report import Finding, Severity
+from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
+from lora_tool.sharded.training_state import TrainingState, training_state
+from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
+
+_VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
+_CONFIG_DTYPES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}
+
+
+@enum.unique
+class What(str, enum.Enum):
+    """What `--what` takes."""
+
+    AUTO = "auto"
+    """An adapter where there are LoRA tensors, else a model."""
+    ADAPTER = "adapter"
+    MODEL = "model"
+    STATE = "state"
+    """The training module's own state dict, names as saved."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What goes out: output name → saved name, the files beside, what to say."""
+
+    names: Mapping[str, str]
+    leftovers: tuple[tuple[str, TensorAction, str], ...] = ()
+    side_files: tuple[SideFile, ...] = ()
+    faults: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def plan_consolidate(
+    checkpoint: ZeroDir | DcpDir,
+    *,
+    what: What | str = What.AUTO,
+    tag: str | None = None,
+    adapter_config: Path | None = None,
+    dtype: DType | None = None,
+    max_shard_bytes: int | None = None,
+    ignore: Iterable[str] = (),
+) -> Plan:
+    """Return the plan that puts the checkpoint's tensors together, after a look at every value that it will copy.
+
+    Nothing is written. `dtype` None keeps each tensor's own; `ignore` are the codes of faults to go on in spite of.
+    Raises `FindingsFound` for faults that are errors, in the structure or the values; `UnsupportedCheckpoint` and
+    `CheckpointError` for what cannot be put together at all. `prepare_consolidate` leaves the look to be taken.
+    """
+    plan, values = prepare_consolidate(
+        checkpoint,
+        what=what,
+        tag=tag,
+        adapter_config=adapter_config,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        ignore=ignore,
+    )
+    kept = values.run(lambda _: None) if values else []
+    return replace(plan, warnings=(*plan.warnings, *map(str, kept)))
+
+
+def prepare_consolidate(
+    checkpoint: ZeroDir | DcpDir,
+    *,
+    what: What | str = What.AUTO,
+    tag: str | None = None,
+    adapter_config: Path | None = None,
+    dtype: DType | None = None,
+    max_shard_bytes: int | None = None,
+    ignore: Iterable[str] = (),
+) -> tuple[Plan, ValueCheck | None]:
+    """Return the plan that puts the checkpoint's tensors together, and the check of the values that it copies.
+
+    Nothing is written, and no values are read. `dtype` None keeps each tensor's own: float32 for trained ones, the
+    model's for frozen ones. The check reads every byte that will be used once (CRC32, NaN, all-zero parts, rounding)
+    and is None where all of that is ignored. Both raise `FindingsFound` for faults that are errors and whose codes do
+    not begin with one of `ignore`; the planning `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put
+    together at all.
+    """
+    ignored = tuple(code.upper() for code in ignore)
+    state = training_state(checkpoint, tag=tag)
+    kept = _refuse_errors(state.faults, ignored)
+    decided = What(what)
+    if decided is What.AUTO:
+        decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
+    choice = _choose(decided, state, adapter_config, dtype)
+    kept += _refuse_errors(choice.faults, ignored)
+    tensors = state.assemble(frozenset(choice.names.values()))
+    unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
+    values = None if unchecked else replace(state.value_check(tensors), judge=partial(_refuse_errors, ignored=ignored))
+    steps = tuple(_steps(choice.names, tensors, state.entries, dtype))
+    shards = _shards(decided, steps, max_shard_bytes)
+    side_files = choice.side_files
+    if len(shards) > 1:
+        index = SideFile(
+            filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
+        )
+        side_files = (*side_files, index)
+    plan = Plan(
+        shards=shards,
+        side_files=side_files,
+        leftovers=tuple(
+            InputRecord(path=state.folder, name=name, action=fate, reason=reason)
+            for name, fate, reason in choice.leftovers
+        ),
+        inputs=_inputs(state, tensors.values(), side_files),
+        precision=Precision.FLOAT32,
+        warnings=(*(str(fault) for fault in kept if fault.severity >= Severity.WARNING), *choice.warnings),
+        notes=(
+            f"{decided} from {state.title}",
+            *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
+            *choice.notes,
+            *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
+        ),
+        manifest={
+            "operation": "consolidate",
+            "what": decided.value,
+            "dtype": dtype.value if dtype else "as saved",
+            "merged_adapters": [],
+            "values_checked": values is not None,
+            "ignored": list(ignored),
+            "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
+        },
+    )
+    return plan, values
+
+
+def _refuse_errors(faults: Iterable[Finding], ignored: tuple[str, ...]) -> list[Finding]:
+    """Return the faults that do not stop us. Raises `FindingsFound` with the errors that are not ignored."""
+    faults = list(faults)
+    errors = [f for f in faults if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
+    if errors:
+        others = sorted({error.code for error in errors[1:]})
+        more = f" (and {len(errors) - 1} more: {', '.join(others)}; validate shows all)" if others else ""
+        codes = ",".join(sorted({error.code for error in errors}))
+        hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
+        raise FindingsFound(f"{errors[0]}{more}", hint=f"{hint}; to go on all the same: --ignore {codes}")
+    return faults
+
+
+def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> _Choice:
+    if what is What.ADAPTER:
+        return _choose_adapter(state, adapter_config)
+    if not state.entries:
+        raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
+    dropped = tuple(
+        (name, TensorAction.DROPPED, f"tied to `{real}`, which is written") for name, real in state.shared.items()
+    )
+    if what is What.STATE:
+        return _Choice(names={name: name for name in state.entries}, leftovers=dropped)
+    if has_lora(state.entries):
+        raise UnsupportedCheckpoint(
+            f"{state.folder} is of a PEFT model: it is not a model by itself",
+            hint="take the adapter out with --what adapter, then lora-tool merge; --what state writes every tensor",
+        )
+    files, warnings = _model_files(state, dtype or _usual_dtype(state))
+    return _Choice(
+        names=_plain_names(state.entries),
+        leftovers=dropped,
+        side_files=files,
+        faults=tuple(_lacking(state)),
+        warnings=warnings,
+    )
+
+
+def _lacking(state: TrainingState) -> Iterator[Finding]:
+    """LT410: yield an error if a model would lack tensors that its module has."""
+    lost = state.without_values
+    if lost:
+        yield Finding(
+            code="LT410",
+            severity=Severity.ERROR,
+            path=str(state.folder),
+            subject=lost[0],
+            message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen, and not saved",
+            hint="look for a tag that was saved without exclude_frozen_parameters; --what state writes what there is",
+        )
+
+
+def _choose_adapter(state: TrainingState, adapter_config: Path | None) -> _Choice:
+    if not has_lora(state.entries):
+        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint="--what model, or --what state")
+    config = find_adapter_config(adapter_config, near=state.near)
+    selection = select_adapter(state, config)
+    taken = frozenset(selection.names.values())
+    left = tuple((name, TensorAction.DROPPED, reason) for name, reason in left_behind(state.entries, taken))
+    files = (selection.config, *_tokenizer_files(state))
+    return _Choice(
+        names=selection.names, leftovers=left, side_files=files, faults=selection.faults, notes=selection.notes
+    )
+
+
+def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return transformers' name → saved name: what wrappers put into names, or before all of them, is taken away."""
+    names = {keys.unwrapped(name): name for name in entries}
+    if len(names) != len(entries):
+        raise UnsupportedCheckpoint("two tensors have one name without their wrappers", hint="--what state writes both")
+    while names and all(name.startswith("module.") for name in names):
+        names = {name.removeprefix("module."): saved for name, saved in names.items()}
+    return names
+
+
+def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:
+    path = _find(state, model_config.FILE_NAME)
+    tokenizers = tuple(_tokenizer_files(state))
+    if path is None:
+        places = ", ".join(map(str, state.near))
+        return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
+    raw: dict[str, Any] = dict(read_json(path))
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = _CONFIG_DTYPES[dtype]
+    reason = f"that of {path.parent}, with the type that the weights now have"
+    config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
+    generation = _find(state, GENERATION_CONFIG)
+    copied = (
+        [SideFile(filename=GENERATION_CONFIG, source=generation, reason=f"copied from {generation.parent}")]
+        if generation
+        else []
+    )
+    return (config, *copied, *tokenizers), ()
+
+
+def _usual_dtype(state: TrainingState) -> DType:
+    """Return the type of the module's first float tensor of the commonest sort: masters are float32."""
+    if any(entry.role is Role.TRAINED for entry in state.entries.values()):
+        return DType.F32
+    found = Counter(tensor.dtype for tensor in state.assemble(state.entries).values() if tensor.dtype.is_float)
+    return found.most_common(1)[0][0] if found else DType.F32
+
+
+def _find(state: TrainingState, name: str) -> Path | None:
+    return next((folder / name for folder in state.near if _is_own_file(folder, name)), None)
+
+
+def _is_own_file(folder: Path, name: str) -> bool:
+    return (folder / name).is_file() and inside(folder, folder / name)
+
+
+def _tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
+    for folder in state.near:
+        names = [name for name in sorted(tokenizer.FILE_NAMES) if _is_own_file(folder, name)]
+        if names:
+            for name in names:
+                yield SideFile(filename=name, source=folder / name, reason=f"copied from {folder}")
+            return
+
+
+def _steps(
+    names: Mapping[str, str], tensors: Mapping[str, StoredTensor], entries: Mapping[str, Entry], dtype: DType | None
+) -> Iterator[Step]:
+    for name, saved in names.items():
+        tensor = tensors[saved]
+        out = TensorSpec(
+            name=name, dtype=dtype if dtype and tensor.dtype.is_float else tensor.dtype, shape=tensor.shape
+        )
+        reason = _reason(entries[saved].role, tensor)
+        if name != saved:
+            reason += f", saved as {saved}"
+        if out.dtype is tensor.dtype:
+            op: Op = Copy(source=tensor)
+            yield Step(out=out, op=op, action=TensorAction.COPIED, reason=reason)
+        else:
+            op = Cast(source=tensor)
+            yield Step(out=out, op=op, action=TensorAction.CAST, reason=f"{reason}, {tensor.dtype} to {out.dtype}")
+
+
+def _reason(role: Role, tensor: StoredTensor) -> str:
+    pieces = "1 piece" if len(tensor.spans) == 1 else f"{len(tensor.spans)} pieces"
+    what = "float32 master weights" if role is Role.TRAINED and tensor.dtype is DType.F32 else f"{role}, {tensor.dtype}"
+    return f"{what} from {pieces}"
+
+
+def _shards(what: What, steps: tuple[Step, ...], max_shard_bytes: int | None) -> tuple[Shard, ...]:
+    if what is What.ADAPTER:
+        return (Shard(filename=ADAPTER_WEIGHTS, steps=steps),)
+    return sharding.lay_out(steps, homes={}, max_shard_bytes=max_shard_bytes or sharding.DEFAULT_MAX_SHARD_BYTES)
+
+
+def _inputs(
+    state: TrainingState, tensors: Iterable[StoredTensor], side_files: Iterable[SideFile]
+) -> tuple[FileStamp, ...]:
+    used = Counter(span.path for tensor in tensors for span in tensor.spans)
+    copied = [FileStamp.of(file.source) for file in side_files if file.source is not None]
+    return (*(state.stamps[path] for path in used), *copied)

@@ -1,0 +1,1 @@
+"""What every plan is made of: operations, steps, files, manifest."""

@@ -1,0 +1,115 @@
+"""What `lora_tool.json` records, and how an input is known again later."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_tool.formats.files import json_bytes
+from lora_tool.formats.manifest import SCHEMA_VERSION
+from lora_tool.formats.weights import Weights
+from lora_tool.plan.core.delta_retention import DeltaRetention, summary, warning
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.render import step_json
+from lora_tool.version import __version__
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a whole file, in hex."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hub_sha256(path: Path) -> str | None:
+    """Return the sha256 that the Hub cache knows a file by (its blob is named so), or None outside the cache."""
+    blob = Path(os.path.realpath(path))
+    known = blob.parent.name == "blobs" and len(blob.name) == hashlib.sha256().digest_size * 2
+    return blob.name if known else None
+
+
+def describe_input(
+    root: Path, weights: Weights, *, hub_id: str | None, revision: str | None, print_: str
+) -> dict[str, Any]:
+    """Return the manifest's entry of one input: where it was, which revision, how to know it again."""
+    return {
+        "path": None if hub_id else str(root.resolve()),
+        "hub_id": hub_id,
+        "revision": revision,
+        "fingerprint": print_,
+        "files": [
+            {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)}
+            for file in weights.files
+        ],
+    }
+
+
+def adapter_name(number: int) -> str:
+    """Return what the manifest calls the adapter of that number: `adapter`, then `adapter 2` and so on."""
+    return "adapter" if number == 1 else f"adapter {number}"
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return our version, and those of the packages that did the arithmetic: they are loaded."""
+    loaded = {package: sys.modules[package] for package in packages if package in sys.modules}
+    return {"lora-tool": __version__, **{name: str(module.__version__) for name, module in loaded.items()}}
+
+
+def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
+    """Return file name → hash; with the input's name before it where several inputs have files of one name."""
+    names = {path: plan.input_names.get(path.parent) for path in hashes}
+    return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
+
+
+def _named(reason: str, plan: Plan) -> str:
+    """Return the reason with an input's name in the manifest for its folder."""
+    for folder, name in plan.input_names.items():
+        reason = reason.replace(f"from the adapter {folder}", f"from {name}")
+    return reason
+
+
+def manifest_bytes(
+    plan: Plan,
+    hashes: Mapping[Path, str],
+    survived: Mapping[str, DeltaRetention],
+    verification: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return the content of `lora_tool.json`: the same plan gives the same bytes.
+
+    `hashes` are those of `plan.hashed`, `survived` says of each changed tensor what rounding left of the change,
+    `verification` what a check of the written folder found, None without one.
+    """
+    fidelity = summary(survived)
+    packages = ["numpy"] + (["torch"] if plan.precision.value == "peft" else [])
+    table = {
+        "schema_version": SCHEMA_VERSION,
+        **plan.manifest,
+        "sha256": _by_name(plan, hashes),
+        "precision": plan.precision.value,
+        "versions": _versions(packages),
+        "warnings": [*plan.warnings, *filter(None, [warning(fidelity, plan)])],
+        "fidelity": fidelity,
+        "verification": None if verification is None else dict(verification),
+        "counts": plan.counts(),
+        "side_files": [{"name": file.filename, "reason": _named(file.reason, plan)} for file in plan.side_files],
+        "ledger": [
+            {
+                **step_json(step, plan.input_names),
+                "shard": shard.filename,
+                **({"fidelity": survived[step.out.name].as_json()} if step.out.name in survived else {}),
+            }
+            for shard in plan.shards
+            for step in shard.steps
+        ],
+        "leftovers": [
+            {"file": item.path.name, "name": item.name, "fate": item.action.value, "reason": item.reason}
+            for item in plan.leftovers
+        ],
+    }
+    return json_bytes(table, indent=1)

@@ -1,0 +1,81 @@
+"""Which output tensor goes into which file: the base's own files kept, or new ones up to a size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lora_tool.formats.files import json_bytes
+from lora_tool.plan.core.plan import Shard, Step
+from lora_tool.tensors import TensorTable
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
+"""transformers' default `max_shard_size` was "5GB" up to v4; files of that size suit every host."""
+
+
+def homes(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
+    """Return the base's file of each output that has one: where its tensor of that name is, or what it is made of."""
+    files = {tensor.path for tensor in base.values()}
+    found = {}
+    for step in steps:
+        tensor = base.get(step.out.name, step.op.source)
+        if tensor.path in files:
+            found[step.out.name] = tensor.path.name
+    return found
+
+
+def lay_out(steps: Sequence[Step], *, homes: Mapping[str, str], max_shard_bytes: int | None) -> tuple[Shard, ...]:
+    """Return shards that hold each step once.
+
+    With `max_shard_bytes` None the base's own grouping is kept: `homes` gives the base's file of each output name,
+    and names that the base does not have go to the last file. Otherwise files are filled in order up to the size;
+    only a tensor that is larger alone gets a file over it.
+    """
+    groups = _by_home(steps, homes) if max_shard_bytes is None else _by_size(steps, max_shard_bytes)
+    if len(groups) == 1:
+        return (Shard(filename=SINGLE, steps=tuple(groups[0])),)
+    total = len(groups)
+    return tuple(
+        Shard(filename=f"model-{number:05d}-of-{total:05d}.safetensors", steps=tuple(group))
+        for number, group in enumerate(groups, start=1)
+    )
+
+
+def _by_home(steps: Sequence[Step], homes: Mapping[str, str]) -> list[list[Step]]:
+    groups: dict[str, list[Step]] = {}
+    guests = []
+    for step in steps:
+        home = homes.get(step.out.name)
+        if home is None:
+            guests.append(step)
+        else:
+            groups.setdefault(home, []).append(step)
+    ordered = [groups[home] for home in sorted(groups)]
+    if not ordered:
+        return [guests]
+    ordered[-1].extend(guests)
+    return ordered
+
+
+def _by_size(steps: Sequence[Step], limit: int) -> list[list[Step]]:
+    groups: list[list[Step]] = []
+    room = 0
+    for step in steps:
+        if not groups or step.out.nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(step)
+        room -= step.out.nbytes
+    return groups
+
+
+def index_json(shards: Iterable[Shard]) -> bytes:
+    """Return the content of `model.safetensors.index.json`, with the true sum of tensor bytes as `total_size`."""
+    shards = tuple(shards)
+    weight_map = {step.out.name: shard.filename for shard in shards for step in shard.steps}
+    table = {
+        "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json_bytes(table, indent=2)

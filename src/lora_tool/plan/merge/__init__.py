@@ -1,0 +1,1 @@
+"""Base and adapters → the plan of a merged model."""

@@ -1,0 +1,162 @@
+"""The plan of a merge that PEFT itself did, with the whole model in memory: its tensors, our side files and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lora_tool.actions import TensorAction
+from lora_tool.architectures import Architecture
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.formats.stored import same_values
+from lora_tool.keys import Part
+from lora_tool.names.model import ModelFacts
+from lora_tool.plan.adapter.combine import Adapted
+from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.base.task import CLASSIFIERS, Task
+from lora_tool.plan.core.ops import Copy, Precision
+from lora_tool.plan.core.plan import InputRecord, Plan, Step
+from lora_tool.plan.merge.build_plan import HubOrigin, assembled
+from lora_tool.plan.merge.head import Head, count_labels, head_names
+from lora_tool.plan.merge.plan_merge import config_of_adapter, named, require_not_merged_before
+from lora_tool.plan.merge.steps import MergeContext
+from lora_tool.tensors import DType, StoredTensor
+
+_NOTHING = AdapterModules(
+    lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
+)
+_REASON = "merged by PEFT, with the whole model in memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InMemory:
+    """What PEFT is asked for: a model for `task`, with `num_labels` where it has labels."""
+
+    base: ModelDir
+    adapters: tuple[AdapterDir, ...]
+    arch: Architecture
+    task: Task
+    num_labels: int | None
+    dtype: DType | None
+    facts: ModelFacts | None = None
+    """The class, where it was looked up: a language model that sees is none of `AutoModelForCausalLM`'s."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that it takes: the model, its adapters in float32, and PEFT's work on the largest tensor."""
+        sizes = {DType.F32: 4, DType.F64: 8}
+        tensors = list(self.base.tensors.values())
+        each = sizes.get(self.dtype, 2) if self.dtype else None
+        model = sum(tensor.spec.numel * each if each else tensor.nbytes for tensor in tensors)
+        adapters = sum(4 * t.spec.numel for adapter in self.adapters for t in adapter.tensors.values())
+        largest = max((tensor.spec.numel for tensor in tensors), default=0)
+        return model + adapters + 3 * 4 * largest + _LIBRARIES
+
+
+_LIBRARIES = 700 << 20
+"""What torch, transformers and PEFT take before any weight is loaded (measured: 0.6 GB with torch 2.13 for CPUs)."""
+
+
+def ask_in_memory(
+    base: ModelDir,
+    adapters: Sequence[AdapterDir],
+    *,
+    task: Task | str = Task.AUTO,
+    num_labels: int | None = None,
+    dtype: DType | None = None,
+) -> InMemory:
+    """Return what PEFT is to be asked for. Raises as `plan_merge` does where it could not be right either."""
+    require_not_merged_before(base, adapters)
+    found = named(base, tuple(adapters), Task(task))
+    wanted = 1 if found.task is Task.REWARD and num_labels is None else num_labels
+    whole = {
+        key.tensor: adapter.tensors[name]
+        for adapter in reversed(found.adapters)
+        for name, key in adapter.keys.items()
+        if key.part in (Part.PLAIN, Part.SAVED_MODULE)
+    }
+    rows, facts = None, None
+    if found.task in CLASSIFIERS:
+        held = [
+            place[name] for place in (whole, found.base.tensors) for name in head_names(found.arch) if name in place
+        ]
+        rows = held[0].shape[0] if held else wanted
+    elif found.facts is not None:
+        facts = found.facts
+        if found.task is not Task.CAUSAL_LM:
+            rows = count_labels(facts, whole, found.base, asked=num_labels)
+    return InMemory(
+        base=base,
+        adapters=tuple(adapters),
+        arch=found.arch,
+        task=found.task,
+        num_labels=rows,
+        dtype=dtype,
+        facts=facts,
+    )
+
+
+def plan_in_memory(
+    asked: InMemory,
+    staged: ModelDir,
+    *,
+    why: str,
+    max_shard_bytes: int | None = None,
+    base_origin: HubOrigin,
+    adapter_origin: Sequence[HubOrigin],
+) -> Plan:
+    """Return the plan that makes a model folder of the weights that PEFT wrote into `staged`; `why` it had to."""
+    head = None
+    if asked.task in CLASSIFIERS:
+        name = next(name for name in head_names(asked.arch) if name in staged.tensors)
+        weight = staged.tensors[name]
+        head = Head(module=asked.arch.head or "", name=name, weight=weight, num_labels=weight.shape[0])
+    was_tied = asked.base.config is not None and asked.base.config.tie_word_embeddings
+    is_tied = staged.config is not None and staged.config.tie_word_embeddings
+    merge = MergeContext(
+        base=asked.base,
+        adapted=tuple(
+            Adapted(adapter=adapter, config=config_of_adapter(adapter), modules=_NOTHING) for adapter in asked.adapters
+        ),
+        arch=asked.arch,
+        modules=_NOTHING,
+        head=head,
+        labels=asked.num_labels,
+        dtype=asked.dtype,
+        facts=asked.facts,
+        untied=bool(was_tied) and is_tied is False,
+    )
+    plan = assembled(
+        merge,
+        [_step(asked.base, tensor) for tensor in staged.tensors.values()],
+        list(_leftovers(asked, staged)),
+        base=asked.base,
+        adapters=asked.adapters,
+        task=asked.task,
+        precision=Precision.PEFT,
+        max_shard_bytes=max_shard_bytes,
+        base_origin=base_origin,
+        adapter_origin=adapter_origin,
+        prints=require_not_merged_before(asked.base, asked.adapters),
+        options={"tier": "in memory", "why": why},
+    )
+    stamps = {stamp.path: stamp for stamp in (*plan.inputs, *staged.weights.stamps)}
+    return replace(plan, inputs=tuple(stamps.values()), notes=(*plan.notes, f"in memory: {why}"))
+
+
+def _step(base: ModelDir, tensor: StoredTensor) -> Step:
+    held = base.tensors.get(tensor.name)
+    if held is not None and same_values(held, tensor):
+        return Step(out=tensor.spec, op=Copy(source=held), action=TensorAction.COPIED, reason="as in the base")
+    fate = TensorAction.ADDED if held is None else TensorAction.MERGED
+    return Step(out=tensor.spec, op=Copy(source=tensor), action=fate, reason=_REASON)
+
+
+def _leftovers(asked: InMemory, staged: ModelDir) -> Iterator[InputRecord]:
+    for tensor in asked.base.tensors.values():
+        if tensor.name not in staged.tensors:
+            reason = "not in the model that transformers wrote"
+            yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
+    for adapter in asked.adapters:
+        for tensor in adapter.tensors.values():
+            yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.CONSUMED, reason=_REASON)

@@ -1,0 +1,121 @@
+"""Where every tensor of base and adapter went: into a step, or dropped for a reason. Nothing is left unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.support import UNMERGED
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows
+from lora_tool.plan.core.plan import InputRecord, Step
+from lora_tool.plan.merge.steps import MergeContext, is_dropped, module_and_leaf, not_in_base
+from lora_tool.plan.merge.tied_embeddings import MATRIX
+from lora_tool.tensors import StoredTensor
+
+_WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
+"""Parts of an adapter that are a tensor of the model as they stand."""
+
+
+def dropped_from_base(merge: MergeContext) -> Iterator[InputRecord]:
+    """Yield the tensors of the base that the output does not have, with the reason."""
+    for tensor in merge.base.tensors.values():
+        if is_dropped(merge, tensor.name):
+            reason = f"a {merge.arch.sequence_classification} has no language model head"
+            if merge.head is None:
+                reason = f"tied to {merge.tied_copies[tensor.name]}, which is written once"
+            yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
+
+
+def adapter_leftovers(merge: MergeContext) -> Iterator[InputRecord]:
+    """Yield every tensor of the adapters with the output tensor that it is in, or why it is in none."""
+    for part in merge.adapted:
+        for name, key in part.adapter.keys.items():
+            path = part.adapter.tensors[name].path
+            if name in part.modules.dropped:
+                yield InputRecord(path=path, name=name, action=TensorAction.DROPPED, reason=part.modules.dropped[name])
+            else:
+                how = "is" if key.part in _WHOLE else "in"
+                yield InputRecord(
+                    path=path, name=name, action=TensorAction.CONSUMED, reason=f"{how} {_destination(key)}"
+                )
+
+
+def _destination(key: AdapterKey) -> str:
+    """Return the model's tensor that an adapter's tensor is, or goes into."""
+    if key.part in _WHOLE or key.part in (Part.BASE_LAYER, Part.TOKENS_BASE):
+        return key.tensor
+    return f"{key.module}.{'bias' if key.leaf == 'bias' else 'weight'}"
+
+
+def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
+    """Raise unless every adapter tensor is in a step or dropped by name, and every target of a config has tensors."""
+    used = {(tensor.path, tensor.name) for step in steps for tensor in _adapter_tensors(step.op)}
+    dropped = {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
+    accounted = used | dropped
+    for part in merge.adapted:
+        for name, key in part.adapter.keys.items():
+            tensor = part.adapter.tensors[name]
+            if (tensor.path, name) not in accounted:
+                raise _unplaced(merge, tensor, _destination(key))
+        forgotten = [module for module in _targeted(merge, part.config) if module not in part.modules.lora]
+        if forgotten:
+            raise UnsupportedAdapter(
+                f"{part.adapter.root}: `target_modules` names {len(forgotten)} modules of the base that have no LoRA "
+                f"tensors in the adapter, the first is `{forgotten[0]}`: the adapter is incomplete",
+                hint=f"lora-tool validate {part.adapter.root} --base {merge.base.root}",
+            )
+
+
+def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
+    if wanted in merge.base.tensors and is_dropped(merge, wanted):
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
+            hint="merge it as a causal LM: --task causal-lm",
+        )
+    if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}`: `lora_bias` on a layer that has no bias: the merged model would have no "
+            "place for it, and PEFT cannot merge it either",
+            hint=UNMERGED,
+        )
+    if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
+        return IncompatibleBase(
+            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "
+            "changing it would change both ends",
+            hint=UNMERGED,
+        )
+    return not_in_base(merge, tensor, wanted)
+
+
+def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
+    match op:
+        case Copy() | Cast():
+            yield op.source
+        case LoraDelta():
+            yield op.source
+            for term in op.terms:
+                yield from (term.a, term.b)
+        case ReplaceRows():
+            yield from (op.source, op.rows)
+        case DoraDelta():
+            yield from (op.source, op.term.a, op.term.b, op.magnitude)
+        case BiasDelta():
+            yield op.source
+            for bias in op.terms:
+                yield bias.bias
+        case Assemble():
+            for part in op.parts:
+                yield from _adapter_tensors(part)
+
+
+def _targeted(merge: MergeContext, config: AdapterConfig) -> Iterator[str]:
+    for tensor in merge.base.tensors.values():
+        if tensor.name in merge.modules.parameters:
+            continue
+        module, leaf = module_and_leaf(tensor.name)
+        matrix = leaf == "weight" and len(tensor.shape) == MATRIX
+        if matrix and not is_dropped(merge, tensor.name) and config.targets(module):
+            yield module

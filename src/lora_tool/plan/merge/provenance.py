@@ -1,0 +1,154 @@
+"""What a merged folder was made from: given, named by its manifest, or by the configs; and planning it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
+from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
+from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.manifest import adapter_name
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.sources import Wanted, resolve
+from lora_tool.tensors import DType
+
+Word = TypeVar("Word", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """A merged model, and the base and adapters that it is compared with."""
+
+    merged: ModelDir
+    base: ModelDir
+    adapters: tuple[AdapterDir, ...]
+
+    @property
+    def by_manifest(self) -> Mapping[str, Any] | None:
+        """What the manifest says of the merge; None where another tool made it, or it was another operation."""
+        manifest = self.merged.manifest
+        return manifest.raw if manifest is not None and manifest.raw.get("operation") == "merge" else None
+
+    @property
+    def precision(self) -> Precision | None:
+        """The arithmetic of the merge, None where nobody says."""
+        return _known(Precision, (self.by_manifest or {}).get("precision"))
+
+    def plan(self) -> Plan:
+        """Return the plan of the same merge, made now. Raises as `plan_merge` does."""
+        record = self.by_manifest or {}
+        labels = record.get("num_labels")
+        return plan_merge(
+            self.base,
+            self.adapters,
+            task=_known(Task, record.get("task")) or Task.AUTO,
+            num_labels=labels if type(labels) is int else None,
+            dtype=_known(DType, record.get("dtype")),
+            precision=self.precision or Precision.FLOAT32,
+            untie=self._untied(record),
+            expert_layout=_known(ExpertLayout, record.get("expert_layout")),
+        )
+
+    def _untied(self, record: Mapping[str, Any]) -> bool:
+        """Whether the two ends of the model were to be untied; another tool's model shows it in its config."""
+        if record:
+            return record.get("untie") is True
+        return self.merged.config is not None and self.merged.config.tie_word_embeddings is False
+
+    def plan_or_why_not(self) -> tuple[Plan | None, str]:
+        """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""
+        try:
+            return self.plan(), ""
+        except UnsupportedAdapter as error:
+            return None, str(error)
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """Return the inputs' fingerprints by the names that the manifest gives them."""
+        names = (adapter_name(number) for number in range(1, len(self.adapters) + 1))
+        adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
+        return {"base": fingerprint(self.base.weights), **adapters}
+
+
+def _known(words: type[Word], recorded: object) -> Word | None:
+    """Return the word that a manifest has recorded; None for "as in the base", and for what nobody knows."""
+    return next((word for word in words if word.value == recorded), None)
+
+
+def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Provenance:
+    """Return the merged model, its base and its adapters.
+
+    Without `adapters` the manifest names them; without `base` the manifest, else the adapter's config, else the merged
+    model's `_name_or_path`. What is given may be downloaded; what is only named must be on this disk. Raises
+    `NotACheckpoint` where one is not known, and as `open_checkpoint` does.
+    """
+    model = open_model(merged)
+    paths = [resolve(adapter, download=True, wanted=Wanted.ADAPTER).path for adapter in adapters]
+    opened = tuple(map(open_adapter, paths or _recorded_adapters(model)))
+    return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
+
+
+def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
+    number = 1
+    while (entry := _recorded(merged, adapter_name(number))) is not None:
+        yield _resolve_named(entry, merged, "adapter")
+        number += 1
+    if number == 1:
+        raise NotACheckpoint(
+            f"{merged.root} does not say which adapter it was merged with",
+            hint=f"lora-tool verify {merged.root} --adapter ADAPTER",
+        )
+
+
+def _open_base(merged: ModelDir, adapter: AdapterDir, given: str | None) -> ModelDir:
+    if given is not None:
+        return open_model(resolve(given, download=True).path)
+    recorded = _recorded(merged, "base")
+    if recorded is not None:
+        return open_model(_resolve_named(recorded, merged, "base"))
+    own = merged.config.raw.get("_name_or_path") if merged.config else None
+    names = [
+        (adapter.config.base_model if adapter.config else None, adapter.config.revision if adapter.config else None),
+        (own if isinstance(own, str) else None, None),
+    ]
+    hint = f"lora-tool verify {merged.root} --adapter {adapter.root} --base MODEL"
+    for name, revision in names:
+        if name:
+            try:
+                path = resolve(name, near=adapter.root, revision=revision).path
+            except CheckpointError as error:
+                error.hint = error.hint or hint
+                raise
+            if not path.samefile(merged.root):
+                return open_model(path)
+    raise NotACheckpoint(f"{merged.root}: neither it nor the adapter names the base model", hint=hint)
+
+
+def _recorded(merged: ModelDir, name: str) -> Mapping[str, Any] | None:
+    entry = merged.manifest.input(name) if merged.manifest else {}
+    return entry if entry.get("path") or entry.get("hub_id") else None
+
+
+def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str) -> Path:
+    hub_id, revision = entry.get("hub_id"), entry.get("revision")
+    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
+    option = f"--{name} {name.upper()}"
+    try:
+        return resolve(reference, revision=revision if isinstance(revision, str) else None).path
+    except CheckpointError as error:
+        raise NotACheckpoint(
+            f"{merged.root} was made from the {name} {printable_reference(entry)}, which is not there any more: {error}",
+            hint=f"lora-tool verify {merged.root} {option}",
+        ) from error
+
+
+def printable_reference(entry: Mapping[str, Any]) -> str:
+    """Return what a manifest's entry calls an input."""
+    return str(entry.get("hub_id") or entry.get("path"))

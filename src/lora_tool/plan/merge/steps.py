@@ -1,0 +1,321 @@
+"""The steps of a merge: what happens to every tensor of the base and of the adapter."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.support import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
+from lora_tool.architectures import Architecture
+from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED
+from lora_tool.names.model import LABELS, ModelFacts
+from lora_tool.plan.adapter.combine import Adapted
+from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.adapter.target_parameters import stack_is_transposed
+from lora_tool.plan.base.side_files import model_dtype
+from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows
+from lora_tool.plan.core.plan import Step
+from lora_tool.plan.merge.head import Head
+from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, Vocabulary
+from lora_tool.tensors import DType, StoredTensor, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeContext:
+    """Everything that the steps are made from."""
+
+    base: ModelDir
+    adapted: tuple[Adapted, ...]
+    arch: Architecture
+    modules: AdapterModules
+    """What all adapters do together."""
+    head: Head | None
+    """A sequence classifier's; other classes' heads are parameters like any other."""
+    labels: int | None
+    """How many labels the merged model has; None for a class without any."""
+    dtype: DType | None
+    tied_copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the base that are tied copies of another, by name: the output has them once."""
+    facts: ModelFacts | None = None
+    """What transformers says of the model, where its tensors are not stored as they are in memory."""
+    fresh: frozenset[str] = frozenset()
+    """Parameters that the merged model's class has and the base does not."""
+    ends: TiedEmbeddings | None = None
+    """The shared matrix of a causal LM with tied embeddings."""
+    untied: bool = False
+    """Whether the output has two matrices and a config that says so."""
+    freed: Mapping[str, str] = field(default_factory=dict)
+    """Other tensors that were tied by the config's word alone, and the tensors of the base that they were one with."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
+    vocabulary: Vocabulary | None = None
+    """Where the adapter brings another number of tokens than the base has."""
+
+
+def module_and_leaf(name: str) -> tuple[str, str]:
+    """Return a tensor name as module path and parameter: ``model.norm.weight`` is ``model.norm`` and ``weight``."""
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def base_steps(merge: MergeContext) -> Iterator[Step]:
+    """Yield a step for every tensor of the base that the output keeps, in the base's order."""
+    for tensor in merge.base.tensors.values():
+        if not is_dropped(merge, tensor.name):
+            yield _step(merge, tensor)
+
+
+def is_dropped(merge: MergeContext, name: str) -> bool:
+    """Return whether the output does without this tensor of the base: a tied copy, or of a head that it lacks."""
+    return name in merge.tied_copies or (merge.head is not None and name in merge.arch.causal_only)
+
+
+def _step(merge: MergeContext, tensor: StoredTensor) -> Step:
+    module, leaf = module_and_leaf(tensor.name)
+    modules = merge.modules
+    saved = modules.saved.get(tensor.name)
+    if leaf == "bias":  # an adapter on an output layer carries it whole, and PEFT loads that over the base's
+        saved = saved or modules.frozen_base.get(tensor.name)
+    if leaf == "bias" and module in modules.lora_bias:
+        return _bias_step(merge, tensor, saved or tensor, module)
+    if saved is not None:
+        return _replacement(merge, tensor, saved)
+    if tensor.name in modules.parameters:
+        return _parameter_step(merge, tensor)
+    if leaf == "weight" and module in modules.tokens:
+        return tokens_step(merge, tensor, module)
+    if leaf == "weight" and module in modules.lora:
+        # an adapter on an embedding carries the embedding that it was trained on, and PEFT loads that over the base's
+        source = modules.frozen_base.get(tensor.name, tensor)
+        _require_same_shape(merge, source, tensor)
+        return lora_step(merge, source, tensor.name, module)
+    return _kept_step(merge, tensor)
+
+
+def _bias_step(merge: MergeContext, tensor: StoredTensor, source: StoredTensor, module: str) -> Step:
+    """Return the step that adds the biases of lora_B to `source`: the base's bias, or the trained one."""
+    terms = merge.modules.lora_bias[module]
+    for found in (source, *(term.bias for term in terms)):
+        _require_same_shape(merge, found, tensor)
+    first = "the trained bias + " if source is not tensor else ""
+    reason = first + " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
+    return Step(
+        out=_spec(merge, tensor), op=BiasDelta(source=source, terms=terms), action=TensorAction.MERGED, reason=reason
+    )
+
+
+def tokens_step(merge: MergeContext, tensor: StoredTensor, module: str) -> Step:
+    """Return the step that puts the rows of `module` that were trained by themselves into its `tensor`."""
+    rows = merge.modules.tokens[module]
+    indices = next(part.tokens[module] for part in merge.adapted if module in part.tokens)
+    source = merge.modules.frozen_base.get(tensor.name, tensor)
+    _require_same_shape(merge, source, tensor)
+    out = replace(_spec(merge, tensor), shape=source.shape)
+    try:
+        op = ReplaceRows(source=source, rows=rows, indices=indices)
+    except ValueError as error:
+        raise IncompatibleBase(f"{rows.path}: {error}", hint=OTHER_BASE) from error
+    if module in merge.modules.lora or rows.shape[1:] != tensor.shape[1:]:
+        found = "LoRA too" if module in merge.modules.lora else f"rows of {list(rows.shape[1:])}"
+        raise IncompatibleBase(
+            f"{rows.path}: `{rows.name}` cannot go into `{tensor.name}` {list(tensor.shape)}: {found}"
+        )
+    return Step(out=out, op=op, action=TensorAction.MERGED, reason=f"{len(indices)} trained token rows")
+
+
+def _spec(merge: MergeContext, tensor: StoredTensor) -> TensorSpec:
+    dtype = merge.dtype if merge.dtype and tensor.dtype.is_float else tensor.dtype
+    return TensorSpec(name=tensor.name, dtype=_at_least_as_loaded(merge, tensor.name, dtype), shape=tensor.shape)
+
+
+def _at_least_as_loaded(merge: MergeContext, name: str, dtype: DType) -> DType:
+    """Return float32 instead of a 16-bit type for the few parameters that transformers keeps wide."""
+    wide = merge.facts is not None and name in merge.facts.wide and dtype in (DType.F16, DType.BF16)
+    return DType.F32 if wide else dtype
+
+
+def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
+    """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
+    return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
+
+
+def _kept_step(merge: MergeContext, tensor: StoredTensor) -> Step:
+    out = _spec(merge, tensor)
+    op = copied_as(out.dtype, tensor)
+    if isinstance(op, Copy):
+        return Step(out=out, op=op, action=TensorAction.COPIED, reason="as in the base")
+    turned = ", where it is stored transposed" if tensor.is_transposed else ""
+    return Step(
+        out=out, op=op, action=TensorAction.CAST, reason=f"as in the base{turned}, {tensor.dtype} to {out.dtype}"
+    )
+
+
+def _replacement(merge: MergeContext, base: StoredTensor, saved: StoredTensor) -> Step:
+    _require_same_shape(merge, saved, base)
+    dtype = _at_least_as_loaded(merge, base.name, merge.dtype or base.dtype)
+    out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
+    return Step(
+        out=out,
+        op=copied_as(out.dtype, saved),
+        action=TensorAction.REPLACED,
+        reason=f"saved whole in the adapter, as {saved.dtype}",
+    )
+
+
+def lora_step(merge: MergeContext, source: StoredTensor, name: str, module: str) -> Step:
+    """Return the step that adds the module's deltas to `source` and writes it as `name`.
+
+    Raises `IncompatibleBase` where they do not fit.
+    """
+    terms = merge.modules.lora[module]
+    embedding = module in merge.modules.embeddings
+    transposed = embedding or not merge.arch.conv1d.isdisjoint({module, module.rpartition(".")[2]})
+    for term in terms:
+        needed = (term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])
+        if source.shape != needed:
+            raise IncompatibleBase(
+                f"{source.path}: `{source.name}` is {list(source.shape)}, the adapter's lora_B·lora_A is "
+                f"{list(needed)} ({term.a.path})",
+                hint=OTHER_BASE,
+            )
+    if not source.dtype.is_float:
+        raise IncompatibleBase(f"{source.path}: `{source.name}` is {source.dtype}, expected F32, BF16, F16 or F64")
+    dtype = _at_least_as_loaded(merge, name, merge.dtype or _home_dtype(merge, source, name))
+    out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
+    magnitude = merge.modules.magnitudes.get(module)
+    carried = any(source is held for held in merge.modules.frozen_base.values())
+    # PEFT leaves embeddings as they are, and loads a weight that the adapter carries over what the init changed
+    init = None if embedding or carried else recomputed_init(merge, module)
+    if init is not None and (len(terms) > 1 or (transposed and init == "olora")):
+        why = "of several adapters" if len(terms) > 1 else "on a layer that is no linear one"
+        raise OnlyInMemory(
+            f"{terms[0].b.path}: `{terms[0].b.name}`: `init_lora_weights` {init} {why} is not recomputed",
+            hint=ALLOW_IN_MEMORY,
+        )
+    op: Op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=embedding, init=init)
+    if magnitude is not None:
+        (term,) = terms
+        op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
+    kind = "LoRA" if magnitude is None else "DoRA"
+    reason = " + ".join(f"{kind} rank {term.a.shape[0]}, scaling {term.scaling:g}" for term in terms)
+    if init is not None:
+        reason += f", the base first changed as {init} does"
+    return Step(out=out, op=op, action=TensorAction.MERGED, reason=reason)
+
+
+def recomputed_init(merge: MergeContext, module: str) -> str | None:
+    """Return the init of the module's LoRA if it changed the base weight in a way that a merge computes again."""
+    inits = (part.config.init_lora_weights for part in merge.adapted if module in part.modules.lora)
+    return next((init for init in inits if init in INITS_RECOMPUTED), None)
+
+
+def require_whole_inits(steps: Sequence[Step]) -> None:
+    """Return unless a weight whose init is recomputed is stored in parts. Raises `OnlyInMemory`."""
+    for step in steps:
+        for op in step.op.parts if isinstance(step.op, Assemble) else (step.op,):
+            if isinstance(op, LoraDelta) and op.init is not None:
+                (term,) = op.terms
+                full = (term.a.shape[1], term.b.shape[0]) if op.transposed else (term.b.shape[0], term.a.shape[1])
+                if op.source.shape != full:
+                    raise OnlyInMemory(
+                        f"{term.b.path}: `{term.b.name}`: `init_lora_weights` {op.init} on `{step.out.name}`, which is "
+                        "stored in parts, is not recomputed",
+                        hint=ALLOW_IN_MEMORY,
+                    )
+
+
+def _parameter_step(merge: MergeContext, tensor: StoredTensor) -> Step:
+    """Return the step of a parameter that has LoRA by itself: its shapes were checked against the model."""
+    if merge.facts is None:
+        raise AssertionError("LoRA on parameters is planned with the model's facts")
+    terms = merge.modules.parameters[tensor.name]
+    if not tensor.dtype.is_float:
+        raise IncompatibleBase(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, expected F32, BF16, F16 or F64")
+    transposed = stack_is_transposed(tensor.name, merge.facts)
+    source = merge.modules.frozen_base.get(tensor.name, tensor)  # of an output layer, which the adapter carries
+    _require_same_shape(merge, source, tensor)
+    op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=True)
+    experts = f" on {terms[0].experts} experts" if terms[0].experts > 1 else ""
+    reason = " + ".join(f"LoRA rank {term.rank}{experts}, scaling {term.scaling:g}" for term in terms)
+    return Step(out=_spec(merge, tensor), op=op, action=TensorAction.MERGED, reason=reason)
+
+
+def _home_dtype(merge: MergeContext, source: StoredTensor, name: str) -> DType:
+    """Return the output's type: the base's tensors keep theirs; a head that the adapter brings takes the model's."""
+    home = merge.base.tensors.get(name)
+    return home.dtype if home else model_dtype(merge.base) or source.dtype
+
+
+def _is_of_head(merge: MergeContext, name: str) -> bool:
+    """Return whether a tensor has a row per label."""
+    if merge.facts is not None:
+        return merge.facts.shapes.get(name, ())[:1] == (LABELS,)
+    return merge.head is not None and name.rpartition(".")[0] == merge.head.name.rpartition(".")[0]
+
+
+def _require_same_shape(merge: MergeContext, found: StoredTensor, base: StoredTensor) -> None:
+    expected = base.shape
+    if merge.vocabulary is not None and base.name in merge.vocabulary.names:
+        expected = (merge.vocabulary.size, *base.shape[1:])
+    # a head with other labels takes the place of the base's
+    other_labels = _is_of_head(merge, base.name) and found.shape == (merge.labels, *expected[1:])
+    if found.shape != expected and not other_labels:
+        raise IncompatibleBase(
+            f"{found.path}: `{found.name}` is {list(found.shape)}, the base's `{base.name}` is {list(base.shape)}",
+            hint=OTHER_BASE,
+        )
+
+
+def added_steps(merge: MergeContext) -> Iterator[Step]:
+    """Yield steps for the tensors that the base does not have: the head's."""
+    for name, tensor in merge.modules.saved.items():
+        if name in merge.base.tensors or (merge.ends is not None and name == merge.ends.output):
+            continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
+        of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
+        if not of_head and name not in merge.fresh and not _is_of_untied_output(merge, name):
+            raise not_in_base(merge, tensor, name)
+        dtype = _at_least_as_loaded(merge, name, merge.dtype or model_dtype(merge.base) or tensor.dtype)
+        out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
+        yield Step(
+            out=out,
+            op=copied_as(dtype, tensor),
+            action=TensorAction.ADDED,
+            reason=f"the trained {'head' if of_head else 'layer'}, {tensor.dtype} in the adapter",
+        )
+    head = merge.head
+    if head is not None and f"{head.module}.weight" in merge.modules.frozen_base:
+        name = f"{head.module}.weight"
+        if head.module in merge.modules.lora and name not in merge.base.tensors:
+            yield lora_step(merge, merge.modules.frozen_base[name], name, head.module)
+
+
+def _is_of_untied_output(merge: MergeContext, name: str) -> bool:
+    """Return whether it is the bias of an output layer that was saved whole, and is tied to another bias no longer."""
+    facts = merge.facts
+    return facts is not None and merge.untied and name in facts.tied and name.rpartition(".")[0] == facts.output
+
+
+def not_in_base(merge: MergeContext, tensor: StoredTensor, name: str) -> IncompatibleBase | UnsupportedAdapter:
+    """Return the error that an adapter's tensor belongs to `name`, which the base lacks; it names the nearest."""
+    if merge.facts is not None and name in merge.facts.unsaved:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` changes `{name}`, which {merge.facts.class_name} computes and does not "
+            "save: the change would be lost, and PEFT's merge loses it",
+            hint=UNMERGED,
+        )
+    if merge.facts is not None and merge.facts.tied.get(name) in merge.base.tensors:
+        return UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which is tied to `{merge.facts.tied[name]}` in "
+            f"{merge.facts.class_name}: it was trained by itself, and there is one matrix for both",
+            hint=UNMERGED,
+        )
+    close = difflib.get_close_matches(name, merge.base.tensors, n=1)
+    nearest = f"; the nearest there is `{close[0]}`" if close else ""
+    return IncompatibleBase(
+        f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have{nearest}",
+        hint=OTHER_BASE,
+    )

@@ -1,0 +1,303 @@
+"""The two ends of a language model, which have a row per token: the input embedding and the output layer.
+
+Where they are tied there is one matrix on disk. An adapter may hold whole ends: because they were trained whole, or
+because PEFT saves them by itself after `resize_token_embeddings`, with more or fewer rows than the base has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_tool.adapter.support import OTHER_BASE
+from lora_tool.architectures import Architecture
+from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.stored import same_values
+from lora_tool.names.model import ModelFacts
+from lora_tool.plan.adapter.combine import Adapted
+from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.tensors import StoredTensor
+
+MATRIX = 2
+_INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedEmbeddings:
+    """The shared matrix of a causal LM: the tensor `output` is not on disk, or only as a copy of the embedding."""
+
+    output: str
+    candidates: tuple[StoredTensor, ...]
+    """Matrices with a row per token: the embedding, and whatever has as many rows by chance."""
+    root: Path
+
+    @property
+    def embedding(self) -> StoredTensor:
+        """The input embedding.
+
+        Raises `UnsupportedAdapter` where it cannot be told from its shape, `IncompatibleBase` where it is not there.
+        """
+        if not self.candidates:
+            raise IncompatibleBase(
+                f"{self.root}: `{self.output}` is tied to the embeddings, and the base has none under the names of its "
+                "class",
+                hint=OTHER_BASE,
+            )
+        if len(self.candidates) != 1:
+            raise UnsupportedAdapter(
+                f"{self.root}: `{self.output}` is tied, and {len(self.candidates)} tensors have a row per token: "
+                "which is the embedding cannot be told"
+            )
+        return self.candidates[0]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that are, or may be, one of the ends."""
+        return frozenset({self.output, *(tensor.name for tensor in self.candidates)})
+
+
+def tied_copies(base: ModelDir, arch: Architecture, facts: ModelFacts | None) -> dict[str, str]:
+    """Return tensor name → the tensor that it is a tied copy of, for what transformers ties again and saves once.
+
+    Torch files hold both ends of tied embeddings, and some safetensors files do. transformers ties them where the
+    config does not say otherwise and the values are the same (5.23, `PreTrainedModel.tie_weights`). Reads the two
+    ends where they do not share their bytes.
+    """
+    if facts is not None:
+        both = {name: of for name, of in facts.tied.items() if name in base.tensors and of in base.tensors}
+        return {name: of for name, of in both.items() if same_values(base.tensors[name], base.tensors[of])}
+    if base.config is None or base.config.tie_word_embeddings is False:
+        return {}
+    copies = {}
+    for name in arch.causal_only:
+        copy = base.tensors.get(name)
+        if copy is None:
+            continue
+        # `X.decoder.bias` of BERT's kin is tied to `X.bias`, the matrix to the embedding
+        sibling = base.tensors.get(f"{name.removesuffix('.decoder.bias')}.bias")
+        others = [t for t in base.tensors.values() if len(t.shape) == MATRIX and t.name not in arch.causal_only]
+        candidates = [sibling] if sibling is not None and sibling is not copy else others
+        source = next((other for other in candidates if same_values(copy, other)), None)
+        if source is not None:
+            copies[name] = source.name
+    return copies
+
+
+def tied_ends(
+    base: ModelDir, arch: Architecture, facts: ModelFacts | None, copies: Mapping[str, str]
+) -> TiedEmbeddings | None:
+    """Return the ends of a causal LM whose output layer is not on disk, or is a tied copy; None for any other."""
+    output = _output(arch)
+    if output is None or output in base.tensors.keys() - copies.keys():
+        return None
+    candidates = embeddings(base, arch)
+    if facts is not None:
+        if output not in facts.tied:
+            return None
+        candidates = [tensor for tensor in base.tensors.values() if tensor.name == facts.tied[output]]
+    return TiedEmbeddings(output=output, candidates=tuple(candidates), root=base.root)
+
+
+def tied_under_one_name(base: ModelDir, facts: ModelFacts | None) -> bool:
+    """Return whether the output layer is on disk and stands for the embeddings too, which are not."""
+    if facts is None:
+        return False
+    output = f"{facts.output}.weight"
+    others = {facts.tied.get(output), *(name for name, of in facts.tied.items() if of == output)} - {None}
+    return output in base.tensors and bool(others) and others.isdisjoint(base.tensors)
+
+
+def trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
+    """Return whether an end was trained whole by itself: then the merged model has two matrices, as PEFT's has."""
+    return any(
+        part.config.saves(name.removesuffix(".weight")) and not part.config.ensure_weight_tying
+        for part in adapted
+        for name in ends.names & part.modules.saved.keys()
+    )
+
+
+def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
+    """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
+    return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
+
+
+def _output(arch: Architecture) -> str | None:
+    return next((name for name in arch.causal_only if name.endswith(".weight")), None)
+
+
+def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
+    """Return the base's matrices with a row per token, the output layer aside."""
+    vocab_size = base.config.vocab_size if base.config else None
+    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
+    return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
+
+
+def without_tied_repeats(
+    ends: TiedEmbeddings, adapted: Sequence[Adapted], modules: AdapterModules
+) -> tuple[tuple[Adapted, ...], AdapterModules]:
+    """Return adapters and modules without what they hold a second time for the tied output layer.
+
+    So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, and the rows of
+    trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where the two differ.
+    """
+    output = ends.output.removesuffix(".weight")
+    repeats = []
+    if ends.output in modules.saved:
+        _require_one(ends, modules.saved.get(ends.embedding.name, ends.embedding), modules.saved[ends.output])
+        repeats.append(modules.saved[ends.output])
+    if output in modules.tokens:
+        embedding = ends.embedding.name.removesuffix(".weight")
+        rows = {part.tokens.get(module) for part in adapted for module in (embedding, output)} - {None}
+        if embedding not in modules.tokens or len(rows) != 1:
+            raise UnsupportedAdapter(
+                f"{modules.tokens[output].path}: `{modules.tokens[output].name}` trains other tokens of the output "
+                f"layer than of the embeddings, which this base ties",
+                hint="train both with the same tokens, or on a base saved with tie_word_embeddings=false",
+            )
+        _require_one(ends, modules.tokens[embedding], modules.tokens[output])
+        repeats.append(modules.tokens[output])
+        if ends.output in modules.frozen_base:
+            frozen = modules.frozen_base[ends.output]
+            _require_one(ends, modules.frozen_base.get(ends.embedding.name, ends.embedding), frozen)
+            repeats.append(frozen)
+    reason = f"the same as for {ends.output}'s tied end, the embedding"
+    return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
+
+
+def with_tied_names(
+    facts: ModelFacts, adapted: Sequence[Adapted], modules: AdapterModules
+) -> tuple[tuple[Adapted, ...], AdapterModules]:
+    """Return adapters and modules with a whole tensor that is tied to another under the other's name, once.
+
+    BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model; the embeddings of an
+    encoder and a decoder may be one. The output layer's weight is looked at by itself, and a module that PEFT saves
+    whole is tied no longer. Raises `UnsupportedAdapter` where an adapter holds both, and they differ.
+    """
+    saved, repeats = dict(modules.saved), []
+    frozen = dict(modules.frozen_base)
+    for name, of in facts.tied.items():
+        if name == f"{facts.output}.weight" or any(_saves_one(part.config, name, of) for part in adapted):
+            continue
+        if name.endswith(".bias") and name in frozen and name not in saved:  # under the LoRA of an output layer
+            saved[name] = frozen.pop(name)
+        if name not in saved:
+            continue
+        tensor = saved.pop(name)
+        if saved.setdefault(of, tensor) is tensor:
+            continue
+        if not same_values(saved[of], tensor):
+            raise UnsupportedAdapter(
+                f"{tensor.path}: `{tensor.name}` has other values than `{saved[of].name}`, which it is tied to",
+                hint="take out of adapter_model.safetensors the one that was not trained",
+            )
+        repeats.append(tensor)
+    reason = "the same as the tensor that it is tied to"
+    return tuple(part.without(repeats, reason) for part in adapted), replace(modules, saved=saved, frozen_base=frozen)
+
+
+def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
+    """Return whether a module with the one tensor is saved whole, and the other is outside it."""
+    entries = (f"{entry}." for entry in config.modules_to_save)
+    return any(entry in name and entry not in of for entry in entries)
+
+
+def _require_one(ends: TiedEmbeddings, one: StoredTensor, other: StoredTensor) -> None:
+    if not same_values(one, other):
+        raise UnsupportedAdapter(
+            f"{other.path}: `{other.name}` has other values than `{one.name}`, and this base ties the two "
+            f"({ends.embedding.name})",
+            hint="give a base saved with tie_word_embeddings=false: --base MODEL",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """Another number of tokens than the base's: `size` rows for each of the tensors `names`."""
+
+    size: int
+    names: frozenset[str]
+
+
+def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules) -> Vocabulary | None:
+    """Return the vocabulary that an adapter brings along which was trained after `resize_token_embeddings`.
+
+    None where its embeddings have as many rows as the base's. Raises `UnsupportedAdapter` where its tensors do not
+    agree on a number.
+    """
+    vocab_size = base.config.vocab_size if base.config else None
+    rows: dict[str, int] = {}
+    for name, tensor in _whole(modules):
+        home = base.tensors.get(name)
+        same = home is not None and home.shape[1:] == tensor.shape[1:] and home.shape[0] == vocab_size
+        tied_output = home is None and name == _output(arch) and len(tensor.shape) == MATRIX
+        if (same or tied_output) and tensor.shape[0] != vocab_size:
+            rows[name] = tensor.shape[0]
+    if not rows:
+        return None
+    if len(set(rows.values())) != 1:
+        found = ", ".join(f"`{name}` {count}" for name, count in sorted(rows.items()))
+        raise UnsupportedAdapter(f"{base.root}: the adapter's embeddings have different numbers of rows: {found}")
+    ends = {tensor.name for tensor in embeddings(base, arch)}
+    _require_no_other_end(base, ends, rows)
+    if rows.keys() & ends:
+        ends &= rows.keys()  # a matrix with as many rows by chance is no embedding
+    sized = {
+        name for name in arch.causal_only if name in base.tensors and base.tensors[name].shape[:1] == (vocab_size,)
+    }
+    return Vocabulary(size=next(iter(rows.values())), names=frozenset(ends | sized | rows.keys()))
+
+
+def _require_no_other_end(base: ModelDir, ends: set[str], rows: Mapping[str, int]) -> None:
+    """Return unless an embedding or an output bias stays as it was, which transformers resizes or ties with the others.
+
+    It does so to those of BART's and BERT's kin that their config does not tie.
+    """
+    others = {name for name in ends if name.endswith(_INPUT)} if any(map(_is_input, rows)) else set()
+    others |= {name.replace(".decoder.bias", ".bias") for name in rows} & base.tensors.keys()
+    left = sorted(others - rows.keys())
+    if left:
+        raise UnsupportedAdapter(
+            f"{base.root}: the adapter has another number of tokens for {', '.join(sorted(rows))}, and nothing for "
+            f"`{left[0]}`",
+            hint="give the base with its embeddings resized as they were for the training",
+        )
+
+
+def _is_input(name: str) -> bool:
+    return name.endswith((_INPUT, _SHARED))
+
+
+def _whole(modules: AdapterModules) -> Iterator[tuple[str, StoredTensor]]:
+    yield from modules.saved.items()
+    yield from modules.frozen_base.items()
+
+
+def with_vocabulary(
+    base: ModelDir, vocabulary: Vocabulary, modules: AdapterModules, dropped: frozenset[str]
+) -> ModelDir:
+    """Return the base as `resize_token_embeddings` would make it, as far as the adapter does not bring the rows itself.
+
+    Fewer rows are the first ones. Raises `IncompatibleBase` for more: the new rows of an end that the adapter does not
+    hold were random when it was trained, and are lost.
+    """
+    brought = {name for name, tensor in _whole(modules) if tensor.shape[:1] == (vocabulary.size,)}
+    tensors = dict(base.tensors)
+    for name in vocabulary.names - brought - dropped:
+        tensor = tensors[name]
+        if tensor.shape[0] < vocabulary.size:
+            raise IncompatibleBase(
+                f"the adapter was trained with {vocabulary.size} tokens, `{name}` of {base.root} has {tensor.shape[0]}: "
+                "its new rows were random, and are not in the adapter",
+                hint='save it again with them: modules_to_save=["embed_tokens", "lm_head"], or give the resized base',
+            )
+        tensors[name] = first_rows(tensor, vocabulary.size)
+    return replace(base, weights=replace(base.weights, tensors=tensors))
+
+
+def first_rows(tensor: StoredTensor, count: int) -> StoredTensor:
+    """Return the first `count` rows of the tensor, of the same bytes on disk."""
+    spec = replace(tensor.spec, shape=(count, *tensor.shape[1:]))
+    return StoredTensor(spec=spec, spans=tuple(tensor.part(0, spec.nbytes)))

@@ -1,0 +1,133 @@
+"""What becomes of tied embeddings: one matrix on disk that is both the input embedding and the output layer.
+
+Where an adapter saved one end whole, PEFT's merged model has two matrices and says so in its config. Where it has LoRA
+on an end, PEFT changes the shared matrix, and with it the end that was not trained, or the same end twice: that is
+refused, unless the ends are to be untied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.support import UNMERGED
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.core.plan import Step
+from lora_tool.plan.merge.steps import MergeContext, copied_as, lora_step, recomputed_init, tokens_step
+from lora_tool.plan.merge.tied_embeddings import tied_under_one_name
+from lora_tool.tensors import StoredTensor, TensorSpec
+
+
+def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
+    """Return unless LoRA was put on an end of embeddings that stay tied, or what was one with them would be lost.
+
+    Raises `UnsupportedAdapter`.
+    """
+    if merge.ends is None:
+        _require_no_lora_on_the_one(merge)
+        return
+    _require_unchanged_by_init(merge)
+    _require_no_tokens_beside_lora(merge)
+    if merge.untied:
+        _require_nothing_lost(merge)
+        return
+    # a matrix with as many rows by chance is no end: only embeddings have an embedding's LoRA
+    modules = {merge.ends.output.removesuffix(".weight"), *merge.modules.embeddings} & merge.modules.lora.keys()
+    touched = sorted(merge.ends.names & {f"{module}.weight" for module in modules})
+    if touched:
+        tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` changes `{touched[0]}`, which this base ties to the other end of the "
+            "model: PEFT's merge would change both ends, and not as they were trained",
+            hint="--untie writes each end as it was trained, with tie_word_embeddings=false",
+        )
+
+
+def untying_steps(merge: MergeContext) -> Iterator[Step]:
+    """Yield the output layer that a formerly tied base did not have: the saved one, or made of the old embedding."""
+    if merge.ends is None or not merge.untied:
+        return
+    name = merge.ends.output
+    module = name.removesuffix(".weight")
+    saved = merge.modules.saved.get(name)
+    shared = merge.modules.frozen_base.get(merge.ends.embedding.name, merge.ends.embedding)
+    frozen = merge.modules.frozen_base.get(name, shared)
+    for freed, of in merge.freed.items():
+        yield _freed(merge, freed, merge.base.tensors[of])
+    dtype = merge.dtype or merge.ends.embedding.dtype
+    if saved is None and module in merge.modules.lora:
+        yield lora_step(merge, frozen, name, module)
+        return
+    rows = merge.ends.embedding.name.removesuffix(".weight")
+    if saved is None and rows in merge.modules.tokens:  # PEFT trains the same rows of the other end
+        yield replace(
+            tokens_step(merge, merge.ends.embedding, rows), out=TensorSpec(name=name, dtype=dtype, shape=shared.shape)
+        )
+        return
+    source = saved or frozen
+    reason = "saved whole in the adapter" if saved else "the base's embedding, no longer tied to the trained one"
+    out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
+    yield Step(out=out, op=copied_as(dtype, source), action=TensorAction.ADDED, reason=reason)
+
+
+def _freed(merge: MergeContext, name: str, of: StoredTensor) -> Step:
+    """Return the step of what was one with `of` as well: transformers ties all that the config says, or nothing."""
+    # a module saved whole was a copy while it was trained: what was one with it stayed as it was
+    copied = any(part.config.saves(of.name.rpartition(".")[0]) for part in merge.adapted)
+    source = of if copied else merge.modules.saved.get(of.name, of)
+    dtype = merge.dtype or of.dtype
+    reason = f"as {of.name}, to which it is no longer tied"
+    out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
+    return Step(out=out, op=copied_as(dtype, source), action=TensorAction.ADDED, reason=reason)
+
+
+def _require_no_tokens_beside_lora(merge: MergeContext) -> None:
+    """Return unless the output layer has LoRA and the embeddings trained rows, which PEFT trains at both ends."""
+    output = merge.ends.output.removesuffix(".weight") if merge.ends else ""
+    if merge.ends is None or output not in merge.modules.lora or not merge.modules.tokens:
+        return
+    rows = merge.modules.tokens.get(merge.ends.embedding.name.removesuffix(".weight"))
+    if rows is not None:
+        raise UnsupportedAdapter(
+            f"{rows.path}: `{rows.name}`: rows of both ends were trained, and `{output}` has LoRA besides: the two "
+            "cannot be told apart",
+            hint=UNMERGED,
+        )
+
+
+def _require_no_lora_on_the_one(merge: MergeContext) -> None:
+    """Return unless LoRA is on an output layer that is stored for the embeddings too."""
+    module = (merge.facts.output if merge.facts else None) or ""
+    if module in merge.modules.lora and merge.head is None and tied_under_one_name(merge.base, merge.facts):
+        raise UnsupportedAdapter(
+            f"{merge.modules.lora[module][0].b.path}: LoRA on `{module}`, which is the embedding of this base too: PEFT's "
+            "merge would change both ends, and not as they were trained",
+            hint=UNMERGED,
+        )
+
+
+def _require_nothing_lost(merge: MergeContext) -> None:
+    """Return unless PEFT's merge writes the embeddings that were saved whole, and drops the others for all layers."""
+    configs = [part.config for part in merge.adapted]
+    for name, of in merge.lost.items():
+        module = of.rpartition(".")[0]
+        if name.endswith(".weight") and any(config.saves(module) for config in configs):
+            raise UnsupportedAdapter(
+                f"{merge.adapted[0].adapter.root}: `{module}` is in `modules_to_save`, and `{name}` was one with it: "
+                "PEFT's merge drops what the other layers read",
+                hint="--untie writes each of them as it was trained, with tie_word_embeddings=false",
+            )
+
+
+def _require_unchanged_by_init(merge: MergeContext) -> None:
+    """Return unless an end's init changed the other end with it, in training and unseen."""
+    for name in sorted(merge.ends.names if merge.ends else ()):
+        module = name.removesuffix(".weight")
+        init = recomputed_init(merge, module)
+        if init is not None and module in merge.modules.lora and module not in merge.modules.embeddings:
+            raise UnsupportedAdapter(
+                f"{merge.modules.lora[module][0].b.path}: `init_lora_weights` {init} on `{module}`, which this base "
+                "ties to the other end of the model: it changed both before the training",
+                hint=UNMERGED,
+            )

@@ -1,0 +1,328 @@
+"""LT2xx, the config of an adapter against its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lora_tool.adapter.support import refusals
+from lora_tool.errors import Defect
+from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.stored import same_values
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
+from lora_tool.rules.shared import targeting
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_MATRIX = 2
+_ROUTER, _FUSED = "gate.weight", "gate_up_proj"
+"""What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
+_VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
+"""A tensor of a variant of LoRA that has parameters of its own, such as KaSA's `lora_diag`."""
+_REFUSES = "`lora-tool merge` refuses it"
+_COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
+_FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one; remove the field if it is misspelt"
+
+
+@rule("LT205", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
+def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
+    """A target that matches nothing in the file.
+
+    ## What it does
+    Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` that no tensor belongs to.
+
+    ## Why it matters
+    Either the model had no such module, and what you meant to train was not trained; or the tensors were lost, and
+    PEFT fills them in: LoRA with zeros and a warning, whole modules with an error.
+
+    ## Example
+    `target_modules` lists "c_attn", a name of GPT-2, in the adapter of a Llama.
+
+    ## What to do
+    Compare the entry with the module names of the base (`lora-tool inspect BASE`), and remove it or train again.
+    """
+    config = subject.config
+    if not subject.layers:
+        return
+    if isinstance(config.target_modules, str):
+        if not any(targeting.layer_is_targeted(config, layer) for layer in subject.layers):
+            message = "matches none of the modules that have LoRA tensors"
+            yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
+    else:
+        # "all-linear" also names the layers inside a head that is saved whole
+        held = {*(layer.target for layer in subject.layers), *_saved_whole(subject)}
+        entries = config.target_modules or ()
+        seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
+        for entry in entries:
+            if entry not in seen and not _is_left_out(subject, entry):
+                message = "matches no module that has LoRA tensors"
+                yield Fault(subject=f"target_modules: {entry}", message=message, path=subject.config_path)
+    yield from _parameters_without_tensors(subject)
+    yield from _saved_without_tensors(subject)
+
+
+def _suffixes(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.partition(".")[2]
+
+
+def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
+    """Whether an entry may rightly have no LoRA: it is excluded or saved whole, or a pattern might exclude it."""
+    config = subject.config
+    if isinstance(config.exclude_modules, str) or targeting.is_saved_whole(config, entry):
+        return True
+    return any(name in config.exclude_modules or () for name in _suffixes(entry)) if config.exclude_modules else False
+
+
+def _saved_whole(subject: AdapterSubject) -> Iterator[str]:
+    for name, key in subject.keys.items():
+        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and targeting.is_saved_whole(
+            subject.config, subject.paths[name]
+        ):
+            yield subject.paths[name]
+
+
+def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
+    entries = subject.config.target_parameters or ()
+    for entry in entries:
+        if entry == _ROUTER and _FUSED in entries:
+            continue  # PEFT adds both to every mixture of experts, whatever its router is called
+        parent = entry.rpartition(".")[0]
+        if not any(not parent or f".{layer.target}".endswith(f".{parent}") for layer in subject.layers):
+            message = "matches no module that has LoRA tensors"
+            yield Fault(subject=f"target_parameters: {entry}", message=message, path=subject.config_path)
+
+
+def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
+    config = subject.config
+    # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
+    entries = [entry for entry in config.modules_to_save if targeting.head_of(entry) is None]
+    whole = [subject.paths[name] for name, key in subject.keys.items() if key.part in (Part.PLAIN, Part.SAVED_MODULE)]
+    for entry in entries:
+        if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
+            message = "no tensor of such a module is in the file"
+            yield Fault(subject=f"modules_to_save: {entry}", message=message, path=subject.config_path)
+
+
+@rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
+    """A tensor that the config does not explain.
+
+    ## What it does
+    Matches each tensor with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT would.
+
+    ## Why it matters
+    PEFT builds the layers that the config names and drops all other tensors without a word: part of the training is
+    silently not used. A plain tensor that the base has by the same name silently replaces the base's.
+
+    ## Example
+    The file has LoRA on `up_proj`, and `target_modules` is ["q_proj", "v_proj"].
+
+    ## What to do
+    Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the config
+    of the run that wrote the weights.
+    """
+    dropped = {layer.module for layer in subject.layers if not targeting.layer_is_targeted(subject.config, layer)}
+    adapted = {layer.target for layer in subject.layers}
+    for name, key in subject.keys.items():
+        path = subject.paths[name]
+        if key.part is Part.PLAIN:
+            message = None if _repeats_base(subject, key, path) else _plain_unexplained(subject, key, path)
+        elif key.part is Part.TOKENS_DELTA:
+            message = None if subject.config.token_indices else "`trainable_token_indices` is not set"
+        elif key.part is Part.BASE_LAYER:
+            message = None if path in adapted or targeting.is_end(path) else "its module has no LoRA"
+        else:
+            message = "no entry of `target_modules` matches its module" if path in dropped else None
+        if message:
+            yield Fault(subject=name, message=f"{message}: PEFT would drop it without a word")
+
+
+def _repeats_base(subject: AdapterSubject, key: AdapterKey, path: str) -> bool:
+    """Whether it is the base's own tensor: PEFT saves whatever the first layer holds with embeddings."""
+    if subject.base is None or not key.leaf:
+        return False
+    module = path.replace(".base_layer.", ".")
+    name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
+    held = subject.base.tensors.get(f"{name}.{key.leaf}")
+    tensor, vocab_size = subject.tensors[key.text], subject.base.config.vocab_size if subject.base.config else None
+    for found in (tensor, held):  # an end of the model under whatever name, which may have been resized
+        if found is not None and found.shape[:1] == (vocab_size,):
+            return True
+    return held is not None and same_values(held, tensor)
+
+
+def _plain_unexplained(subject: AdapterSubject, key: AdapterKey, path: str) -> str | None:
+    config = subject.config
+    if targeting.is_saved_whole(config, path) or targeting.is_end(path) or targeting.head_of(path):
+        return None
+    variant = _VARIANT.match(f"{path}.{key.leaf}") if config.refused else None
+    if variant and config.targets(variant["module"]):
+        return None
+    if key.leaf == "bias" and config.bias != "none":
+        return None
+    return "it belongs to no target and to none of `modules_to_save`"
+
+
+@rule("LT210", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter is scaled to nothing.
+
+    ## What it does
+    Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
+
+    ## Why it matters
+    ΔW is scaling · B·A: with a scaling of 0 the module is exactly the base's, in training and afterwards.
+
+    ## Example
+    `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
+
+    ## What to do
+    Set `lora_alpha` (or the entry of `alpha_pattern`) to what was trained with.
+    """
+    config = subject.config
+    sources: dict[str, int] = {}
+    for layer in subject.layers:
+        if config.scaling(layer.target) == 0:
+            pattern = config.alpha_key(layer.target)
+            source = "lora_alpha" if pattern is None else f"alpha_pattern: {pattern}"
+            sources[source] = sources.get(source, 0) + 1
+    for source, count in sources.items():
+        message = f"gives {count} of {len(subject.layers)} layers a scaling of 0: they change nothing"
+        yield Fault(subject=source, message=message, path=subject.config_path)
+
+
+@rule("LT214", Severity.ERROR, on=Subject)
+def wrong_field(subject: Subject) -> Iterator[Fault]:
+    """A config field that is missing, of the wrong type, or unknown.
+
+    ## What it does
+    Reads `adapter_config.json`, `config.json` and `trainer_state.json` with the types that their fields have. Fields
+    that no PEFT we know has are noted.
+
+    ## Why it matters
+    PEFT takes a string for a number without a word and fails later, or computes something else. Unknown fields are
+    ignored on loading: if a newer PEFT wrote them, what they asked for does not happen.
+
+    ## Example
+    `r: expected int, found "8"`.
+
+    ## What to do
+    Correct the field in the file that is named.
+    """
+    for problem in subject.problems:
+        if problem.defect is Defect.BAD_FIELD:
+            hint = _COPY_CONFIG if problem.subject is None else None
+            yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
+    if isinstance(subject, AdapterSubject) and subject.config.peft_type == "LORA":
+        for name in subject.config.unknown:
+            message = "is no field of LoraConfig that we know; PEFT ignores what it does not know"
+            yield Fault(
+                subject=name, message=message, path=subject.config_path, severity=Severity.INFO, hint=_FROM_NEWER_PEFT
+            )
+
+
+@rule("LT215", Severity.INFO, on=AdapterSubject, needs=_WHOLE)
+def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
+    """Something that `lora-tool merge` does not merge.
+
+    ## What it does
+    Names the features of the adapter that `lora-tool merge` refuses, because it cannot merge them exactly.
+
+    ## Why it matters
+    The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
+
+    ## Example
+    `"layer_replication": [[0, 16], [8, 32]]`.
+
+    ## What to do
+    Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
+    """
+    for refusal in refusals(subject.config):
+        yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
+    if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in subject.layers):
+        yield Fault(message=f"{_REFUSES}: LoRA on convolutions")
+
+
+@rule("LT216", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter without LoRA tensors.
+
+    ## What it does
+    Looks for at least one LoRA tensor in the weights file.
+
+    ## Why it matters
+    Loading it gives the base model, with a warning at most. transformers before 5.0 wrote such files under DeepSpeed
+    ZeRO-3: 16 to 40 bytes, or the head alone.
+
+    ## Example
+    `adapter_model.safetensors` has 40 bytes and no tensor.
+
+    ## What to do
+    Look for the training checkpoint (`global_stepN/`) of the run: the values are there; or save the adapter again.
+    """
+    config = subject.config
+    lora = subject.layers or any(key.part is Part.TOKENS_DELTA for key in subject.keys.values())
+    wanted = bool(config.target_modules or config.target_parameters)
+    if not lora and (wanted or not subject.tensors):
+        held = f"only {', '.join(list(subject.tensors)[:2])}" if subject.tensors else "and no other tensor"
+        yield Fault(message=f"has no LoRA tensor, {held}: loading it gives the base model")
+
+
+@rule("LT217", Severity.ERROR, on=AdapterSubject)
+def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter of another kind.
+
+    ## What it does
+    Reads `peft_type`.
+
+    ## Why it matters
+    Prompt tuning, IA³, LoHa and their like have other tensors, which lora-tool cannot judge or merge.
+
+    ## Example
+    `"peft_type": "IA3"`.
+
+    ## What to do
+    Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
+    """
+    peft_type = subject.config.peft_type
+    if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
+        message = f"expected LORA, found {peft_type}"
+        yield Fault(subject="peft_type", message=message, path=subject.config_path)
+
+
+@rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
+def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA on fused experts whose order of columns nobody says.
+
+    ## What it does
+    Looks at adapters that Unsloth trained on fused experts, for a `lora_B_layout` in `adapter_config.json`.
+
+    ## Why it matters
+    Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them rank by rank.
+    Both have the same shape; the wrong one loads, and gives plausible garbage.
+
+    ## Example
+    `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and the config does not say in which order.
+
+    ## What to do
+    If it was trained before 2026-09: `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`, else `rank_major`;
+    or write `"lora_B_layout"` into `adapter_config.json`.
+    """
+    config = subject.config
+    if config.expert_layout is not None:
+        if config.expert_layout not in {layout.value for layout in ExpertLayout}:
+            message = f"expected rank_major or grouped_by_expert, found {config.expert_layout}: {_REFUSES}"
+            yield Fault(subject="lora_B_layout", message=message, path=subject.config_path)
+        return
+    if not config.by_unsloth:
+        return
+    for layer in subject.layers:
+        ranks = targeting.ranks_of(config, layer) if any(targeting.parameters_of(config, layer.target)) else None
+        if ranks and layer.a is not None and layer.b is not None and layer.a.shape[0] not in ranks:
+            message = f"was written by Unsloth, and the order of its experts' columns is not said: {_REFUSES} unasked"
+            yield Fault(subject=layer.b.name, message=message, path=str(layer.b.path))
+            return

@@ -1,0 +1,254 @@
+"""LT2xx, the tensors of an adapter: pairs, ranks, shapes and types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
+from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
+from lora_tool.errors import CorruptFile
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.torch_weights import scan_torch_weights
+from lora_tool.keys import Part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, Layer
+from lora_tool.rules.shared.targeting import ranks_of
+
+_LORA_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
+_MATRIX = 2
+
+
+@rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
+    """Half of a LoRA pair.
+
+    ## What it does
+    Looks for a `lora_A` without its `lora_B`, and the other way round.
+
+    ## Why it matters
+    PEFT fills the missing half with its initial value and says so in a warning only: B is then zero, and the module
+    does nothing, or A is random, and the module adds noise.
+
+    ## Example
+    `layers.3.self_attn.q_proj.lora_A.weight` is in the file, `…lora_B.weight` is not.
+
+    ## What to do
+    Save the adapter again from the training state; the missing half is nowhere else.
+    """
+    for layer in subject.layers:
+        if (layer.a is None) == (layer.b is None):
+            continue
+        present = layer.a or layer.b
+        lost = "lora_B" if layer.b is None else "lora_A"
+        if present is not None:
+            message = f"its {lost} is missing, and PEFT would put {'zeros' if layer.b is None else 'noise'} there"
+            yield Fault(subject=present.name, message=message)
+
+
+@rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
+    """A pair that does not fit together.
+
+    ## What it does
+    Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and looks for factors that are no
+    matrices.
+
+    ## Why it matters
+    B·A cannot be computed: loading fails with a size mismatch. The two are from different runs, or were flattened by
+    FSDP or DeepSpeed.
+
+    ## Example
+    `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
+
+    ## What to do
+    Save the adapter again from one training state.
+    """
+    for layer in subject.layers:
+        a, b = layer.a, layer.b
+        if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
+            continue
+        if len(a.shape) != len(b.shape) or len(a.shape) < _MATRIX:
+            shapes = f"lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}: expected two matrices"
+            yield Fault(subject=a.name, message=shapes)
+        elif swapped_rank(subject.config, layer) is None:
+            ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), lora_B {b.shape[1]} (shape {list(b.shape)})"
+            yield Fault(subject=a.name, message=ranks)
+
+
+@rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
+    """Another rank than the config's.
+
+    ## What it does
+    Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
+
+    ## Why it matters
+    Loading fails with a size mismatch. And the scaling alpha/r is computed from the config: with the wrong r every
+    delta is too large or too small.
+
+    ## Example
+    `adapter_config.json` says `"r": 16`, and every `lora_A` has 8 rows.
+
+    ## What to do
+    Put the rank that was trained into `adapter_config.json`; take the file of the same run if you have it.
+    """
+    for layer in subject.layers:
+        expected = ranks_of(subject.config, layer)
+        found = layer.rank
+        if found is None or found in expected or swapped_rank(subject.config, layer) is not None:
+            continue
+        if _is_stacked(subject.config, layer) and any(found % rank == 0 for rank in expected):
+            continue
+        name = layer.a.name if layer.a else layer.module
+        message = f"has rank {found}, the config gives this module {' or '.join(map(str, sorted(expected)))}"
+        yield Fault(subject=name, message=message)
+
+
+def _is_stacked(config: AdapterConfig, layer: Layer) -> bool:
+    """LoRA on a parameter of fused experts stacks the experts: A is (r·E, in)."""
+    return bool(config.target_parameters) and not config.targets(layer.target)
+
+
+@rule("LT204", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
+    """A and B are swapped.
+
+    ## What it does
+    Looks for pairs whose `lora_A` has the rank as columns and whose `lora_B` has it as rows.
+
+    ## Why it matters
+    The factors were written under each other's name, or both transposed, as converters from other frameworks do.
+    Loading fails with a size mismatch.
+
+    ## Example
+    r is 4, `lora_A` is [4096, 4] and `lora_B` is [4, 4096].
+
+    ## What to do
+    Convert the adapter again; PEFT wants `lora_A` as (r, in) and `lora_B` as (out, r).
+    """
+    for layer in subject.layers:
+        rank = swapped_rank(subject.config, layer)
+        if rank is not None and layer.a and layer.b:
+            shapes = f"lora_A is {list(layer.a.shape)} and lora_B {list(layer.b.shape)}"
+            message = f"{shapes}: with rank {rank} they should be [{rank}, in] and [out, {rank}]"
+            yield Fault(subject=layer.a.name, message=message)
+
+
+def swapped_rank(config: AdapterConfig, layer: Layer) -> int | None:
+    """Return the layer's rank where each factor has it in the other's place, None where they are not swapped."""
+    pair = layer.pair
+    if pair is None or len(pair[0].shape) != _MATRIX or pair[0].shape[1] != pair[1].shape[0]:
+        return None
+    a, b = pair
+    rank = min(ranks_of(config, layer))
+    return rank if a.shape[1] == rank and not a.shape[0] == b.shape[1] == rank else None
+
+
+@rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
+    """Tensors without values, saved under DeepSpeed ZeRO-3.
+
+    ## What it does
+    Looks for tensors with a size of 0 in their shape.
+
+    ## Why it matters
+    Under ZeRO-3 each process holds a part of every parameter, and a model that is saved without gathering them gets
+    empty ones. The trained values are not in this file; loading fails, or, with `ignore_mismatched_sizes`, merges
+    random numbers.
+
+    ## Example
+    `…q_proj.lora_A.weight` has shape [0].
+
+    ## What to do
+    Take the values from the training checkpoint (`global_stepN/`), or save again with
+    `"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed config.
+
+    (transformers before 5.0 wrote such files for adapters: huggingface/transformers#41416.)
+    """
+    empty = [tensor for tensor in subject.tensors.values() if tensor.spec.numel == 0]
+    hint = _where_values_are(subject, {tensor.name for tensor in empty}) if empty else None
+    for tensor in empty:
+        message = (
+            f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without gathering, its values are not here"
+        )
+        yield Fault(subject=tensor.name, message=message, hint=hint)
+
+
+def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
+    """Return where the values still are: in a training checkpoint, or in a pickle beside the empty file."""
+    state = training_state_near(subject.checkpoint.root)
+    if state:
+        return f"the values are in {state}: {consolidate_command(subject.checkpoint.root)}"
+    pickle = subject.checkpoint.root / ADAPTER_PICKLE
+    if subject.checkpoint.weights.files and subject.checkpoint.weights.files[0].path == pickle:
+        return None
+    try:
+        held = scan_torch_weights(pickle).tensors
+    except CorruptFile:
+        return None
+    # OpenRLHF gathers the adapter into a .bin, and PEFT loads the empty .safetensors before it
+    if all(name in held and held[name].spec.numel for name in empty):
+        return f"{ADAPTER_PICKLE} beside it has all their values: PEFT loads it once {ADAPTER_WEIGHTS} is moved away"
+    return None
+
+
+@rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA tensors of a type that is no float.
+
+    ## What it does
+    Checks that LoRA tensors, and the weights of modules that are saved whole, are F32, BF16, F16 or F64.
+
+    ## Why it matters
+    Integers are quantised weights or a broken save. PEFT casts them to floats without a word: the scale that they
+    were quantised with is not applied, and the delta is nonsense.
+
+    ## Example
+    `…lora_A.weight` is I8.
+
+    ## What to do
+    Save the adapter in its training type: float32 or bfloat16.
+    """
+    for name, key in subject.keys.items():
+        tensor = subject.tensors[name]
+        saved = key.part is Part.PLAIN and key.leaf == "weight" and len(tensor.shape) >= _MATRIX
+        if (key.part in _LORA_PARTS or saved) and not tensor.dtype.is_float:
+            message = f"is {tensor.dtype}: expected F32, BF16, F16 or F64"
+            yield Fault(subject=name, message=message)
+
+
+@rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
+    """`use_dora` or `lora_bias` contradict the tensors.
+
+    ## What it does
+    Compares `use_dora` with the `lora_magnitude_vector` tensors, and `lora_bias` with the biases of `lora_B`.
+
+    ## Why it matters
+    Tensors without their flag are dropped without a word, a flag without its tensors fills in initial values: the
+    model computes something that was never trained.
+
+    ## Example
+    The file has a `lora_magnitude_vector` for each module, and `"use_dora": false`.
+
+    ## What to do
+    Set the flag in `adapter_config.json` to what was trained; the tensors tell.
+    """
+    config = subject.config
+    for layer in subject.layers:
+        if layer.a is None or layer.b is None:
+            continue
+        checks = (
+            ("use_dora", config.use_dora, layer.magnitude, "lora_magnitude_vector"),
+            ("lora_bias", config.lora_bias, layer.bias, "lora_B.bias"),
+        )
+        for flag, wanted, tensor, part in checks:
+            if flag == "lora_bias" and layer.embedding:
+                continue
+            if tensor is not None and not wanted:
+                message = f"is there, but `{flag}` is false: PEFT would drop it without a word"
+                yield Fault(subject=tensor.name, message=message)
+            elif tensor is None and wanted and not _is_stacked(config, layer):
+                message = f"has no {part}, but `{flag}` is true"
+                yield Fault(subject=layer.b.name, message=message)

@@ -1,0 +1,122 @@
+"""LT2xx, the names of an adapter's tensors: prefixes and duplicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.display import size
+from lora_tool.keys import PREFIX, Part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, drift
+from lora_tool.rules.shared.targeting import head_of, is_end
+
+_FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
+_HEADERS_ONLY = frozenset({Need.WEIGHTS})
+_KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
+
+
+@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY)
+def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
+    """A name that does not begin as PEFT's do.
+
+    ## What it does
+    Checks that each tensor is called `base_model.model.<module>…`, without the prefixes of torch.compile, FSDP and
+    DistributedDataParallel, and that the file holds one adapter only.
+
+    ## Why it matters
+    PEFT looks for its own names and passes over all others: the adapter loads, with a warning at most, and does
+    nothing.
+
+    ## Example
+    `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
+
+    ## What to do
+    Unwrap the model before saving (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
+    """
+    if subject.config.peft_type not in (None, "LORA"):
+        return  # LT217 says so; a prompt's embeddings belong to no module
+    for name, key in subject.keys.items():
+        if key.prefixed and subject.paths[name] == key.module:
+            continue  # nothing was taken off its path
+        wrong = drift(key)
+        if wrong:
+            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{subject.paths[name]}…`")
+    plain = _plain(subject)
+    for name, key in subject.keys.items():
+        if key.part is Part.SAVED_MODULE and f"{subject.paths[name]}.{key.leaf}" not in plain:
+            yield Fault(
+                subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail"
+            )
+    lora = [key for key in subject.keys.values() if key.part in _FACTORS]
+    adapter_names = sorted({key.adapter_name or "one without a name" for key in lora})
+    if len(adapter_names) > 1:
+        listed = ", ".join(adapter_names)
+        yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")
+
+
+@rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY)
+def bloat(subject: AdapterSubject) -> Iterator[Fault]:
+    """Copies that nobody needs.
+
+    ## What it does
+    Looks for `modules_to_save.` and `original_module.` copies beside the tensor itself, and for frozen base weights
+    (`base_layer.weight`) that are no embedding.
+
+    ## Why it matters
+    The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary with
+    `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings and
+    output layers under LoRA: that is noted only.
+
+    ## Example
+    `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
+
+    ## What to do
+    Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
+    """
+    plain = _plain(subject)
+    embeddings = {layer.target for layer in subject.layers if layer.embedding}
+    copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
+    for name, key in subject.keys.items():
+        path, tensor = subject.paths[name], subject.tensors[name]
+        if key.part in copied and f"{path}.{key.leaf}" in plain:
+            message = f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads"
+            expected = is_end(path) or f".{key.leaf}".endswith(".bias")
+            yield Fault(subject=name, message=message, severity=Severity.INFO if expected else None)
+        elif key.part is Part.BASE_LAYER and key.leaf != "bias" and not head_of(path):
+            # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
+            expected = is_end(path) or path in embeddings
+            severity = Severity.INFO if expected else None
+            message = f"the frozen weight of the base, {size(tensor.nbytes)} that the base has too"
+            hint = _KEPT_ON_PURPOSE if severity else None
+            yield Fault(subject=name, message=message, severity=severity, hint=hint)
+
+
+def _plain(subject: AdapterSubject) -> frozenset[str]:
+    """Return the names of the whole tensors; a saved head may be several layers deep."""
+    return frozenset(f"{path}.{key.leaf}" for _, path, key in subject.plain())
+
+
+@rule("LT222", Severity.WARNING, on=AdapterSubject)
+def trained_beside(subject: AdapterSubject) -> Iterator[Fault]:
+    """Trained weights beside the adapter that PEFT does not read.
+
+    ## What it does
+    Looks in the adapter's folder for the files in which trainers keep what they trained besides LoRA: LLaVA's
+    `non_lora_trainables.bin`, the `value_head` of LLaMA-Factory, the `vit` of ms-swift, the value head that TRL calls
+    `pytorch_model.bin`.
+
+    ## Why it matters
+    They belong to the trained model. PEFT, vLLM and a merge take the adapter without them: a projector is then the
+    base's, and a value head is gone.
+
+    ## Example
+    `non_lora_trainables.bin` beside `adapter_model.safetensors`.
+
+    ## What to do
+    MergeContext with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
+    if only the policy is wanted.
+    """
+    for name in subject.checkpoint.folder.trained_beside:
+        message = "holds trained weights that are not part of the adapter: PEFT does not read it"
+        yield Fault(message=message, path=str(subject.checkpoint.root / name))

@@ -1,0 +1,231 @@
+"""LT301 to LT304: the head of a classification or reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.architectures import CLASSIFICATION_HEADS, architecture_of
+from lora_tool.checkpoint.nearby import consolidate_command
+from lora_tool.display import counted
+from lora_tool.keys import Part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
+from lora_tool.rules.shared.heads import (
+    CLASSIFYING,
+    head_weight,
+    labels_of,
+    lora_head_rows,
+    lora_heads,
+    saved_heads,
+)
+from lora_tool.rules.shared.targeting import CLASSIFICATION_TASKS, VALUE_HEADS, head_of, is_end
+from lora_tool.tensors import StoredTensor
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
+
+
+@rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
+    """The trained head is not in the adapter.
+
+    ## What it does
+    Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, that were trained on a classifier's class
+    without any task type, or that are said to be reward models (`--rm`). PEFT lists both `classifier` and `score` in
+    `modules_to_save`; one of them has to be there.
+
+    ## Why it matters
+    A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools put a random head
+    there, another one on every load.
+
+    ## Example
+    A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
+
+    ## What to do
+    Look for `score.weight` in the training checkpoint (`global_stepN/`), or train again with `task_type="SEQ_CLS"`.
+
+    If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type`
+    is not set and the base is not known: PEFT then takes the head that the base has.
+    """
+    config = subject.config
+    unsaid = config.task_type is None and not subject.is_reward() and _classifies(subject, CLASSIFYING)
+    expected = config.task_type in CLASSIFICATION_TASKS or subject.is_reward() or unsaid
+    if not expected or config.task_type == "CAUSAL_LM" or not subject.layers:
+        return
+    if _carries_head(subject) or lora_heads(subject):
+        return
+    lost = "no trained head (`score.weight` or `classifier.weight`) is in the file"
+    base_head = _head_of_base(subject)
+    if base_head is None and not (unsaid and subject.base is None):
+        yield Fault(message=f"{lost}: what it learned to score is lost", hint=_where_the_head_is(subject))
+    elif base_head is None:
+        message = f"{lost}, which was trained on a {config.trained_class} without a task type; it must be in the base"
+        yield Fault(message=message, severity=Severity.WARNING)
+    elif not unsaid and base_head.name.partition(".")[0] in ("score", "classifier"):  # PEFT keeps any other head
+        message = f"no trained head is in the file; the base has one, `{base_head.name}`, which PEFT would not use"
+        yield Fault(message=message, severity=Severity.WARNING)
+
+
+def _head_of_base(subject: AdapterSubject) -> StoredTensor | None:
+    """Return a tensor of the base's head: one row per label, or whatever lies in its architecture's."""
+    if subject.base is None:
+        return None
+    tensors, config = subject.base.tensors, subject.base.config
+    arch = architecture_of(config.model_type or "") if config else None
+    inside = (tensor for name, tensor in tensors.items() if arch and arch.head and name.startswith(f"{arch.head}."))
+    return head_weight(tensors, CLASSIFICATION_HEADS) or next(inside, None)
+
+
+def _where_the_head_is(subject: AdapterSubject) -> str | None:
+    command = consolidate_command(subject.checkpoint.root)
+    return f"look for it in the training checkpoint: {command}" if command else None
+
+
+def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
+    """Whether the adapter names a class of transformers with such an ending as the one that it was trained on."""
+    name = subject.config.trained_class
+    return name is not None and name.endswith(endings)
+
+
+def _carries_head(subject: AdapterSubject) -> bool:
+    """Whether a head is saved: one of the known names, or a top-level module of its own beside the adapted trunk."""
+    if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
+        return True
+    trunks = {layer.target.partition(".")[0] for layer in subject.layers}
+    tops = {path.partition(".")[0] for _, path, _ in subject.plain() if not is_end(path)}
+    return bool(tops - trunks - VALUE_HEADS)
+
+
+@rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA on a head whose frozen weight was never saved.
+
+    ## What it does
+    Looks for LoRA on `score` or `classifier` where neither the adapter nor the base has the head's own weight.
+
+    ## Why it matters
+    The head of a fresh reward model is random. LoRA on it trains a difference to these random numbers, and they were
+    not saved: the rewards cannot be computed any more. `target_modules="all-linear"` does this in some trainers.
+
+    ## Example
+    `score.lora_A` and `score.lora_B` are there, and the base is a causal LM.
+
+    ## What to do
+    Look for the frozen `score.weight` in the training checkpoint (`global_stepN/`); next time, keep the head out of
+    `target_modules` and let `task_type="SEQ_CLS"` save it.
+    """
+    for module, lora_b in _lost_heads(subject).items():
+        if subject.base is None:
+            message = f"LoRA on `{module}`, whose frozen weight is not in the file; it must be in the base"
+            yield Fault(subject=lora_b.name, message=message, severity=Severity.WARNING)
+        else:
+            message = f"LoRA on `{module}`, whose frozen weight is neither in the file nor in {subject.base.root}"
+            yield Fault(subject=lora_b.name, message=message, hint=_where_the_head_is(subject))
+
+
+def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
+    """Return the lora_B of each head under LoRA whose own weight is neither in the adapter nor in the base."""
+    kept = {subject.paths[name] for name, key in subject.keys.items() if key.part is Part.BASE_LAYER}
+    kept |= {name.rpartition(".")[0] for name in saved_heads(subject)}
+    if subject.base is not None:
+        kept |= {name.removesuffix(".weight") for name in subject.base.tensors}
+    return {module: lora_b for module, lora_b in lora_heads(subject).items() if module not in kept}
+
+
+@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE)
+def labels_disagree(subject: Subject) -> Iterator[Fault]:
+    """The head has another number of rows than there are labels.
+
+    ## What it does
+    Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's also with the labels of a
+    base that is a classifier. LT308 compares a model's head with its own config.
+
+    ## Why it matters
+    Loading fails with a size mismatch; and a reward model with two rows gives two numbers, of which tools take the
+    first. transformers assumes two labels where the config does not tell.
+
+    ## Example
+    `score.weight` is [2, 4096], and the model is to be a reward model.
+
+    ## What to do
+    Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
+
+    A head that the adapter carries whole takes the place of the base's: against another number there, this is a warning.
+    """
+    if isinstance(subject, AdapterSubject):
+        weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS) or lora_head_rows(subject)
+        base = subject.base
+        told = labels_of(base) if base else None
+    elif isinstance(subject, ModelSubject):
+        weight = head_weight(subject.tensors, CLASSIFICATION_HEADS)
+        base, told = None, None
+    else:
+        return
+    if weight is None or not weight.shape:
+        return
+    rows, asked = f"has {weight.shape[0]} rows", subject.num_labels
+    if asked is not None and asked != weight.shape[0]:
+        yield Fault(subject=weight.name, message=f"{rows}, asked for: {counted(asked, 'label')}", path=str(weight.path))
+    elif told is not None and told != weight.shape[0] and base is not None:
+        message = f"{rows}, but {base.root / 'config.json'} means {counted(told, 'label')}"
+        replaced = weight in saved_heads(subject).values() if isinstance(subject, AdapterSubject) else False
+        if replaced:
+            message += f"; a merge takes this head, PEFT needs num_labels={weight.shape[0]} to load the base"
+        severity = Severity.WARNING if replaced else None
+        yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
+
+
+@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
+    """The task type contradicts the head.
+
+    ## What it does
+    Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or none, and for
+    `--rm` on an adapter that is no classifier.
+
+    ## Why it matters
+    PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter loses its head without a
+    word, and answers with text logits instead of rewards.
+
+    ## Example
+    `"task_type": "CAUSAL_LM"`, and `base_model.model.score.weight` is in the file.
+
+    ## What to do
+    Set `"task_type": "SEQ_CLS"` in `adapter_config.json` if this is a reward model or classifier; else leave `--rm`
+    out.
+
+    An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
+    task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.
+    """
+    task = subject.config.task_type
+    heads = _heads_present(subject)
+    if task == "CAUSAL_LM" and subject.is_reward() and not heads:
+        message = "a reward model was asked for, this is the adapter of a causal LM and has no head"
+        yield Fault(subject="task_type", message=message, path=subject.config_path)
+    if task == "SEQ_CLS" and subject.task == "causal-lm":
+        message = "a causal LM was asked for, this is the adapter of a sequence classifier"
+        yield Fault(subject="task_type", message=message, path=subject.config_path)
+    if task not in ("CAUSAL_LM", None) or (task is None and _classifies(subject, ("Classification",))):
+        return
+    for head, tensor in heads.items():
+        message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without it"
+        severity = None if task else _without_task(subject, head)
+        hint = _IMAGE_OR_TEXT if severity is Severity.INFO else None
+        yield Fault(subject=tensor.name, message=message, severity=severity, hint=hint)
+
+
+def _heads_present(subject: AdapterSubject) -> dict[str, StoredTensor]:
+    """Return one tensor of each head, saved whole or under LoRA; a head that LT302 calls lost is not there."""
+    lost = _lost_heads(subject)
+    under_lora = {module: tensor for module, tensor in lora_heads(subject).items() if module not in lost}
+    heads: dict[str, StoredTensor] = {}
+    for path, tensor in (*saved_heads(subject).items(), *under_lora.items()):
+        head = head_of(path)
+        if head in CLASSIFICATION_HEADS | VALUE_HEADS:
+            heads.setdefault(head, tensor)
+    return heads
+
+
+def _without_task(subject: AdapterSubject, head: str) -> Severity:
+    return Severity.INFO if head == "classifier" and subject.config.saves(head) else Severity.WARNING

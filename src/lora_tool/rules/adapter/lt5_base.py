@@ -1,0 +1,331 @@
+"""LT5xx: an adapter against its base model, by names and shapes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+
+from lora_tool.keys import Part, split_layer
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Layer
+from lora_tool.rules.shared import targeting
+from lora_tool.tensors import StoredTensor
+
+_ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
+_MATRIX = 2
+_RESHAPED = frozenset({"use_bdlora", "use_qalora"})
+"""Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
+_TIED_DECODERS = (".lm_head.decoder", ".predictions.decoder")
+"""The output layer of BERT's kin, which is tied to the embeddings."""
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _matched(subject: AdapterSubject) -> BaseMatch:
+    if not isinstance(subject.match, BaseMatch):
+        raise TypeError("rules that need a base run only with one that matches")
+    return subject.match
+
+
+def _may_be_absent(match: BaseMatch, module: str) -> bool:
+    """Whether a module is rightly not in the base's files: a head, or an output layer tied to the embeddings."""
+    names = {name.rpartition(".")[0] for name in match.arch.causal_only} | {"lm_head"}
+    return targeting.head_of(module) is not None or module in names
+
+
+def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
+    """Return each module with LoRA or trained tokens, and the name of one of its tensors."""
+    modules = {layer.target: next(iter(layer.parts.values())).name for layer in subject.layers}
+    for name, key in subject.keys.items():
+        if key.part is Part.TOKENS_DELTA:
+            modules.setdefault(subject.paths[name], name)
+    return modules
+
+
+def _held_indices(match: BaseMatch) -> Mapping[str, int]:
+    """Return the largest number that each place in the base's names has: ``model.layers.`` → 31."""
+    largest: dict[str, int] = {}
+    for name in match.base.tensors:
+        number = _INDEX.search(name)
+        if number and len(number[0]) < 10:  # noqa: PLR2004 - a number of layers, not of stars
+            place = name[: number.start()]
+            largest[place] = max(largest.get(place, -1), int(number[0]))
+    return largest
+
+
+def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int, int] | None:
+    """Return the module's layer number and the base's last one, where it is larger."""
+    name = match.name(module) + "."
+    number = _INDEX.search(name)
+    last = held.get(name[: number.start()]) if number else None
+    if number is None or last is None or int(number[0]) <= last:
+        return None
+    return int(number[0]), last
+
+
+def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
+    """Yield module and tensor name of what the adapter adapts and the base does not have."""
+    match = _matched(subject)
+    held = frozenset(name.rpartition(".")[0] for name in match.base.tensors)
+    for module, name in _adapted(subject).items():
+        if match.name(module) not in held and not _may_be_absent(match, module):
+            yield module, name
+
+
+@rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
+    """A module that the base does not have.
+
+    ## What it does
+    Looks for each adapted module among the base's tensors.
+
+    ## Why it matters
+    PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it, does nothing.
+
+    ## Example
+    LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`.
+    """
+    match = _matched(subject)
+    held = _held_indices(match)
+    absent = [(module, name) for module, name in _absent(subject) if _beyond(match, held, module) is None]
+    modules = sorted({name.rpartition(".")[0] for name in match.base.tensors}) if absent else []
+    if absent and len(absent) == len(_adapted(subject)):
+        message = f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`"
+        yield Fault(message=message)
+        return
+    for module, name in absent:
+        close = difflib.get_close_matches(match.name(module), modules, n=1) if module is absent[0][0] else []
+        nearest = f"; the nearest there is `{close[0]}`" if close else ""
+        yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
+
+
+@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
+    """Sizes that are not the base's.
+
+    ## What it does
+    Compares lora_B·lora_A with the base's weight, and the width of a new `score` head with the base's hidden states.
+
+    ## Why it matters
+    The adapter was trained on another model: loading fails with a size mismatch.
+
+    ## Example
+    lora_B·lora_A is [4096, 4096], and the base's `q_proj.weight` is [3584, 3584].
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`.
+    """
+    match = _matched(subject)
+    yield from _score_of_other_width(subject, match)
+    if _RESHAPED & set(subject.config.refused):
+        return
+    for layer in subject.layers:
+        weight, pair = match.tensor(layer.target), layer.pair
+        if weight is None or pair is None or layer.rank is None:
+            continue
+        needed = _delta_shape(match, layer, pair)
+        rows_only = _is_vocabulary(layer.target) and needed[1:] == weight.shape[1:]
+        if len(needed) == len(weight.shape) == _MATRIX and needed != weight.shape and not rows_only:
+            message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
+            yield Fault(subject=pair[0].name, message=message)
+
+
+def _score_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Look at the new head of a decoder, which reads the hidden states."""
+    raw = match.base.config.raw if match.base.config else {}
+    nested = raw.get("text_config")
+    table = nested if isinstance(nested, dict) else raw
+    widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
+    for tensor, module, leaf in _whole_tensors(subject):
+        if (module, leaf) == ("score", "weight") and widths and len(tensor.shape) == _MATRIX:
+            columns = tensor.shape[1]
+            if columns not in widths:
+                listed = " or ".join(map(str, sorted(widths)))
+                yield Fault(subject=tensor.name, message=f"is {columns} wide, the base's hidden states are {listed}")
+
+
+def _delta_shape(match: BaseMatch, layer: Layer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:
+    a, b = pair
+    transposed = layer.embedding or layer.target.rpartition(".")[2] in match.arch.conv1d
+    return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
+
+
+def _is_vocabulary(module: str) -> bool:
+    return targeting.is_end(module)
+
+
+def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
+    """Yield the tensors that replace, or repeat, one of the base's: tensor, module path, parameter."""
+    for name, key in subject.keys.items():
+        if key.part in (Part.PLAIN, Part.BASE_LAYER) and key.leaf:
+            yield subject.tensors[name], subject.paths[name], key.leaf
+
+
+@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
+    """A layer that the base does not reach.
+
+    ## What it does
+    Compares the layer numbers of the adapter with those of the base.
+
+    ## Why it matters
+    The adapter is for a deeper model of the family. PEFT drops the layers that are too many, and applies the others
+    to a model that they were not trained on.
+
+    ## Example
+    The adapter has layers 0 to 39, the base 0 to 31.
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`.
+    """
+    match = _matched(subject)
+    held = _held_indices(match)
+    for module, name in _absent(subject):
+        beyond = _beyond(match, held, module)
+        if beyond:
+            yield Fault(subject=name, message=f"is of layer {beyond[0]}, the last one of the base is {beyond[1]}")
+
+
+@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL)
+def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
+    """Another vocabulary than the base's.
+
+    ## What it does
+    Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
+
+    ## Why it matters
+    Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
+    first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
+    the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
+    not fit each other.
+
+    ## Example
+    `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
+
+    ## What to do
+    Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the adapter.
+    """
+    match = _matched(subject)
+    severity = Severity.INFO if _is_extended(subject) else None
+    for tensor, module, rows in _vocabularies(subject):
+        base = match.tensor(module)
+        if base is not None and len(base.shape) == _MATRIX and base.shape[0] != rows:
+            message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
+            yield Fault(subject=tensor.name, message=message, severity=severity)
+
+
+def _is_extended(subject: AdapterSubject) -> bool:
+    """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
+    match = _matched(subject)
+    whole = {
+        match.name(module): tensor.shape[0]
+        for tensor, module, leaf in _whole_tensors(subject)
+        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == _MATRIX
+    }
+    held = {
+        name.removesuffix(".weight"): tensor.shape[0]
+        for name, tensor in match.base.tensors.items()
+        if name.endswith(".weight") and _is_vocabulary(name.removesuffix(".weight")) and len(tensor.shape) == _MATRIX
+    }
+    ends = held if subject.config.task_type == "CAUSAL_LM" else held.keys() & whole.keys()
+    rows = {whole.get(end) for end in ends}
+    return len(rows) == 1 and all((whole.get(end) or 0) > held[end] for end in ends)
+
+
+def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
+    for tensor, module, leaf in _whole_tensors(subject):
+        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == _MATRIX:
+            yield tensor, module, tensor.shape[0]
+    for layer in subject.layers:
+        pair = layer.pair
+        if pair is not None and _is_vocabulary(layer.target) and layer.rank is not None:
+            yield pair[0], layer.target, pair[0].shape[1] if layer.embedding else pair[1].shape[0]
+
+
+@rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
+    """A targeted module of the base has no LoRA.
+
+    ## What it does
+    Applies `target_modules` to the base's modules, as PEFT does, and looks for those without tensors.
+
+    ## Why it matters
+    Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only: these layers
+    are the base's.
+
+    ## Example
+    `q_proj` has LoRA in layers 0 to 30 of 32.
+
+    ## What to do
+    Save the adapter again from the training state, or take an earlier checkpoint.
+    """
+    match, config = _matched(subject), subject.config
+    if targeting.is_all_linear(config) or not subject.layers:
+        return
+    adapted = {match.name(layer.target) for layer in subject.layers}
+    if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
+        return
+    for tensor in match.base.tensors.values():
+        module, _, leaf = tensor.name.rpartition(".")
+        path = match.strip + module.removeprefix(match.add)
+        matrix = leaf == "weight" and len(tensor.shape) == _MATRIX and not _may_be_absent(match, path)
+        if matrix and module not in adapted and config.targets(path) and _is_of_every_class(subject, path):
+            yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
+
+
+def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
+    """Whether a module of the base is in every class made of it: a pooler is not, a module of a layer is."""
+    own = subject.config.task_type == "CAUSAL_LM" and "pooler" not in path.split(".")
+    return own or split_layer(path)[0] is not None
+
+
+@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
+    """A saved tensor that the base has no place for.
+
+    ## What it does
+    Looks for each whole tensor of the adapter among the base's, and compares the shapes. Heads may be new, tied output
+    layers absent; LT504 looks at vocabularies.
+
+    ## Why it matters
+    PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of another shape
+    makes loading fail.
+
+    ## Example
+    `model.norm_extra.weight` is in the adapter, the base has no such tensor.
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`.
+    """
+    match = _matched(subject)
+    for tensor, module, leaf in _whole_tensors(subject):
+        base = match.tensor(module, leaf)
+        if base is None:
+            lost = targeting.is_saved_whole(subject.config, module) and not _may_be_absent(match, module)
+            lost = lost and not f".{module}".endswith(_TIED_DECODERS)
+            if lost and not _belongs_to_head(subject, match, module):
+                message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
+                yield Fault(subject=tensor.name, message=message)
+        elif tensor.spec.numel and targeting.head_of(module) is None and not _fits(match, tensor, base, module):
+            message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
+            yield Fault(subject=tensor.name, message=message)
+
+
+def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
+    """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
+    if subject.config.task_type not in targeting.CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
+        return False
+    stem = ".".join(match.name(module).split(".")[:2])
+    return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
+
+
+def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
+    """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
+    vocab_size = match.base.config.vocab_size if match.base.config else None
+    rows = _is_vocabulary(module) or base.shape[:1] == (vocab_size,)
+    return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])

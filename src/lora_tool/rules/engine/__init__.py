@@ -1,0 +1,1 @@
+"""What a rule is, what it looks at, and reading weights for it."""

@@ -1,0 +1,162 @@
+"""What a rule is: a code, a severity, a page, and a small generator of faults over one opened folder."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lora_tool.errors import UnknownRule
+from lora_tool.report import Finding, Severity
+from lora_tool.report.model import Page
+from lora_tool.rules.engine.subjects import Subject
+
+SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
+"""The headings of every rule's page, in order."""
+
+_CODE = re.compile(r"LT\d{3}\Z")
+
+
+@enum.unique
+class Need(str, enum.Enum):
+    """What must be there for a rule to say anything true."""
+
+    WEIGHTS = "weights"
+    """Every tensor header can be believed."""
+    CONFIG = "config"
+    """`adapter_config.json` can be read, has no wrong field, and is LoRA's."""
+    BASE = "base"
+    """A base model whose names can be compared with the adapter's."""
+    VALUES = "values"
+    """The weights themselves are read, not only their headers."""
+    SERVER = "server"
+    """What the adapter is to be served with was named."""
+    PLAN = "plan"
+    """It is known what every tensor of a merged model should be."""
+    COMPARED = "compared"
+    """The values of a merged model were compared with its base's."""
+    RECOMPUTED = "recomputed"
+    """The changed tensors of a merged model were computed a second time."""
+    OUTPUTS = "outputs"
+    """A merged model, and its base with the adapter, were asked the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What a rule yields: `subject` is the tensor or field; path, hint and severity default to the rule's own."""
+
+    message: str
+    subject: str | None = None
+    path: str | None = None
+    hint: str | None = None
+    severity: Severity | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One registered rule. Its docstring is its page: title, then the sections of `SECTIONS`."""
+
+    code: str
+    severity: Severity
+    on: type[Subject]
+    needs: frozenset[Need]
+    check: Callable[[Any], Iterator[Fault]]
+    doc: str
+
+    @property
+    def title(self) -> str:
+        """The first line of the page, without its full stop."""
+        return self.doc.partition("\n")[0].rstrip(".")
+
+    @property
+    def deep(self) -> bool:
+        """Whether it reads the weights themselves."""
+        return Need.VALUES in self.needs
+
+    @property
+    def hint(self) -> str | None:
+        """The first paragraph under "What to do", as one line."""
+        paragraph = self.sections().get(SECTIONS[-1], "").partition("\n\n")[0]
+        return " ".join(paragraph.split()) or None
+
+    @property
+    def page(self) -> Page:
+        """What reports say about the rule itself."""
+        return Page(code=self.code, severity=self.severity, title=self.title, text=self.doc, hint=self.hint)
+
+    def sections(self) -> Mapping[str, str]:
+        """Return the page's sections: heading → text."""
+        parts = re.split(r"^## (.+)$", self.doc, flags=re.MULTILINE)[1:]
+        return {heading.strip(): text.strip() for heading, text in zip(parts[::2], parts[1::2], strict=True)}
+
+    def run(self, subject: Subject) -> Iterator[Finding]:
+        """Yield the rule's findings on a subject of its kind."""
+        advice, home = "", ""
+        for fault in self.check(subject):
+            # read off the page and the folder once: a hostile file gives a million findings
+            advice, home = advice or self.hint or "", home or subject.home
+            yield Finding(
+                code=self.code,
+                severity=fault.severity or self.severity,
+                path=fault.path or home,
+                subject=fault.subject,
+                message=fault.message,
+                hint=fault.hint or advice or None,
+            )
+
+
+RULES: dict[str, Rule] = {}
+"""Every rule by its code. A code is permanent and is never given to another rule."""
+
+S = TypeVar("S", bound=Subject)
+
+
+def rule(
+    code: str, severity: Severity, *, on: type[S], needs: Iterable[Need] = (), deep: bool = False
+) -> Callable[[Callable[[S], Iterator[Fault]]], Callable[[S], Iterator[Fault]]]:
+    """Register a generator of faults as the rule `code`. Raises ValueError for a malformed or used code."""
+    if not _CODE.match(code) or code in RULES:
+        raise ValueError(f"{code} is not a free rule code")
+
+    def register(check: Callable[[S], Iterator[Fault]]) -> Callable[[S], Iterator[Fault]]:
+        wanted = frozenset(needs) | (frozenset({Need.WEIGHTS, Need.VALUES}) if deep else frozenset())
+        doc = inspect.cleandoc(check.__doc__ or _page_in_source(check))
+        RULES[code] = Rule(code=code, severity=severity, on=on, needs=wanted, check=check, doc=doc)
+        return check
+
+    return register
+
+
+def _page_in_source(check: Callable[..., object]) -> str:
+    """Return the docstring from the source, for `python -OO`, which leaves docstrings out."""
+    import ast  # noqa: PLC0415 - for that alone
+
+    try:
+        return ast.get_docstring(ast.parse(inspect.getsource(check)).body[0]) or ""  # type: ignore[arg-type]
+    except (OSError, SyntaxError):
+        return ""
+
+
+def expand(codes: Iterable[str]) -> frozenset[str]:
+    """Return the rules that `codes` mean: each a code or the beginning of codes (``LT2``). Raises `UnknownRule`."""
+    meant: set[str] = set()
+    for code in codes:
+        wanted = code.strip().upper()
+        matching = [known for known in RULES if known.startswith(wanted)] if wanted.startswith("LT") else []
+        if not matching:
+            close = difflib.get_close_matches(wanted, RULES, n=1, cutoff=0.5)
+            nearest = f" Did you mean {close[0]}?" if close else ""
+            raise UnknownRule(f"No rule is called {code!r}.{nearest}")
+        meant.update(matching)
+    return frozenset(meant)
+
+
+def chosen(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule, ...]:
+    """Return the rules to run, by code: those selected (all without a selection) less those ignored."""
+    selected = expand(select) or frozenset(RULES)
+    ignored = expand(ignore)
+    return tuple(RULES[code] for code in sorted(selected - ignored))

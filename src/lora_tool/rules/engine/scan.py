@@ -1,0 +1,169 @@
+"""Looking at every value of a tensor: NaN and infinities, whether all are zero or all the same, how large they are.
+
+numpy costs 100 ms to import, more than the scan of a usual adapter takes, so that small ones are looked at without it:
+the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
+F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there is one,
+and for everything large, `weights_scan_numpy` counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from lora_tool.errors import SourceChanged
+from lora_tool.formats.files import open_regular, opened_regular, read_at
+from lora_tool.formats.open_files import OpenFiles
+from lora_tool.tensors import DType, Span, StoredTensor, TensorTable
+
+Opener = Callable[[Path], AbstractContextManager[int]]
+"""Gives a descriptor of a file for as long as it is read."""
+
+CHUNK_BYTES = 1 << 20
+"""Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
+
+NUMPY_BYTES = 128 << 20
+"""From this size on, numpy's import is soon won back."""
+
+LARGE = 512.0
+"""Trained factors stay below about 1. Magnitudes from this on are told; it is a power of two that all types have."""
+
+_ZEROS = bytes(CHUNK_BYTES)
+_SIGN_ONLY = b"\x00\x80"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScan:
+    """What the values of a tensor are like."""
+
+    nonfinite: int = 0
+    first: int | None = None
+    """The index of the first value that is NaN or infinite."""
+    all_zero: bool = False
+    constant: bool = False
+    """Whether all values, at least two, have the same bits, and are neither zero nor NaN nor infinite."""
+    largest: float = 0.0
+    """The largest finite magnitude where it is `LARGE` or more, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a float type lies in its bytes: exponent and fraction bits; a sign is before them."""
+
+    nbytes: int
+    exponent: int
+    fraction: int
+
+    @property
+    def infinity(self) -> int:
+        """The bits of +infinity; those of a magnitude are larger exactly where it is NaN."""
+        return ((1 << self.exponent) - 1) << self.fraction
+
+    @property
+    def large(self) -> int:
+        """The bits of `LARGE`; those of every larger magnitude are larger."""
+        return (int(math.log2(LARGE)) + (1 << (self.exponent - 1)) - 1) << self.fraction
+
+
+LAYOUTS = {
+    DType.F64: Layout(8, 11, 52),
+    DType.F32: Layout(4, 8, 23),
+    DType.BF16: Layout(2, 8, 7),
+    DType.F16: Layout(2, 5, 10),
+}
+
+
+@dataclass(slots=True)
+class Scans:
+    """The scans of one folder's tensors, each made once. `progress` is called with the bytes that were read."""
+
+    progress: Callable[[int], None] | None = None
+    found: dict[str, WeightScan] = field(default_factory=dict)
+
+    def of(self, tensor: StoredTensor, among: TensorTable) -> WeightScan:
+        """Return the scan of one of the tensors `among`, which are all scanned at the first call.
+
+        Raises `CorruptFile` or `SourceChanged` if a file went away.
+        """
+        if not self.found:
+            with contextlib.closing(OpenFiles(opened_regular)) as files:
+                self.found = self._all(among, files.descriptor)
+        return self.found[tensor.name]
+
+    def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
+        if sum(tensor.nbytes for tensor in tensors.values()) < NUMPY_BYTES:
+            return {name: scan(tensor, opened) for name, tensor in tensors.items()}
+        from lora_tool.rules.engine.scan_numpy import scan_all  # noqa: PLC0415 - slow to import
+
+        return scan_all(tensors, opened, progress=self.progress)
+
+
+def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
+    """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
+
+    `opened` gives its files, which stay open where many tensors of one are scanned. A tensor without elements is not all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
+    """
+    layout = LAYOUTS.get(tensor.dtype)
+    width = layout.nbytes if layout else 1
+    zero, constant, element = tensor.nbytes > 0, tensor.nbytes > width and layout is not None, b""
+    for data in _chunks(tensor, opened):
+        element = element or data[:width]
+        zero = zero and _is_zero(data, width, signed=layout is not None)
+        constant = constant and _repeats(data, element)
+        if layout is not None and not zero and data[width - 1 :: width].translate(None, _ordinary(layout)):
+            from lora_tool.rules.engine.scan_numpy import scan_exactly  # noqa: PLC0415 - slow to import
+
+            return scan_exactly(tensor, opened)
+    return WeightScan(all_zero=zero, constant=constant and not zero)
+
+
+@cache
+def _ordinary(layout: Layout) -> bytes:
+    """Return the last bytes of elements whose magnitude is below `LARGE`, whatever the other bytes are."""
+    last = layout.large >> 8 * (layout.nbytes - 1)
+    return bytes(byte for byte in range(256) if byte & 0x7F < last)
+
+
+def _repeats(data: bytes, element: bytes) -> bool:
+    """Whether every element is `element`."""
+    if not data.startswith(element) or not data.endswith(element):
+        return False
+    return data == element * (len(data) // len(element))
+
+
+def _is_zero(data: bytes, nbytes: int, *, signed: bool) -> bool:
+    """Whether every element is 0.0 or -0.0."""
+    if data == _ZEROS[: len(data)]:
+        return True
+    if not signed or data.strip(_SIGN_ONLY):
+        return False
+    # only 00 and 80 bytes: zeros if every 80 is a sign, in the last byte of its element
+    return data.count(0x80) == data[nbytes - 1 :: nbytes].count(0x80)
+
+
+def _chunks(tensor: StoredTensor, opened: Opener) -> Iterator[bytes]:
+    for span in tensor.spans:
+        if span.nbytes:
+            with opened(span.path) as fd:
+                yield from _span_chunks(fd, span)
+
+
+def _span_chunks(fd: int, span: Span) -> Iterator[bytes]:
+    at = 0
+    while at < span.nbytes:
+        wanted = min(CHUNK_BYTES, span.nbytes - at)
+        data = read_at(span.path, fd, span.offset + at, wanted)
+        if len(data) != wanted:
+            raise shorter(span)
+        yield data
+        at += wanted
+
+
+def shorter(span: Span) -> SourceChanged:
+    """Return the error that a span is not all there any more."""
+    return SourceChanged(f"{span.path} became shorter while it was read")

@@ -1,0 +1,121 @@
+"""The scan of weights with numpy, for what is large, or holds values that must be counted.
+
+Without its sign, the bits of a float are an integer that grows with its magnitude: the largest one of a block tells
+whether anything in it is zero throughout, absurd, infinite or NaN. Blocks are small enough to stay in the cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.cores import available_cores
+from lora_tool.formats.files import open_regular, read_into
+from lora_tool.rules.engine.scan import LAYOUTS, Layout, Opener, WeightScan, shorter
+from lora_tool.tensors import StoredTensor, TensorTable
+
+_BLOCK_BYTES = 1 << 19
+_WORKERS = 4
+"""Reading from the disk and counting overlap; the cores of a small machine are enough to keep up with its disk."""
+
+Bits = NDArray[Any]
+
+
+def scan_all(
+    tensors: TensorTable, opened: Opener = open_regular, *, progress: Callable[[int], None] | None = None
+) -> dict[str, WeightScan]:
+    """Return the scan of each tensor by name; `opened` is called by several threads. Raises as `scan_exactly`, for the first that fails."""
+    found = {}
+    stopped = threading.Event()
+
+    def scanned(tensor: StoredTensor) -> WeightScan:
+        return scan_exactly(tensor, opened, stopped)
+
+    with ThreadPoolExecutor(min(_WORKERS, available_cores())) as pool:
+        try:
+            for tensor, one in zip(tensors.values(), pool.map(scanned, tensors.values()), strict=True):
+                found[tensor.name] = one
+                if progress is not None:
+                    progress(tensor.nbytes)
+        except BaseException:
+            stopped.set()  # a tensor may take hours, and leaving the pool waits for it
+            pool.shutdown(cancel_futures=True)
+            raise
+    return found
+
+
+def scan_exactly(
+    tensor: StoredTensor, opened: Opener = open_regular, stopped: threading.Event | None = None
+) -> WeightScan:
+    """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
+
+    Nothing more is read once `stopped` is set. Raises `CorruptFile` or `SourceChanged` if its file went away.
+    """
+    layout = LAYOUTS.get(tensor.dtype)
+    if layout is None:
+        blocks = _blocks(tensor, np.dtype(np.uint8), opened, stopped)
+        return WeightScan(all_zero=tensor.nbytes > 0 and not any(block.any() for block in blocks))
+    return _scan_floats(tensor, layout, _blocks(tensor, np.dtype(f"<u{layout.nbytes}"), opened, stopped))
+
+
+def _scan_floats(tensor: StoredTensor, layout: Layout, blocks: Iterator[Bits]) -> WeightScan:
+    sign = 1 << (8 * layout.nbytes - 1)
+    nonfinite, first, largest, done = 0, None, 0, 0
+    constant, element = tensor.spec.numel > 1, None
+    for block in blocks:
+        element = block[0].copy() if element is None else element
+        constant = constant and bool(block[-1] == element) and bool((block == element).all())
+        top = _top(block, sign)
+        if top >= layout.infinity:
+            bits = np.bitwise_and(block, block.dtype.type(sign - 1))
+            bad = bits >= layout.infinity
+            nonfinite += int(np.count_nonzero(bad))
+            first = done + int(bad.argmax()) if first is None else first
+            top = int(bits[~bad].max(initial=0))
+        largest = max(largest, top)
+        done += block.size
+    zero = tensor.spec.numel > 0 and largest == 0 and not nonfinite
+    return WeightScan(
+        nonfinite=nonfinite,
+        first=first,
+        all_zero=zero,
+        constant=constant and not zero and not nonfinite,
+        largest=_value(largest, layout) if largest >= layout.large else 0.0,
+    )
+
+
+def _top(block: Bits, sign: int) -> int:
+    """Return the largest magnitude's bits: two maxima, of the positive and the negative values, and no copy."""
+    positive = int(block.view(f"<i{block.itemsize}").max())
+    either = int(block.max())
+    return max(positive, either - sign if either >= sign else 0)
+
+
+def _value(bits: int, layout: Layout) -> float:
+    """Return the number that the bits of a normal magnitude mean."""
+    exponent, fraction = bits >> layout.fraction, bits & ((1 << layout.fraction) - 1)
+    bias = (1 << (layout.exponent - 1)) - 1
+    return float(np.ldexp(float((1 << layout.fraction) + fraction), exponent - bias - layout.fraction))
+
+
+def _blocks(
+    tensor: StoredTensor, kind: np.dtype[Any], opened: Opener, stopped: threading.Event | None
+) -> Iterator[Bits]:
+    """Yield the tensor's elements in blocks; each is overwritten by the next."""
+    buffer = np.empty(_BLOCK_BYTES, np.uint8)
+    for span in tensor.spans:
+        if not span.nbytes:
+            continue
+        with opened(span.path) as fd:
+            for at in range(0, span.nbytes, _BLOCK_BYTES):
+                if stopped is not None and stopped.is_set():
+                    return
+                block = buffer[: min(_BLOCK_BYTES, span.nbytes - at)]
+                if read_into(span.path, fd, span.offset + at, block.data) != block.nbytes:
+                    raise shorter(span)
+                yield block.view(kind)

@@ -1,0 +1,1 @@
+"""LT1xx: the files themselves."""

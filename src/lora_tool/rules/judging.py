@@ -1,0 +1,157 @@
+"""Asking every rule about one subject: the judge that all commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.display import size
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.report import Checked, Finding, Report, Skipped
+from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
+    lt2_config,
+    lt2_layers,
+    lt2_names,
+    lt2_weights,
+    lt3_head,
+    lt5_base,
+    lt5_hazards,
+)
+from lora_tool.rules.engine.registry import RULES, Need, Rule
+from lora_tool.rules.engine.subjects import AdapterSubject, Server, Subject, bare_path, layers_of
+from lora_tool.rules.files import lt1_containers  # noqa: F401
+from lora_tool.rules.merged import lt6_headers, lt6_outputs, lt6_values  # noqa: F401
+from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.model import lt3_model_head, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.serving import lt8_serving  # noqa: F401
+from lora_tool.rules.shared.base_match import match_base
+from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
+from lora_tool.rules.training.sharded_subject import ShardedSubject
+
+DEEP_BYTES = 256 << 20
+"""Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
+
+NO_BASE = "no base model was given (--base)"
+
+
+def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
+    """Return the one finding about a folder that is not looked into: by default that it has no weights."""
+    broken = RULES[code]
+    finding = Finding(code=code, severity=broken.severity, path=path, subject=None, message=message, hint=broken.hint)
+    return Report(
+        subjects=(Checked(path=path, kind="unknown folder", rules=(code,)),),
+        findings=(finding,) if broken in tuple(rules) else (),
+    )
+
+
+def adapter_subject(
+    adapter: AdapterDir,
+    *,
+    base: ModelDir | None = None,
+    num_labels: int | None = None,
+    task: str | None = None,
+    servers: frozenset[Server] = frozenset(),
+) -> AdapterSubject:
+    """Return what the adapter's rules look at: its layers, and its match with the base where names can tell."""
+    bare = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
+    paths = {name: bare[key.module] for name, key in adapter.keys.items()}
+    layers = layers_of(adapter, paths)
+    config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
+    match = None if base is None else match_base(base, config, [layer.target for layer in layers])
+    return AdapterSubject(
+        checkpoint=adapter,
+        config=config,
+        layers=layers,
+        paths=paths,
+        base=base,
+        match=match,
+        num_labels=num_labels,
+        task=task,
+        servers=servers,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """How the weights may be read, and for whom the folder is meant."""
+
+    deep: bool | None
+    servers: frozenset[Server]
+    why_no_base: str
+
+
+def judge(
+    subject: Subject,
+    rules: Iterable[Rule],
+    *,
+    deep: bool | None = None,
+    servers: frozenset[Server] = frozenset(),
+    progress: Callable[[int], None] | None = None,
+    why_no_base: str = NO_BASE,
+) -> Report:
+    """Return what the rules find in one subject.
+
+    `deep` True reads all weights, False none, None those of adapters; `servers` switches on the rules of serving;
+    `progress` is told the bytes that were read; `why_no_base` is why rules that compare with a base are skipped.
+    """
+    asked = _Asked(deep=deep, servers=servers, why_no_base=why_no_base)
+    subject.scans.progress = progress
+    path = str(subject.checkpoint.root)
+    findings: list[Finding] = []
+    skipped: list[Skipped] = []
+    ran: list[str] = []
+    for rule in rules:
+        if not _concerns(rule, subject, asked):
+            continue
+        reason = _why_not(rule, subject, asked)
+        if reason is None:
+            findings.extend(rule.run(subject))
+            ran.append(rule.code)
+        else:
+            skipped.append(Skipped(code=rule.code, path=path, reason=reason))
+    checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
+    return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
+
+
+def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
+    """Whether the rule is for such a folder, and was asked for."""
+    if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
+        return False
+    if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
+        return False
+    has_values = bool(subject.tensors) or rule.on is ShardedSubject
+    return not rule.deep or (asked.deep is not False and has_values)
+
+
+def _why_not(rule: Rule, subject: Subject, asked: _Asked) -> str | None:
+    """Return why the rule would say nothing true about the subject; None if it can run."""
+    checkpoint = subject.checkpoint
+    if isinstance(subject, ShardedSubject) and rule.deep:
+        return subject.why_no_values or (_too_large(subject.nbytes) if asked.deep is None else None)
+    if isinstance(checkpoint, AdapterDir | ModelDir):
+        if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
+            return "the weights cannot be read; that is reported above"
+        reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
+        if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
+            reason = asked.why_no_base if subject.base is None else subject.why_no_match
+        if reason is None and isinstance(subject, MergedSubject):
+            reason = subject.why_not(rule.needs)
+        if reason is None and rule.deep and asked.deep is None and isinstance(checkpoint, ModelDir):
+            return "a model's weights are read only with --deep"
+        return reason
+    return None
+
+
+def _too_large(nbytes: int) -> str | None:
+    return f"weights of {size(nbytes)} are read only with --deep" if nbytes > DEEP_BYTES else None
+
+
+def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
+    config = checkpoint.config
+    if config is None or config.problems:
+        name = config.path.name if config else "the config"
+        return f"{name} is missing or has wrong fields; that is reported above"
+    if isinstance(config, AdapterConfig) and config.peft_type != "LORA":
+        return f"peft_type is {config.peft_type}, not LORA"
+    return None

@@ -1,0 +1,1 @@
+"""LT6xx: a merged model against what it should be."""

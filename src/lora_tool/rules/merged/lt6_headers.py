@@ -1,0 +1,363 @@
+"""LT601 to LT604, LT613, LT615 to LT617: what a merged model's names, shapes and JSON files tell."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_tool.architectures import architecture_of, is_computed
+from lora_tool.errors import CorruptFile
+from lora_tool.formats import model_config
+from lora_tool.formats.files import parse_json, read_json
+from lora_tool.formats.sentence_transformers import root_files
+from lora_tool.formats.tokenizer import FILE_NAMES
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.shared.targeting import head_of
+
+_WEIGHTS = frozenset({Need.WEIGHTS})
+_PLAN = frozenset({Need.WEIGHTS, Need.PLAN})
+_ADAPTER_NAME = re.compile(
+    r"^base_model\.|(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save"
+    r"|original_module|token_adapter|trainable_tokens_delta)(\.|$)"
+)
+
+_STRUCTURE = [
+    "model_type",
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "intermediate_size",
+    "n_inner",
+    "d_ff",
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_attention_heads",
+    "n_head",
+    "num_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+    "activation_function",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "rope_scaling",
+    "sliding_window",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+]
+"""Fields of `config.json` that decide what the same weights compute."""
+_ROTARY = ("rope_parameters", "rope_scaling")
+_ROTARY_FIELDS = (
+    "rope_theta",
+    "rope_type",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+)
+
+
+@rule("LT601", Severity.ERROR, on=ModelSubject, needs=_WEIGHTS)
+def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
+    """Adapter tensors left in a merged model.
+
+    ## What it does
+    Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) among a model's tensors.
+
+    ## Why it matters
+    The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of the weights
+    under their names and makes up random ones, with a log line only.
+
+    ## Example
+    `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
+
+    ## What to do
+    MergeContext again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
+    """
+    expected = subject.expected or {}
+    for name, tensor in subject.tensors.items():
+        if name not in expected and _ADAPTER_NAME.search(name):
+            message = "is a name of PEFT's: the adapter is beside the weights, not in them"
+            yield Fault(subject=name, message=message, path=str(tensor.path))
+
+
+@rule("LT602", Severity.ERROR, on=ModelSubject, needs=_PLAN)
+def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor is missing from a merged model.
+
+    ## What it does
+    Compares the names in the weights with what base and adapter give, or with the ledger of `lora_tool.json`.
+
+    ## Why it matters
+    transformers puts random values where a tensor is missing, and says so in a log line only.
+
+    ## Example
+    A merge shard by shard that stopped after the second of three.
+
+    ## What to do
+    MergeContext again into a new folder.
+    """
+    for name, spec in (subject.expected or {}).items():
+        if name not in subject.tensors and name not in _forgotten_head(subject):
+            recomputed = is_computed(name)
+            message = "is missing" + (": a buffer that transformers makes by itself" if recomputed else "")
+            severity = Severity.INFO if recomputed else None
+            yield Fault(subject=name, message=f"{message}; expected {spec.dtype} {list(spec.shape)}", severity=severity)
+
+
+@rule("LT603", Severity.ERROR, on=ModelSubject, needs=_PLAN)
+def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor in a merged model that is neither the base's nor the adapter's.
+
+    ## What it does
+    Compares the names in the weights with what base and adapter give, or with the ledger of `lora_tool.json`.
+
+    ## Why it matters
+    Either it has no place in the model, and is ignored when it is loaded, or it replaces something.
+
+    ## Example
+    `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
+
+    ## What to do
+    MergeContext again with the base and adapter that the model was made from; `lora-tool merge` leaves out what the model
+    has no place for.
+    """
+    expected = subject.expected
+    if expected is None:
+        return
+    arch = architecture_of(subject.checkpoint.config.model_type or "") if subject.checkpoint.config else None
+    ends = set(arch.causal_only) if arch else set()
+    for name, tensor in subject.tensors.items():
+        if name in expected or _ADAPTER_NAME.search(name) or (name in ends and _forgotten_head(subject)):
+            continue
+        harmless = None
+        if name in ends and _is_tied(subject):
+            harmless = "is written, though the config ties it to the embeddings"
+        elif is_computed(name):
+            harmless = "is a buffer that transformers makes by itself and does not load"
+        message = harmless or "is expected neither from the base nor from the adapter"
+        yield Fault(subject=name, message=message, path=str(tensor.path), severity=Severity.INFO if harmless else None)
+
+
+def _is_tied(subject: ModelSubject) -> bool:
+    config = subject.checkpoint.config
+    return config is not None and config.tie_word_embeddings is True
+
+
+@rule("LT604", Severity.ERROR, on=ModelSubject, needs=_PLAN)
+def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor of a merged model has another shape or type.
+
+    ## What it does
+    Compares shapes and types with what base and adapter give, or with the ledger of `lora_tool.json`.
+
+    ## Why it matters
+    A wrong shape does not load. Another float type may be what was asked for, and is noted: 16 bits lose what 32 had.
+
+    ## Example
+    `score.weight` is [2, 4096] where the adapter's head is [1, 4096].
+
+    ## What to do
+    MergeContext again with the base that the adapter was trained on.
+    """
+    casts: dict[tuple[str, str], int] = {}
+    for name, spec in (subject.expected or {}).items():
+        tensor = subject.tensors.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape != spec.shape or tensor.dtype.is_float != spec.dtype.is_float:
+            found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{spec.dtype} {list(spec.shape)}"
+            yield Fault(subject=name, message=f"is {found}, expected {wanted}", path=str(tensor.path))
+        elif tensor.dtype is not spec.dtype:
+            pair = (str(tensor.dtype), str(spec.dtype))
+            casts[pair] = casts.get(pair, 0) + 1
+    for (found, wanted), count in casts.items():
+        message = f"{count} tensors are {found}, where base and adapter give {wanted}"
+        yield Fault(message=message, severity=Severity.INFO if isinstance(subject, MergedSubject) else None)
+
+
+def _forgotten_head(subject: ModelSubject) -> frozenset[str]:
+    """Return the head tensors that base or adapter give and the model lacks."""
+    expected = subject.expected or {}
+    return frozenset(name for name in expected if name not in subject.tensors and _is_head(subject, name))
+
+
+def _is_head(subject: ModelSubject, name: str) -> bool:
+    config = subject.checkpoint.config
+    arch = architecture_of(config.model_type or "") if config else None
+    if arch is not None and arch.head is not None and name.startswith(f"{arch.head}."):
+        return True
+    return head_of(name.rpartition(".")[0]) is not None
+
+
+@rule("LT613", Severity.ERROR, on=ModelSubject, needs=_PLAN)
+def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
+    """The trained head was left out of the merge.
+
+    ## What it does
+    Looks for the score head that the adapter (or base) has among the merged model's tensors.
+
+    ## Why it matters
+    Without it the folder is a language model, or a classifier with a random head: its rewards mean nothing. PEFT
+    merges a reward adapter into a causal LM without a warning, and so do merges that know only `.weight` pairs.
+
+    ## Example
+    The adapter holds `base_model.model.score.weight`; the merged folder has an `lm_head` and no `score`.
+
+    ## What to do
+    MergeContext again as a reward model: `lora-tool merge --rm ADAPTER`.
+    """
+    for name in sorted(_forgotten_head(subject)):
+        config = subject.checkpoint.config
+        as_what = f"; the folder says {config.architectures[0]}" if config and config.architectures else ""
+        yield Fault(subject=name, message=f"the trained head is not in the merged model{as_what}")
+
+
+@rule("LT615", Severity.WARNING, on=MergedSubject)
+def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
+    """The tokenizer, chat template or pooling modules were not taken along.
+
+    ## What it does
+    Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the merged folder;
+    for an embedding model also for the files of sentence-transformers.
+
+    ## Why it matters
+    Who loads the folder takes the tokenizer from it, or from somewhere else: with other special tokens or another
+    chat template the model sees other inputs than it was trained on. Without `modules.json` an embedding model is
+    pooled by the mean, however it was trained.
+
+    ## Example
+    `chat_template.jinja` lies beside the adapter, and not in the merged folder.
+
+    ## What to do
+    Copy the files that were trained with: `cp ADAPTER/chat_template.jinja MERGED/`.
+    """
+    files = set(subject.checkpoint.folder.files)
+    wanted = [file for file in (subject.planned.files if subject.planned else ()) if file.source is not None]
+    modules = {*root_files(file.filename for file in wanted)}
+    looked_for = [f for f in wanted if f.filename in FILE_NAMES | modules or "/" in f.filename]
+    missing = [file for file in looked_for if not (subject.checkpoint.root / file.filename).is_file()]
+    if "tokenizer.json" in files:  # what newer versions of transformers write into it
+        old = {
+            "vocab.json",
+            "merges.txt",
+            "vocab.txt",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "tokenizer.model",
+        }
+        missing = [file for file in missing if file.filename not in old]
+    for file in missing:
+        if file.filename.startswith("chat_template") and _has_template(subject):
+            continue
+        hint = f"cp {file.source} {subject.checkpoint.root / Path(file.filename).parent}/"
+        yield Fault(subject=file.filename, message="is not in the merged folder", hint=hint)
+
+
+def _has_template(subject: MergedSubject) -> bool:
+    """Whether the template is where older versions of transformers wrote it."""
+    root, files = subject.checkpoint.root, subject.checkpoint.folder.files
+    if {"chat_template.jinja", "chat_template.json"} & set(files):
+        return True
+    try:
+        config = read_json(root / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    except CorruptFile:
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+@rule("LT616", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.CONFIG, Need.PLAN}))
+def other_config(subject: MergedSubject) -> Iterator[Fault]:
+    """The config is not that of the merged weights.
+
+    ## What it does
+    Compares `config.json` with what base and adapter give: class, labels, and the fields that decide what the weights
+    compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings).
+
+    ## Why it matters
+    The same weights under another config are another model. It loads, and answers wrongly.
+
+    ## Example
+    `"rope_theta": 10000.0` where the base has 1000000.0; `LlamaForCausalLM` where a reward model was merged.
+
+    ## What to do
+    Take the base's `config.json` and set `architectures`, `id2label`, `label2id` and `pad_token_id` as trained, or
+    merge again: `lora-tool merge` does.
+    """
+    config = subject.checkpoint.config
+    wanted = _planned_config(subject)
+    if config is None or wanted is None:
+        return
+    path = str(config.path)
+    classes = tuple(wanted.get("architectures") or ())
+    if classes and config.architectures and classes[0] != config.architectures[0] and not _forgotten_head(subject):
+        message = f"is {config.architectures[0]}, expected {classes[0]}"
+        yield Fault(subject="architectures", message=message, path=path)
+    found, expected = _structure(config.raw), _structure(wanted)
+    for name in sorted(found.keys() & expected.keys()):
+        if found[name] != expected[name]:
+            message = f"is {json.dumps(found[name])[:60]}, expected {json.dumps(expected[name])[:60]}"
+            yield Fault(subject=name, message=message, path=path)
+
+
+def _structure(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain fields that decide what the weights compute, from wherever transformers 4 and 5 put them."""
+    text = raw.get("text_config")
+    places = [raw, text if isinstance(text, dict) else {}]
+    places += [nested for place in places for name in _ROTARY if isinstance(nested := place.get(name), dict)]
+    plain = (str, int, float, bool)
+    return {
+        name: place[name]
+        for place in places
+        for name in (*_STRUCTURE, *(_ROTARY_FIELDS if place not in (raw, text) else ()))
+        if isinstance(place.get(name), plain)
+    }
+
+
+def _planned_config(subject: MergedSubject) -> dict[str, Any] | None:
+    """Return the config that the plan would write."""
+    for file in subject.planned.files if subject.planned else ():
+        if file.filename == model_config.FILE_NAME:
+            source = Path(file.source) if file.source is not None else Path(file.filename)
+            raw = read_json(source) if file.content is None else parse_json(file.content, source)
+            return raw if isinstance(raw, dict) else None
+    return None
+
+
+@rule("LT617", Severity.ERROR, on=MergedSubject)
+def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
+    """Merged from another base or adapter than the one it is compared with.
+
+    ## What it does
+    Compares the fingerprints of base and adapter with those that `lora_tool.json` recorded when it was written.
+
+    ## Why it matters
+    The model was made from something else, or its inputs have changed since: nothing here can prove it.
+
+    ## Example
+    The adapter's folder was overwritten by the next training run.
+
+    ## What to do
+    Give the base and adapter that were merged: `lora-tool verify MERGED --base BASE --adapter ADAPTER`.
+    """
+    manifest = subject.checkpoint.manifest
+    for name, found in subject.inputs.items():
+        recorded = manifest.input(name).get("fingerprint") if manifest else None
+        if isinstance(recorded, str) and recorded != found:
+            message = f"this {name} is not the one that was merged: fingerprint {found[:12]}, recorded {recorded[:12]}"
+            yield Fault(subject=f"inputs.{name}", message=message, path=str(manifest.path) if manifest else None)

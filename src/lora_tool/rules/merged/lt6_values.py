@@ -1,0 +1,309 @@
+"""LT605 to LT612, LT614, LT618, LT619: what the values of a merged model are, by the evidence of having read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lora_tool.actions import TensorAction
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
+from lora_tool.rules.merged.subject import MergedSubject
+
+_COMPARED = frozenset({Need.WEIGHTS, Need.COMPARED})
+_RECOMPUTED = frozenset({Need.WEIGHTS, Need.RECOMPUTED})
+_SAME = 0.02
+"""Relative distance within which a factor is one that has a name."""
+_TWICE = 2.0
+_MOSTLY_LOST = 0.5
+
+
+def _fault(subject: MergedSubject, found: TensorEvidence, message: str, **more: Severity) -> Fault:
+    tensor = subject.tensors[found.name]
+    return Fault(subject=found.name, message=message, path=str(tensor.path), **more)
+
+
+def _amount(found: TensorEvidence) -> str:
+    """Return how many values are wrong and how far they are off, in words."""
+    of = "" if found.whole else f" of a sample from {found.numel:,}"
+    at = "" if found.first is None else f", the first at {found.first:,}"
+    distance = "" if found.distance is None else f"; {found.distance:.3g} of ΔW away from W + ΔW"
+    return f"{found.wrong:,} of {found.compared:,} values{of} are others{at}{distance}"
+
+
+@rule("LT605", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
+    """A tensor that the adapter leaves alone is not the base's.
+
+    ## What it does
+    Compares the bytes of every tensor that the adapter does not change with the base's.
+
+    ## Why it matters
+    The merge broke it, the file was damaged, or something else was mixed in.
+
+    ## Example
+    A norm of layer 3 differs in one value after a copy over a bad network.
+
+    ## What to do
+    MergeContext again; if it happens again, check the disk and the memory.
+    """
+    if subject.another_base:
+        return
+    for found in subject.kept():
+        if found.verdict is Verdict.DIFFERENT:
+            yield _fault(subject, found, f"is not its source's: {_amount(found)}")
+
+
+@rule("LT606", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
+    """A tensor that the adapter changes is as in the base.
+
+    ## What it does
+    Looks for tensors that have LoRA, or trained rows, and are still the base's.
+
+    ## Why it matters
+    Part of the adapter was dropped without a word: the model behaves like neither.
+
+    ## Example
+    The `gate_proj` of every expert, because the merge knew only their fused names.
+
+    ## What to do
+    MergeContext again with `lora-tool merge`, which refuses what it cannot place.
+    """
+    if subject.carries_nothing:
+        return
+    for found in subject.merged():
+        if found.verdict is Verdict.UNCHANGED:
+            sure = subject.recomputed
+            message = "is the base's: the adapter is not in it"
+            if not sure:
+                message = "is the base's, as far as it was read; lora-tool verify computes what it should be"
+            yield _fault(subject, found, message, **({} if sure else {"severity": Severity.WARNING}))
+
+
+@rule("LT607", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
+    """The merged model is its base: no tensor carries the adapter.
+
+    ## What it does
+    Looks whether every tensor that the adapter changes is still the base's.
+
+    ## Why it matters
+    It is the base under another name. Everything that is measured on it is measured on the base.
+
+    ## Example
+    A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
+
+    ## What to do
+    Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
+    """
+    if subject.carries_nothing:
+        count = sum(1 for _ in subject.merged())
+        yield Fault(message=f"none of the {count} tensors that the adapter changes differs from the base's")
+
+
+@rule("LT608", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
+    """A merged tensor is not W + ΔW.
+
+    ## What it does
+    Computes W + scaling·(B·A) again, in float64 and by other code than the merge's, and compares every value with a
+    bound that is derived from the arithmetic: half a unit in the last place, and what float32 sums may be off by. Where
+    it is not known who merged, all that 16-bit arithmetic explains is right, too.
+
+    ## Why it matters
+    The weights are not those that were trained.
+
+    ## Example
+    A worker died and left a block of rows as zeros.
+
+    ## What to do
+    MergeContext again; if it happens again, check the disk and the memory.
+    """
+    broken = {Verdict.DIFFERENT} if subject.another_adapter else {Verdict.DIFFERENT, Verdict.UNRELATED}
+    for found in subject.merged():
+        if found.verdict in broken:
+            yield _fault(subject, found, f"is not W + ΔW: {_amount(found)}")
+
+
+@rule("LT609", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
+    """The adapter was merged twice.
+
+    ## What it does
+    Projects W' - W on ΔW: the factor is 1 for a merge, and 2 for one that was done again on its own result.
+
+    ## Why it matters
+    The model went as far again in the direction that was trained. It still talks, so nobody notices.
+
+    ## Example
+    A merge script that ran again on the folder it had written; LoRA on both ends of tied embeddings.
+
+    ## What to do
+    MergeContext once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge the same adapter twice.
+    """
+    for found in subject.merged():
+        if found.verdict is Verdict.SCALED and _near(found.factor, _TWICE):
+            yield _fault(subject, found, f"is W + {found.factor:.3f}·ΔW: the adapter is in it twice")
+
+
+@rule("LT610", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def other_scaling(subject: MergedSubject) -> Iterator[Fault]:
+    """The adapter was merged with another scaling.
+
+    ## What it does
+    Projects W' - W on ΔW, and names the factor where it is neither 1 nor 2 and explains the values.
+
+    ## Why it matters
+    The adapter has too much or too little weight: `lora_alpha / r` forgotten, rsLoRA's √r forgotten or applied twice,
+    or the delta subtracted.
+
+    ## Example
+    W' - W is ΔW / 2: `lora_alpha` is 16, `r` is 8, and the merge left the scaling of 2 out.
+
+    ## What to do
+    MergeContext again; the scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / √r`.
+    """
+    for found in subject.merged():
+        if found.verdict is Verdict.SCALED and not _near(found.factor, _TWICE):
+            yield _fault(subject, found, f"is W + {found.factor:.3f}·ΔW{_cause(found)}")
+
+
+def _near(factor: float | None, target: float) -> bool:
+    return factor is not None and abs(factor - target) <= _SAME * abs(target)
+
+
+def _cause(found: TensorEvidence) -> str:
+    causes = [(-1.0, "the delta was subtracted")]
+    if found.scaling:
+        causes.append((1 / found.scaling, f"the scaling of {found.scaling:g} was left out"))
+        causes.append((found.scaling, f"the scaling of {found.scaling:g} was applied twice"))
+    if found.rank:
+        root = math.sqrt(found.rank)
+        causes += [(root, f"rsLoRA's √{found.rank}, which this adapter does not use")]
+        causes += [(1 / root, f"rsLoRA's √{found.rank} was left out")]
+    named = next((cause for factor, cause in causes if _near(found.factor, factor)), None)
+    return f": {named}" if named else ""
+
+
+@rule("LT611", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
+    """The adapter was merged transposed.
+
+    ## What it does
+    Compares W' - W with ΔWᵀ where W is square, so that the shape does not show it.
+
+    ## Why it matters
+    The change acts on the wrong sides of the layer: noise of the right size.
+
+    ## Example
+    GPT-2's square `c_proj`, stored [in, out], merged as if it were [out, in].
+
+    ## What to do
+    MergeContext again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
+    """
+    for found in subject.merged():
+        if found.verdict is Verdict.TRANSPOSED:
+            yield _fault(subject, found, "is W + ΔWᵀ")
+
+
+@rule("LT612", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def another_adapter(subject: MergedSubject) -> Iterator[Fault]:
+    """The weights carry another adapter.
+
+    ## What it does
+    Looks whether every tensor that this adapter changes was changed, each in another direction.
+
+    ## Why it matters
+    The model is not the one that was trained in this run.
+
+    ## Example
+    `checkpoint-500` was merged, and the folder is kept beside the adapter of `checkpoint-1000`.
+
+    ## What to do
+    Find the adapter it was merged with, `lora-tool verify MERGED --adapter ADAPTER`, or merge again.
+    """
+    if subject.another_adapter:
+        merged = tuple(subject.merged())
+        largest = max(abs(found.cosine or 0.0) for found in merged)
+        message = f"all {len(merged)} tensors changed, none in this adapter's direction: largest cosine {largest:.2f}"
+        yield Fault(message=message)
+
+
+@rule("LT614", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
+    """A tensor that the adapter brings whole is not the adapter's.
+
+    ## What it does
+    Compares heads and other tensors that were trained whole (`modules_to_save`, biases) with the adapter's, rounded
+    to the model's type.
+
+    ## Why it matters
+    A score head that is not the trained one gives rewards that mean nothing.
+
+    ## Example
+    `score.weight` was initialised anew when the base was loaded, and the adapter's was never put there.
+
+    ## What to do
+    MergeContext again: `lora-tool merge --rm ADAPTER` for a reward model.
+    """
+    for found in subject.evidence.values():
+        if found.action in (TensorAction.REPLACED, TensorAction.ADDED) and found.verdict in (
+            Verdict.DIFFERENT,
+            Verdict.UNCHANGED,
+        ):
+            yield _fault(subject, found, f"should be the trained one: {_amount(found)}")
+
+
+@rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
+def another_base(subject: MergedSubject) -> Iterator[Fault]:
+    """Most of the tensors that the adapter leaves alone are not this base's.
+
+    ## What it does
+    Counts the tensors outside the adapter that differ from the base's.
+
+    ## Why it matters
+    The model was merged into another base: another version of the same model, an instruct model instead of its base.
+
+    ## Example
+    An adapter trained on `Qwen2.5-7B` was merged into `Qwen2.5-7B-Instruct`: all shapes are equal.
+
+    ## What to do
+    Give the base that it was merged into, `--base`; if that is not the one it was trained on, merge again.
+    """
+    if subject.another_base:
+        kept = tuple(subject.kept())
+        other = [found for found in kept if found.verdict is not Verdict.RIGHT]
+        base = f" {subject.base}" if subject.base else ""
+        message = f"{len(other)} of {len(kept)} tensors that the adapter leaves alone differ from the base's{base}"
+        yield Fault(message=f"{message}, the first is `{other[0].name}`")
+
+
+@rule("LT619", Severity.WARNING, on=MergedSubject, needs=_RECOMPUTED)
+def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
+    """Most of the adapter is lost in rounding.
+
+    ## What it does
+    Measures how much of ΔW is in the stored W' - W: the cosine between the two, over all merged tensors.
+
+    ## Why it matters
+    A change smaller than half a unit in the last place of a 16-bit weight rounds away. The merge is right, and yet the
+    merged model has less of the training than the adapter. Small learning rates in RL and DPO end there.
+
+    ## Example
+    ΔW is a thousandth of W in bfloat16: 16% of the values move at all.
+
+    ## What to do
+    MergeContext with `--dtype float32`, or serve the adapter unmerged.
+    """
+    merged = [found for found in subject.merged() if found.verdict is Verdict.RIGHT and found.distance is not None]
+    poor = [found for found in merged if (found.cosine or 0.0) < _MOSTLY_LOST]
+    if poor and 2 * len(poor) >= len(merged):
+        still = sum(found.unmoved for found in poor)
+        typical = sorted(found.cosine or 0.0 for found in poor)[len(poor) // 2]
+        unmoved = f", {still} did not change at all" if still else ""
+        message = (
+            f"{len(poor)} of {len(merged)} merged tensors hold little of ΔW (typical cosine {typical:.2f}){unmoved}"
+        )
+        yield Fault(message=message)

@@ -1,0 +1,104 @@
+"""A merged model beside what it should be: the plan of its merge, and what reading its values showed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from lora_tool.actions import TensorAction
+from lora_tool.checkpoint import Kind
+from lora_tool.rules.engine.registry import Need
+from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.tensors import TensorSpec
+
+
+class ExpectedFile(Protocol):
+    """A file beside the weights: copied from `source`, or with `content`."""
+
+    @property
+    def filename(self) -> str: ...
+    @property
+    def source(self) -> Path | None: ...
+    @property
+    def content(self) -> bytes | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What base and adapter give: the merged model's tensors by name, and the files beside them."""
+
+    tensors: Mapping[str, TensorSpec]
+    files: tuple[ExpectedFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedSubject(ModelSubject):
+    """A merged model with the plan that base and adapter give, made now; `evidence` by tensor name."""
+
+    planned: Expected | None
+    """What the plan of the same merge, made now, would write; None where none can be made."""
+    why_no_plan: str = ""
+    evidence: Mapping[str, TensorEvidence] = field(default_factory=dict)
+    recomputed: bool = False
+    """Whether the changed tensors were computed a second time, not only compared with the base's bytes."""
+    outputs: OutputEvidence | None = None
+    """What both models answered, where they were asked."""
+    base: str | None = None
+    """What the base is called in messages."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the inputs that the plan was made from, by the manifest's names."""
+
+    @property
+    def kind(self) -> str:
+        """A merged model, whoever merged it."""
+        return str(Kind.MERGED_MODEL)
+
+    @property
+    def expected(self) -> Mapping[str, TensorSpec] | None:
+        """The tensors that the folder should hold, by the plan."""
+        return None if self.planned is None else self.planned.tensors
+
+    def why_not(self, needs: frozenset[Need]) -> str | None:
+        """Return why a rule with these needs would say nothing true; None if it can run."""
+        if self.planned is None and needs & {Need.PLAN, Need.COMPARED, Need.RECOMPUTED}:
+            return self.why_no_plan
+        if not self.evidence and needs & {Need.COMPARED, Need.RECOMPUTED}:
+            return "the values were not compared: lora-tool verify does"
+        if not self.recomputed and Need.RECOMPUTED in needs:
+            return "the merged values were not computed again: lora-tool verify does"
+        return None
+
+    def merged(self) -> Iterator[TensorEvidence]:
+        """Yield the evidence of the tensors that the adapter changes."""
+        return (found for found in self.evidence.values() if found.action is TensorAction.MERGED)
+
+    def kept(self) -> Iterator[TensorEvidence]:
+        """Yield the evidence of the base's tensors that the adapter leaves alone."""
+        return (found for found in self.evidence.values() if found.action in (TensorAction.COPIED, TensorAction.CAST))
+
+    @property
+    def carries_nothing(self) -> bool:
+        """Whether every tensor that the adapter changes is the base's."""
+        merged = tuple(self.merged())
+        return bool(merged) and all(found.verdict is Verdict.UNCHANGED for found in merged)
+
+    @property
+    def another_adapter(self) -> bool:
+        """Whether every tensor that the adapter changes was changed, each in another direction than the adapter's."""
+        merged = tuple(self.merged())
+        return bool(merged) and all(found.verdict is Verdict.UNRELATED for found in merged)
+
+    @property
+    def another_base(self) -> bool:
+        """Whether most of the tensors that the adapter leaves alone are not the base's; what we wrote has no other."""
+        if self.base is None:
+            return False
+        kept = tuple(self.kept())
+        other = sum(found.verdict is not Verdict.RIGHT for found in kept)
+        return other >= _SEVERAL and 2 * other > len(kept)
+
+
+_SEVERAL = 2

@@ -1,0 +1,1 @@
+"""LT3xx of a model folder: head and vocabulary."""

@@ -1,0 +1,170 @@
+"""LT306 to LT308 and LT312: what a classifier's folder must say beside its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lora_tool.architectures import CLASSIFICATION_HEADS, architecture_of
+from lora_tool.display import counted
+from lora_tool.errors import CorruptFile
+from lora_tool.formats import tokenizer
+from lora_tool.formats.files import inside, read_json
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
+from lora_tool.rules.shared.heads import head_weight, is_classifier, labels_of
+from lora_tool.rules.shared.targeting import VALUE_HEADS, head_of
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_DECODER_HEAD = "score"
+"""The head of decoders, which read the score at the last token that is no padding."""
+
+_NO_CLASSIFIER = re.compile(
+    r"(?:For(?:CausalLM|ConditionalGeneration|MaskedLM|PreTraining)|LMHeadModel|(?<!Reward)Model)\Z"
+)
+"""Classes of transformers that have no head with labels. A reward model of other code may be called anything else."""
+
+
+@rule("LT306", Severity.WARNING, on=Subject, needs=_WHOLE)
+def no_pad_token(subject: Subject) -> Iterator[Fault]:
+    """A reward model without a pad token.
+
+    ## What it does
+    Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head, and for `pad_token` in the
+    tokenizer files beside a reward adapter (noted only: the base may have one).
+
+    ## Why it matters
+    The score is read at the last token that is no padding. Without the pad token's id, transformers raises "Cannot
+    handle batch sizes > 1", or reads the score of a padding token.
+
+    ## Example
+    A Llama reward model whose `config.json` has `"pad_token_id": null`.
+
+    ## What to do
+    Set `pad_token_id` in `config.json` to the tokenizer's pad token, the one that was trained with.
+    """
+    if isinstance(subject, ModelSubject):
+        config = subject.checkpoint.config
+        has_head = f"{_DECODER_HEAD}.weight" in subject.tensors
+        if config and has_head and is_classifier(subject.checkpoint) and config.pad_token_id is None:
+            message = "is not set: only one text at a time can be scored"
+            yield Fault(subject="pad_token_id", message=message, path=str(config.path))
+    elif isinstance(subject, AdapterSubject) and subject.is_reward():
+        folder = subject.checkpoint.folder
+        score = any(head_of(path) == _DECODER_HEAD for path in subject.paths.values())
+        if score and tokenizer.CONFIG in folder.files and not _names_pad_token(folder.root, folder.files):
+            message = "no tokenizer file here names a pad token; the base's may"
+            path = str(folder.root / tokenizer.CONFIG)
+            hint = "set `pad_token` in tokenizer_config.json, so that the merged model gets its id"
+            yield Fault(subject="pad_token", message=message, path=path, severity=Severity.INFO, hint=hint)
+
+
+def _names_pad_token(root: Path, names: tuple[str, ...]) -> bool:
+    """Whether a small tokenizer file names a pad token; its id would need the large ones."""
+    for name in (tokenizer.CONFIG, tokenizer.SPECIAL_MAP):
+        if name not in names or not inside(root, root / name):
+            continue
+        try:
+            loaded = read_json(root / name)
+        except CorruptFile:
+            continue
+        if isinstance(loaded, dict) and loaded.get("pad_token"):
+            return True
+    return False
+
+
+@rule("LT307", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
+    """The model's class and its head disagree.
+
+    ## What it does
+    Compares `architectures` in `config.json` with the head tensors of the weights.
+
+    ## Why it matters
+    A classifier's class without a head in the files gets a random one on each load, with a log line only. A head
+    under a causal LM's class is dropped: the rewards are gone, and an `lm_head` may be made up.
+
+    ## Example
+    `"architectures": ["LlamaForSequenceClassification"]`, and no `score.weight`.
+
+    ## What to do
+    Set `architectures` to the class that was trained; if the head is missing, merge again with the adapter that has
+    it.
+    """
+    model = subject.checkpoint
+    if model.config is None or not model.config.architectures:
+        return
+    arch = architecture_of(model.config.model_type or "")
+    named = {arch.head} if arch and arch.head else set(CLASSIFICATION_HEADS)
+    found = sorted(name for name in model.tensors if any(name.startswith(f"{head}.") for head in named))
+    class_name = model.config.architectures[0]
+    path = str(model.config.path)
+    if class_name.endswith("ForSequenceClassification") and not found and arch is not None:
+        message = f"is {class_name}, but the weights have no `{arch.head or 'score'}`: it would be random"
+        yield Fault(subject="architectures", message=message, path=path)
+    elif class_name.endswith(("ForCausalLM", "LMHeadModel")) and found:
+        message = f"is {class_name}, but `{found[0]}` is among the weights: it would be dropped"
+        yield Fault(subject="architectures", message=message, path=path)
+
+
+@rule("LT308", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
+    """The config names another number of labels than the head has rows.
+
+    ## What it does
+    Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head.
+
+    ## Why it matters
+    Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there. Where the config
+    names no labels, transformers assumes two: a reward model has one.
+
+    ## Example
+    `score.weight` is [1, 4096], and `config.json` has no `id2label`.
+
+    ## What to do
+    Set `id2label` and `label2id` in `config.json` to as many labels as the head has rows, `{"0": "LABEL_0"}` for a
+    reward model.
+    """
+    model = subject.checkpoint
+    weight, told = head_weight(subject.tensors, CLASSIFICATION_HEADS), labels_of(model)
+    if weight is None or told is None or model.config is None or told == weight.shape[0]:
+        return
+    rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"
+    means = (
+        f"means {counted(told, 'label')}" if model.config.num_labels is not None else "is not set, which means 2 labels"
+    )
+    yield Fault(subject="id2label", message=f"{means}, {rows}", path=str(model.config.path))
+
+
+@rule("LT312", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def no_head(subject: ModelSubject) -> Iterator[Fault]:
+    """A model without the head that is asked for.
+
+    ## What it does
+    Looks for a head with labels (`score`, `classifier`) in a model that is said to be a reward model or classifier
+    (`--rm`, `--num-labels`). A model that is given as `--base` needs none.
+
+    ## Why it matters
+    A causal LM that is loaded as a reward model gets a random head, another one on every load: it gives rewards that
+    mean nothing, and a log line is all that tells.
+
+    ## Example
+    `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
+
+    ## What to do
+    MergeContext the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
+    meant to be a causal LM, leave `--rm` and `--num-labels` out.
+    """
+    config = subject.checkpoint.config
+    if config is None or (subject.num_labels is None and subject.task not in ("reward", "seq-cls")):
+        return
+    if any(head_of(name) in CLASSIFICATION_HEADS | VALUE_HEADS for name in subject.tensors):
+        return
+    class_name = next(iter(config.architectures), None)
+    if class_name is not None and not _NO_CLASSIFIER.search(class_name):
+        return  # LT307 tells of a classifier that lost its head
+    wanted = "a reward model" if subject.task == "reward" else "a classifier"
+    message = f"{wanted} was asked for, this is {class_name or 'a model of no class'}, and its weights have no head"
+    yield Fault(subject="architectures", message=message, path=str(config.path))

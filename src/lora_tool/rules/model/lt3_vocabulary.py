@@ -1,0 +1,124 @@
+"""LT309 and LT310: what the config and the tokenizer of a model count on, and the weights do not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from lora_tool.architectures import architecture_of
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.formats.tokenizer import added_pad_token
+from lora_tool.keys import Part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
+from lora_tool.rules.shared.heads import is_classifier
+from lora_tool.rules.shared.targeting import ENDS
+from lora_tool.tensors import StoredTensor
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_INPUTS = ENDS - {"lm_head", "embed_out"}
+_MATRIX = 2
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(?P<number>\d{1,6})\.")
+_SHARED_LAYERS = frozenset({"albert"})
+"""Model types that use the weights of one layer for several."""
+
+
+@rule("LT309", Severity.ERROR, on=Subject, needs=_WHOLE)
+def token_without_row(subject: Subject) -> Iterator[Fault]:
+    """The pad token has no row in the embeddings.
+
+    ## What it does
+    Compares the id of the tokenizer's pad token, and a classifier's `pad_token_id`, with the rows of the embeddings:
+    the adapter's own, else the base's.
+
+    ## Why it matters
+    A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not saved. The
+    first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered".
+
+    ## Example
+    `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
+
+    ## What to do
+    Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the embeddings
+    (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
+    """
+    checkpoint = subject.checkpoint
+    rows = _embedding_rows(subject)
+    if rows is None or not isinstance(checkpoint, AdapterDir | ModelDir):
+        return
+    token = added_pad_token(checkpoint.root, checkpoint.folder.files)
+    if token is not None and token.id >= rows:
+        message = f"`{token.token}` has the id {token.id:,}, the embeddings have {rows:,} rows"
+        yield Fault(subject="pad_token", message=message, path=str(token.path))
+    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None and is_classifier(checkpoint):
+        pad = checkpoint.config.pad_token_id
+        if pad is not None and pad >= rows:
+            message = f"is {pad:,}, the embeddings have {rows:,} rows"
+            yield Fault(subject="pad_token_id", message=message, path=str(checkpoint.config.path))
+
+
+def _embedding_rows(subject: Subject) -> int | None:
+    """Return how many tokens the embeddings know, None where there are none to look at."""
+    if isinstance(subject, AdapterSubject):
+        own = {
+            subject.paths[name]: subject.tensors[name].shape[1 if key.part is Part.EMBEDDING_A else 0]
+            for name, key in subject.keys.items()
+            if key.part in (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER, Part.EMBEDDING_A)
+            and len(subject.tensors[name].shape) == _MATRIX
+        }
+        base = {} if subject.base is None else _rows(subject.base.tensors)
+        rows = [count for path, count in own.items() if _is_input(path)]
+        return max([*rows, *base.values()], default=None)
+    return max(_rows(subject.tensors).values(), default=None)
+
+
+def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """Return the rows of each input embedding."""
+    return {
+        name: tensor.shape[0]
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and _is_input(name.removesuffix(".weight")) and len(tensor.shape) == _MATRIX
+    }
+
+
+def _is_input(path: str) -> bool:
+    return path.rpartition(".")[2] in _INPUTS
+
+
+@rule("LT310", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def not_whole(subject: ModelSubject) -> Iterator[Fault]:
+    """Weights that are not those of the config.
+
+    ## What it does
+    Compares `num_hidden_layers` and `vocab_size` in `config.json` with the layers and the embedding's rows in the
+    weights, for the model types that are stored as they are in memory.
+
+    ## Why it matters
+    transformers fills in layers that are missing with random numbers and says so in a log line; the model talks
+    nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard was lost and
+    the index written anew.
+
+    ## Example
+    `config.json` has `"num_hidden_layers": 32`, and the weights have layers 0 to 15.
+
+    ## What to do
+    Copy the config and the weights from the same place again.
+    """
+    config = subject.checkpoint.config
+    if config is None or config.quantization or architecture_of(config.model_type or "") is None:
+        return
+    path = str(config.path)
+    held = {int(match["number"]) for name in subject.tensors if (match := _LAYER.search(name))}
+    wanted = config.num_hidden_layers
+    if held and wanted is not None and config.model_type not in _SHARED_LAYERS:
+        lost = sorted(set(range(min(wanted, 100_000))) - held)
+        if lost:
+            listed = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")  # noqa: PLR2004 - enough to see
+            message = f"is {wanted}, and the weights have nothing of layer {listed}"
+            yield Fault(subject="num_hidden_layers", message=message, path=path)
+    rows = _rows(subject.tensors)
+    if rows and config.vocab_size is not None and config.vocab_size not in rows.values():
+        name, count = next(iter(rows.items()))
+        message = f"is {config.vocab_size:,}, `{name}` has {count:,} rows"
+        yield Fault(subject="vocab_size", message=message, path=path)

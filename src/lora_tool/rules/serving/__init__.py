@@ -1,0 +1,1 @@
+"""LT8xx: an adapter for a server."""

@@ -1,0 +1,1 @@
+"""LT4xx and LT7xx: rank files and training runs."""

@@ -1,0 +1,87 @@
+"""What the rules of rank files look at: one tag of a DeepSpeed checkpoint, or an FSDP2 checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lora_tool.checkpoint import DcpDir, ZeroDir
+from lora_tool.errors import CheckpointError
+from lora_tool.progress import Watch
+from lora_tool.report import Finding, Severity
+from lora_tool.rules.engine.registry import Fault
+from lora_tool.rules.engine.subjects import Subject
+
+if TYPE_CHECKING:
+    from lora_tool.sharded.training_state import TrainingState
+
+_BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedSubject(Subject):
+    """The state that would be used: of several tags the one that `latest` names, else the newest."""
+
+    checkpoint: ZeroDir | DcpDir
+    state: TrainingState
+    looks: list[tuple[Finding, ...]] = field(default_factory=list, compare=False)
+    """What a look at the values has found; empty before it."""
+    watch: Watch | None = field(default=None, compare=False)
+    """Told of a look at the values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a look at the values reads, about."""
+        return self.state.nbytes
+
+    @property
+    def why_no_values(self) -> str | None:
+        """Why the values cannot be judged, None if they can."""
+        broken = {fault.code for fault in self.state.faults if fault.severity is Severity.ERROR} & _BROKEN
+        return "the files are not whole; that is reported above" if broken else None
+
+    def structure(self, code: str) -> Iterator[Fault]:
+        """Yield what its files have wrong by the rule `code`."""
+        yield from (as_fault(found) for found in self.state.faults if found.code == code)
+
+    def values(self, code: str) -> Iterator[Fault]:
+        """Yield what its values have wrong by the rule `code`; they are read at the first call."""
+        if not self.looks:
+            self.looks.append(tuple(self._look()))
+        yield from (as_fault(found) for found in self.looks[0] if found.code == code)
+
+    def _look(self) -> list[Finding]:
+        try:
+            check = self.state.value_check(self.state.assemble(self.state.entries))
+            with (self.watch or _unwatched)(check.nbytes) as advance:
+                return check.run(advance)
+        except CheckpointError as error:  # damage inside of a file whose outside is good
+            path = str(self.state.folder)
+            return [
+                Finding(code="LT411", severity=Severity.ERROR, path=path, subject=None, message=str(error), hint=None)
+            ]
+
+
+def sharded_subject(checkpoint: ZeroDir | DcpDir, *, watch: Watch | None = None) -> ShardedSubject:
+    """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
+    from lora_tool.sharded.training_state import training_state, zero_state  # noqa: PLC0415 - slow to import, for few folders
+
+    if isinstance(checkpoint, DcpDir):
+        return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint), watch=watch)
+    tags = list(checkpoint.rank_files)
+    # a `latest` that is missing or names nothing is LT409's to report
+    tag = checkpoint.latest if checkpoint.latest in tags else tags[-1]
+    return ShardedSubject(checkpoint=checkpoint, state=zero_state(checkpoint, tag=tag), watch=watch)
+
+
+def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+    return contextlib.nullcontext(lambda _: None)
+
+
+def as_fault(found: Finding) -> Fault:
+    """Return a finding of the checks as what a rule yields."""
+    return Fault(
+        message=found.message, subject=found.subject, path=found.path, hint=found.hint, severity=found.severity
+    )

@@ -1,0 +1,61 @@
+"""The training state in a folder of torch distributed checkpoints, as FSDP2 writes them."""
+
+from __future__ import annotations
+
+from lora_tool.checkpoint import DcpDir
+from lora_tool.errors import CorruptFile, NotACheckpoint
+from lora_tool.formats.dcp import DcpFolder, assemble_dcp, read_dcp, read_pieces, stamps
+from lora_tool.formats.partitions import Entry, Role
+from lora_tool.report import Finding
+from lora_tool.sharded import dcp_checks, zero_checks
+from lora_tool.sharded.training_state import Tensors, TrainingState, check_of_files
+from lora_tool.sharded.value_check import ValueCheck
+
+
+def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
+    """Return the state of the module in a folder of torch distributed checkpoints; `part` is the sub-folder.
+
+    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, `UnsupportedCheckpoint` for layouts
+    that are refused.
+    """
+    # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
+    parts = [name for name in checkpoint.parts if not name.startswith("optimizer")] if part is None else [part]
+    if len(parts) != 1 or parts[0] not in checkpoint.parts:
+        listed = ", ".join(checkpoint.parts)
+        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
+    folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
+    try:
+        found = read_dcp(folder)
+    except CorruptFile as error:
+        found = DcpFolder(folder=folder, tensors={})
+        faults = tuple(dcp_checks.unreadable([error.problem]))
+        return _dcp_state(checkpoint, parts[0], found, faults)
+    return _dcp_state(checkpoint, parts[0], found)
+
+
+def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
+    pieces, problems = read_pieces(found)
+    lost = zero_checks.base_layers_left_out(found.tensors)
+
+    def value_check(tensors: Tensors) -> ValueCheck:
+        records = frozenset(piece.record for name in tensors for piece in pieces[name])
+        return check_of_files(tensors, records, masters=frozenset())
+
+    return TrainingState(
+        root=checkpoint.root,
+        folder=found.folder,
+        title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
+        entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
+        shared={},
+        beside=found.beside,
+        without_values=lost,
+        faults=(
+            *faults,
+            *dcp_checks.structure_faults(found, pieces, problems),
+            *zero_checks.frozen_not_saved(found.folder, lost),
+        ),
+        assemble=lambda wanted: assemble_dcp(found, pieces, wanted),
+        value_check=value_check,
+        stamps=stamps(found),
+        facts={"format": "torch distributed checkpoint", "tag": part, "save_id": found.save_id},
+    )

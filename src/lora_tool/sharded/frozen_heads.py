@@ -1,0 +1,161 @@
+"""The frozen random heads of a PEFT module under training, which `save_pretrained` would not save.
+
+A new `score` layer that has LoRA on it, or none at all, is random, was never in the base model, and without it every
+reward is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool import keys
+from lora_tool.architectures import ARCHITECTURES
+from lora_tool.checkpoint import ModelDir, open_checkpoint
+from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
+from lora_tool.formats.files import read_json
+from lora_tool.formats.partitions import Entry
+from lora_tool.keys import AdapterKey, Part
+from lora_tool.report import Finding, Severity
+from lora_tool.sharded.training_state import TrainingState
+from lora_tool.sources import resolve
+from lora_tool.tensors import StoredTensor, TensorTable
+
+HEADS = frozenset(
+    {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
+    | {"score", "classifier", "classification_head", "value_head", "v_head", "reward_head", "regression_head"}
+)
+"""Components of the paths of modules that a base language model does not have: new and random when training begins."""
+
+
+def has_lora(names: Mapping[str, Entry]) -> bool:
+    """Return whether a training module's names are those of a PEFT model with LoRA."""
+    return any(".lora_A." in name or ".lora_embedding_A." in name for name in names)
+
+
+def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> AdapterConfig:
+    """Return the config that was given, or the first in the folders `near`. Raises `IncompleteCheckpoint`."""
+    paths = [given / FILE_NAME if given.is_dir() else given] if given else [folder / FILE_NAME for folder in near]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        places = ", ".join(str(place.parent) for place in paths)
+        raise IncompleteCheckpoint(
+            f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights",
+            hint="give the one that the run began with: --adapter-config FILE",
+        )
+    return read_adapter_config(path)
+
+
+def unwrapped_name(name: str) -> str:
+    """Return a name without what wrappers put in front of or into a name: DataParallel, torch.compile, checkpointing."""
+    name = keys.unwrapped(name)
+    at = name.find(keys.PREFIX)
+    return name[at:] if at > 0 else name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The frozen random heads of a PEFT module: where they are, and which are lost."""
+
+    names: Mapping[str, str]
+    """Name in the adapter → name in the training module."""
+    whole_modules: tuple[str, ...]
+    """Modules among them without LoRA: PEFT loads them only if `modules_to_save` names them."""
+    faults: tuple[Finding, ...]
+    """LT415, for each head that is nowhere."""
+
+
+def find_heads(state: TrainingState, config: AdapterConfig | None) -> Heads:
+    """Return the heads that `save_pretrained` would not save; `config` None is an adapter of which nothing is known."""
+    return heads_of(state, config, parsed_keys(state))
+
+
+def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
+    """Return the tensors' names, and those without values, each parsed without what wrappers put into it."""
+    return {name: keys.parse(unwrapped_name(name)) for name in (*state.entries, *state.without_values)}
+
+
+def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]) -> Heads:
+    """Return what `find_heads` does, from names that are parsed already."""
+    trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
+    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
+    plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and _is_head(key.module)} - trained
+    base = _base_tensors(config)
+    names: dict[str, str] = {}
+    faults: list[Finding] = []
+    for module in sorted(adapted | plain):
+        part = Part.BASE_LAYER if module in adapted else Part.PLAIN
+        held = {
+            key.canonical: name
+            for name, key in parsed.items()
+            if key.module == module and key.part is part and name in state.entries
+        }
+        if base is not None and _fits(base.get(f"{module}.weight"), module, parsed, state.entries):
+            continue
+        if any(name.endswith(".weight") for name in held):
+            names |= held
+        else:
+            what = "LoRA was put on it" if module in adapted else "it was frozen"
+            faults.append(_lost(state, config, module, f"{what}, and its weights were not saved with the checkpoint"))
+    in_base = base is not None and any(_is_head(name.rpartition(".")[0]) for name in base)
+    has_head = adapted or plain or in_base or any(map(_is_head, trained))
+    if config is not None and not has_head and (kind := _classifier(config)):
+        faults.append(_lost(state, config, "score", f"{config.path} says {kind}, and the checkpoint has no head"))
+    whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
+    return Heads(names=names, whole_modules=whole, faults=tuple(faults))
+
+
+def _classifier(config: AdapterConfig) -> str | None:
+    """Return what in the config says that the model has a head of its own: the task, or without one the class."""
+    if config.task_type:
+        return config.task_type if config.task_type in ("SEQ_CLS", "TOKEN_CLS") else None
+    mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
+    name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
+    return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
+
+
+def _is_head(module: str) -> bool:
+    # a head may have layers of its own: classifier.dense
+    return not HEADS.isdisjoint(module.split("."))
+
+
+def _fits(
+    weight: StoredTensor | None, module: str, parsed: Mapping[str, AdapterKey], entries: Mapping[str, Entry]
+) -> bool:
+    """Return whether the base's weight of the head can be the trained model's: a new head may have other labels."""
+    if weight is None:
+        return False
+    shapes = {key.part: entries[name].shape for name, key in parsed.items() if key.module == module and name in entries}
+    own = shapes.get(Part.BASE_LAYER) or shapes.get(Part.PLAIN)
+    if own is None and len(shapes.get(Part.LORA_A, ())) == len(shapes.get(Part.LORA_B, ())) == 2:  # noqa: PLR2004 - matrices
+        own = (shapes[Part.LORA_B][0], shapes[Part.LORA_A][1])
+    return own is None or own == weight.shape
+
+
+def _lost(state: TrainingState, config: AdapterConfig | None, module: str, why: str) -> Finding:
+    named = config.base_model if config else None
+    elsewhere = "no base model is known"
+    if named:
+        missing = "is not on this disk" if _base_tensors(config) is None else "has none that fits"
+        elsewhere = f"the base model {named} {missing}"
+    return Finding(
+        code="LT415",
+        severity=Severity.ERROR,
+        path=str(state.folder),
+        subject=module,
+        message=f"the head is lost: {why}, and {elsewhere}. Every reward would be wrong",
+        hint="look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save",
+    )
+
+
+def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:
+    """Return the base model's tensors, None if it is not on this disk."""
+    if config is None or not config.base_model:
+        return None
+    try:
+        base = open_checkpoint(resolve(config.base_model, near=config.path.parent, revision=config.revision).path)
+    except (CheckpointError, UnsupportedCheckpoint):
+        return None
+    return base.tensors if isinstance(base, ModelDir) else None

@@ -1,0 +1,1 @@
+"""Asking every rule about a folder."""

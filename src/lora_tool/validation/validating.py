@@ -1,0 +1,166 @@
+"""Asking every rule about a checkpoint, and about each checkpoint inside a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    DcpDir,
+    ModelDir,
+    RunDir,
+    ZeroDir,
+    open_checkpoint,
+    open_sharded,
+)
+from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.formats.files import inside
+from lora_tool.progress import Watch
+from lora_tool.report import Report, Skipped
+from lora_tool.report.model import joined
+from lora_tool.rules.engine.registry import RULES, Rule, chosen
+from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server, Subject
+from lora_tool.rules.judging import NO_BASE, adapter_subject, judge, unopened
+from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
+from lora_tool.rules.training.sharded_subject import sharded_subject
+
+
+def validate(
+    checkpoint: Checkpoint,
+    *,
+    base: ModelDir | None = None,
+    adapters: Sequence[AdapterDir] = (),
+    num_labels: int | None = None,
+    task: str | None = None,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    deep: bool | None = None,
+    servers: Iterable[Server] = (),
+    checkpoints: bool = False,
+    progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
+    why_no_base: str = NO_BASE,
+) -> Report:
+    """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
+
+    `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `adapters` are
+    those that a model was merged with: with `base` it is compared with what they give. `task`
+    "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
+    the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
+    rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
+    folder are judged one by one, with `checkpoints` also those beside finished weights, and put into one table of
+    `runs`. `progress` is called with the bytes that were read, where they are many;
+    `watch` is asked, with their number, for what is told of the bytes of rank files. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
+    """
+    asked = _Asked(
+        rules=chosen(select, ignore),
+        base=base,
+        adapters=tuple(adapters),
+        num_labels=1 if task == "reward" and num_labels is None else num_labels,
+        task=task,
+        deep=deep,
+        servers=frozenset(map(Server, servers)),
+        progress=progress,
+        watch=watch,
+        why_no_base=why_no_base,
+    )
+    if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
+        return _judged(checkpoint, asked)
+    inner = [_checkpoint_judged(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
+    if isinstance(checkpoint, RunDir):
+        opened = tuple(found for _, found in inner if found is not None)
+        own = _judge(RunSubject(checkpoint=checkpoint, inner=opened), asked)
+        rows = [item for item, _ in inner]
+    else:
+        own = _judged(checkpoint, asked)
+        finished = Judged(root=checkpoint.root, name=FINISHED, state=checkpoint.folder.trainer, report=own)
+        rows = [*(item for item, _ in inner), finished]
+    table = Report(runs=(run_table(checkpoint.root, rows),))
+    return joined([own, *(item.report for item, _ in inner), table])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What was asked of one check."""
+
+    rules: tuple[Rule, ...]
+    base: ModelDir | None
+    adapters: tuple[AdapterDir, ...]
+    num_labels: int | None
+    task: str | None
+    deep: bool | None
+    servers: frozenset[Server]
+    progress: Callable[[int], None] | None
+    watch: Watch | None
+    why_no_base: str
+
+
+def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
+    return joined(
+        subject if isinstance(subject, Report) else _judge(subject, asked) for subject in _subjects(checkpoint, asked)
+    )
+
+
+def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
+    """Return what is said about one checkpoint of a run, and the checkpoint, where it can be opened."""
+    if not inside(path.parent, path):
+        report = unopened(str(path), "is a link out of the run's folder", asked.rules, code="LT112")
+        return Judged(root=path, name=path.name, state=None, report=report), None
+    try:
+        opened = open_checkpoint(path)
+        if isinstance(opened, RunDir):  # a link to the run itself would never end
+            raise NotACheckpoint(f"{path} is a run with checkpoints in it, and no checkpoint")
+        report = _judged(opened, asked)
+    except LoraToolError as error:
+        # a folder without weights, or a file that went away while it was read: the others are judged all the same
+        report = unopened(str(path), f"cannot be opened: {error}", asked.rules)
+        return Judged(root=path, name=path.name, state=None, report=report), None
+    return Judged(root=path, name=path.name, state=opened.folder.trainer, report=report), opened
+
+
+def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Report]:
+    """Yield what is to be judged: the folder, and the rank files in it; what cannot be judged has its report."""
+    if isinstance(checkpoint, AdapterDir):
+        yield adapter_subject(
+            checkpoint, base=asked.base, num_labels=asked.num_labels, task=asked.task, servers=asked.servers
+        )
+    elif isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
+        # the planner, only for merged models: importing it takes a fifth of the time of a check
+        from lora_tool.plan.merge.provenance import Provenance  # noqa: PLC0415
+        from lora_tool.validation.merged import merged_subject  # noqa: PLC0415
+
+        provenance = Provenance(merged=checkpoint, base=asked.base, adapters=asked.adapters)
+        yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
+    elif isinstance(checkpoint, ModelDir):
+        yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels, task=asked.task)
+    elif isinstance(checkpoint, ZeroDir | DcpDir):
+        yield sharded_subject(checkpoint, watch=asked.watch)
+    else:
+        yield Subject(checkpoint=checkpoint)
+    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.training_state:
+        yield from _beside(checkpoint, asked)
+
+
+def _beside(checkpoint: AdapterDir | ModelDir, asked: _Asked) -> Iterator[Subject | Report]:
+    """Yield the training checkpoint that lies in the folder of an adapter or model, as HF Trainer writes it."""
+    try:
+        yield sharded_subject(open_sharded(checkpoint.root), watch=asked.watch)
+    except NotACheckpoint:  # folders of that name without rank files
+        return
+    except (CheckpointError, UnsupportedCheckpoint) as error:
+        unreadable = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
+        yield Report(skipped=(unreadable,) if RULES["LT402"] in asked.rules else ())
+
+
+def _judge(subject: Subject, asked: _Asked) -> Report:
+    return judge(
+        subject,
+        asked.rules,
+        deep=asked.deep,
+        servers=asked.servers,
+        progress=asked.progress,
+        why_no_base=asked.why_no_base,
+    )
