@@ -19,8 +19,9 @@ from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution import compute, engine, kernels, units
 from lora_tool.execution.engine import execute
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, LoraDelta
-from lora_tool.plan.core.plan import Plan, Shard, Step
+from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.sharding import lay_out
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 from tests.property.interpret import interpret, load

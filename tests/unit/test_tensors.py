@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.plan.core.plan import SideFile
+from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 

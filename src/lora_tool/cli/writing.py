@@ -168,12 +168,10 @@ def carry_out(
 
 
 def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
-    from lora_tool.plan.core.render import plan_json, plan_text  # noqa: PLC0415
-
     if as_json:
-        click.echo(json_text({"output": str(out), **plan_json(plan)}, spread=_PLAN_LEVELS))
+        click.echo(json_text({"output": str(out), **plan.to_json()}, spread=_PLAN_LEVELS))
     else:
-        click.echo(f"would write {printable(str(out))}\n{plan_text(plan)}")
+        click.echo(f"would write {printable(str(out))}\n{plan}")
 
 
 def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: bool, quiet: bool) -> None:

@@ -19,7 +19,7 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows
-from lora_tool.plan.core.plan import Step
+from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]

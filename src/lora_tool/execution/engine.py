@@ -33,7 +33,8 @@ from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.manifest import manifest_bytes, sha256_of
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
-from lora_tool.plan.core.plan import Plan, Shard, SideFile
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValueCheck

@@ -17,8 +17,8 @@ from typing import Any
 from lora_tool.errors import MissingDependency
 from lora_tool.formats.files import read_at
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import Plan, Shard
-from lora_tool.plan.core.render import plan_json
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
 from lora_tool.version import __version__
 
 FILE_NAME = ".lora-tool-journal"
@@ -32,7 +32,7 @@ def digest_of(plan: Plan) -> str:
     Raises `MissingDependency` where the plan computes with torch, and there is none.
     """
     content = {
-        "plan": plan_json(plan),
+        "plan": plan.to_json(),
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
         "versions": [__version__, *_versions(plan)],

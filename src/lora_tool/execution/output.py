@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lora_tool.execution.units import Unit
 from lora_tool.formats.files import MOST_PER_CALL
-from lora_tool.plan.core.plan import Shard
+from lora_tool.plan.core.steps import Shard
 
 MOST_OPEN = 8
 """Files that may be open for writing at once: written ones wait for the disk while the next are written."""

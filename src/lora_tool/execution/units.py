@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lora_tool.actions import NEW
 from lora_tool.plan.core.ops import Assemble, Copy, DoraDelta, LoraDelta
-from lora_tool.plan.core.plan import Shard, Step
+from lora_tool.plan.core.steps import Shard, Step
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""

@@ -8,7 +8,7 @@ from lora_tool.formats.dcp import DcpFolder, assemble_dcp, read_dcp, read_pieces
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.report import Finding
 from lora_tool.sharded import dcp_checks, zero_checks
-from lora_tool.sharded.training_state import Tensors, TrainingState, check_of_files
+from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
 from lora_tool.sharded.value_check import ValueCheck
 
 

@@ -19,7 +19,7 @@ from lora_tool.formats.files import read_json
 from lora_tool.formats.partitions import Entry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.training_state import TrainingState
+from lora_tool.sharded.state import TrainingState
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
 

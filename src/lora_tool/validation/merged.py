@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from lora_tool.actions import TensorAction
 from lora_tool.formats.stored import read_part
 from lora_tool.plan.core.ops import Assemble, Copy
-from lora_tool.plan.core.plan import Plan, Step
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.expected import expected
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict

@@ -15,7 +15,8 @@ from threadpoolctl import threadpool_limits
 
 from lora_tool.cores import available_cores
 from lora_tool.plan.core.ops import DoraDelta, LoraDelta, Precision
-from lora_tool.plan.core.plan import Plan, Step
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable

@@ -9,7 +9,7 @@ import numpy as np
 
 from lora_tool.actions import TensorAction
 from lora_tool.plan.core.ops import Cast, DoraDelta, LoraDelta
-from lora_tool.plan.core.plan import Step
+from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.verification.bounds import sixteen_bit_bound, terms_of, working_type
 from lora_tool.verification.elements import Array, decode, half_ulps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lora_tool.plan.core.ops import Assemble, Cast, Copy, Op
-from lora_tool.plan.core.plan import Step
+from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 

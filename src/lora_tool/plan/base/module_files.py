@@ -22,7 +22,7 @@ from lora_tool.formats.sentence_transformers import (
     root_files,
 )
 from lora_tool.plan.base.task import CLASSIFIERS, Task
-from lora_tool.plan.core.plan import SideFile
+from lora_tool.plan.core.steps import SideFile
 
 _EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.OWN_CLASS, Task.CAUSAL_LM})
 

@@ -10,7 +10,7 @@ from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
 from lora_tool.formats.tokenizer import TEMPLATES, PadToken, read_pad_token
-from lora_tool.plan.core.plan import SideFile
+from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import DType
 
 GENERATION_CONFIG = "generation_config.json"

@@ -18,14 +18,14 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes, read_json
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.plan.core.plan import SideFile
+from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
 from lora_tool.sharded.frozen_heads import (
     heads_of,
     parsed_keys,
     unwrapped_name,
 )
-from lora_tool.sharded.training_state import TrainingState
+from lora_tool.sharded.state import TrainingState
 
 _LORA = frozenset(
     {Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE, Part.TOKENS_DELTA, Part.SAVED_MODULE}

@@ -21,10 +21,12 @@ from lora_tool.plan.base.side_files import GENERATION_CONFIG
 from lora_tool.plan.consolidate.extract_adapter import left_behind, select_adapter
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Cast, Copy, Op, Precision
-from lora_tool.plan.core.plan import InputRecord, Plan, Shard, SideFile, Step
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
-from lora_tool.sharded.training_state import TrainingState, training_state
+from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
 

@@ -7,62 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.actions import TensorAction
-from lora_tool.formats.safetensors import build_header
-from lora_tool.plan.core.ops import Copy, LoraDelta, Op, Precision
-from lora_tool.tensors import FileStamp, TensorSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One output tensor: its spec, the operation that makes it, its fate and the reason in words."""
-
-    out: TensorSpec
-    op: Op
-    action: TensorAction
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputRecord:
-    """An input tensor that makes no output tensor of its own name: dropped, or consumed by a step."""
-
-    path: Path
-    name: str
-    action: TensorAction
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One output weights file: its tensors in file order."""
-
-    filename: str
-    steps: tuple[Step, ...]
-    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
-
-    @property
-    def header(self) -> bytes:
-        """The bytes before the data."""
-        return build_header((step.out for step in self.steps), self.metadata)
-
-    @property
-    def data_bytes(self) -> int:
-        return sum(step.out.nbytes for step in self.steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SideFile:
-    """A file that is no weights file: copied from `source`, or written with `content`."""
-
-    filename: str
-    reason: str
-    source: Path | None = None
-    content: bytes | None = None
-
-    def __post_init__(self) -> None:
-        if (self.source is None) == (self.content is None):
-            raise ValueError(f"{self.filename}: a side file has either a source or a content")
+from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plan.core.render import plan_lines, shard_json
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.tensors import FileStamp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +56,24 @@ class Plan:
         return {fate: fates.count(fate) for fate in dict.fromkeys(fates)}
 
     def __str__(self) -> str:
-        from lora_tool.plan.core.render import plan_text  # noqa: PLC0415 - the text is built from the plan, not the reverse
+        return "\n".join(plan_lines(self.notes, self.counts(), self.shards, self.side_files, self.leftovers))
 
-        return plan_text(self)
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole plan as JSON data: every step, side file and leftover with its reason."""
+        return {
+            "schema_version": 1,
+            "precision": self.precision.value,
+            "total_size": self.data_bytes,
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "counts": self.counts(),
+            "shards": [shard_json(shard, self.input_names) for shard in self.shards],
+            "side_files": [
+                {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}
+                for file in self.side_files
+            ],
+            "leftovers": [
+                {"path": str(item.path), "name": item.name, "fate": item.action.value, "reason": item.reason}
+                for item in self.leftovers
+            ],
+        }

@@ -2,67 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_tool.actions import TensorAction
 from lora_tool.display import counted, printable, size
 from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, ReplaceRows
-from lora_tool.plan.core.plan import Plan, Step
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.tensors import StoredTensor
 
 _SHOWN = 12
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the plan as a few lines: notes, what happens to how many tensors, files, and one step of each sort."""
-    lines = [printable(note) for note in plan.notes]
-    counts = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items())
-    lines += [f"tensors: {counts}", f"output: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"]
-    lines += [
-        f"  {shard.filename}  {counted(len(shard.steps), 'tensor')}, {size(shard.data_bytes)}"
-        for shard in plan.shards[:_SHOWN]
-    ]
-    if len(plan.shards) > _SHOWN:
-        lines.append(f"  … and {len(plan.shards) - _SHOWN} more")
-    lines += [f"  {printable(file.filename)}  {printable(file.reason)}" for file in plan.side_files]
-    lines.append("steps (one of each sort):")
+def plan_lines(
+    notes: Iterable[str],
+    counts: Mapping[str, int],
+    shards: Sequence[Shard],
+    side_files: Iterable[SideFile],
+    leftovers: Iterable[InputRecord],
+) -> Iterator[str]:
+    """Yield a plan's lines: notes, what happens to how many tensors, files, and one step of each sort."""
+    yield from map(printable, notes)
+    yield "tensors: " + ", ".join(f"{count} {action}" for action, count in counts.items())
+    nbytes = sum(shard.data_bytes for shard in shards)
+    yield f"output: {size(nbytes)} in {counted(len(shards), 'weight file')}"
+    for shard in shards[:_SHOWN]:
+        yield f"  {shard.filename}  {counted(len(shard.steps), 'tensor')}, {size(shard.data_bytes)}"
+    if len(shards) > _SHOWN:
+        yield f"  … and {len(shards) - _SHOWN} more"
+    for file in side_files:
+        yield f"  {printable(file.filename)}  {printable(file.reason)}"
+    yield "steps (one of each sort):"
     examples: dict[tuple[str, str], tuple[Step, int]] = {}
-    for step in plan.steps:
+    for step in (step for shard in shards for step in shard.steps):
         key = (step.action.value, step.reason.partition(" from ")[0])
         examples[key] = (examples[key][0] if key in examples else step, examples.get(key, (step, 0))[1] + 1)
     for step, count in list(examples.values())[: 2 * _SHOWN]:
-        lines.append(f"  {step.action.value:<9} {printable(step.out.name)}  {printable(step.reason)}  (×{count})")
-    dropped = [leftover for leftover in plan.leftovers if leftover.action.value == "dropped"]
-    lines += [f"  {'dropped':<9} {printable(item.name)}  {printable(item.reason)}" for item in dropped[:_SHOWN]]
-    return "\n".join(lines)
+        yield f"  {step.action.value:<9} {printable(step.out.name)}  {printable(step.reason)}  (×{count})"
+    dropped = [item for item in leftovers if item.action is TensorAction.DROPPED]
+    for item in dropped[:_SHOWN]:
+        yield f"  {'dropped':<9} {printable(item.name)}  {printable(item.reason)}"
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the whole plan as JSON data: every step, side file and leftover with its reason."""
+def shard_json(shard: Shard, input_names: Mapping[Path, str]) -> dict[str, Any]:
+    """Return an output file with its steps as JSON data. See `Plan.input_names`."""
     return {
-        "schema_version": 1,
-        "precision": plan.precision.value,
-        "total_size": plan.data_bytes,
-        "notes": list(plan.notes),
-        "warnings": list(plan.warnings),
-        "counts": plan.counts(),
-        "shards": [
-            {
-                "filename": shard.filename,
-                "bytes": len(shard.header) + shard.data_bytes,
-                "steps": [step_json(step, plan.input_names) for step in shard.steps],
-            }
-            for shard in plan.shards
-        ],
-        "side_files": [
-            {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}
-            for file in plan.side_files
-        ],
-        "leftovers": [
-            {"path": str(item.path), "name": item.name, "fate": item.action.value, "reason": item.reason}
-            for item in plan.leftovers
-        ],
+        "filename": shard.filename,
+        "bytes": len(shard.header) + shard.data_bytes,
+        "steps": [step_json(step, input_names) for step in shard.steps],
     }
 
 

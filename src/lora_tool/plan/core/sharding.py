@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lora_tool.formats.files import json_bytes
-from lora_tool.plan.core.plan import Shard, Step
+from lora_tool.plan.core.steps import Shard, Step
 from lora_tool.tensors import TensorTable
 
 SINGLE = "model.safetensors"

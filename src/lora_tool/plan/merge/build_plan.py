@@ -32,7 +32,8 @@ from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.manifest import adapter_name, describe_input
 from lora_tool.plan.core.ops import Precision
-from lora_tool.plan.core.plan import InputRecord, Plan, SideFile, Step
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import InputRecord, SideFile, Step
 from lora_tool.plan.merge.steps import MergeContext
 from lora_tool.tensors import FileStamp
 

@@ -22,7 +22,7 @@ from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, LoraTerm, Precision
-from lora_tool.plan.core.plan import InputRecord, Step
+from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.head import way_to_head
 from lora_tool.plan.merge.model_class import ClassCandidates, homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined, rows_of

@@ -15,7 +15,7 @@ from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import LoraTerm, Precision
-from lora_tool.plan.core.plan import InputRecord, Step
+from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import computed_buffers, looks_plain
 

@@ -15,7 +15,8 @@ from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, Precision
-from lora_tool.plan.core.plan import InputRecord, Plan, Step
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.build_plan import HubOrigin, assembled
 from lora_tool.plan.merge.head import Head, count_labels, head_names
 from lora_tool.plan.merge.plan_merge import config_of_adapter, named, require_not_merged_before

@@ -10,7 +10,7 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows
-from lora_tool.plan.core.plan import InputRecord, Step
+from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.steps import MergeContext, is_dropped, module_and_leaf, not_in_base
 from lora_tool.plan.merge.tied_embeddings import MATRIX
 from lora_tool.tensors import StoredTensor

@@ -15,7 +15,8 @@ from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
 from lora_tool.plan.adapter.modules import AdapterModules, adapter_modules
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, other_task
 from lora_tool.plan.core.ops import LoraDelta, Precision
-from lora_tool.plan.core.plan import Plan, Step
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.build_plan import LOCAL, HubOrigin, assembled
 from lora_tool.plan.merge.direct_base import (
     DirectBase,

@@ -15,7 +15,7 @@ from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.names.model import RowMapping, row_count
 from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, Part, ReplaceRows
-from lora_tool.plan.core.plan import Step
+from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
 
 _STACK = 3

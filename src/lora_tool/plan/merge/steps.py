@@ -18,7 +18,7 @@ from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.adapter.target_parameters import stack_is_transposed
 from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows
-from lora_tool.plan.core.plan import Step
+from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.head import Head
 from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, Vocabulary
 from lora_tool.tensors import DType, StoredTensor, TensorSpec

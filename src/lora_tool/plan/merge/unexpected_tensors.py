@@ -14,7 +14,7 @@ from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import ModelDir
-from lora_tool.plan.core.plan import InputRecord
+from lora_tool.plan.core.steps import InputRecord
 from lora_tool.tensors import StoredTensor
 
 _REASON = "a buffer that transformers computes by itself and does not load"

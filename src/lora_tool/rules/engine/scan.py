@@ -3,26 +3,20 @@
 numpy costs 100 ms to import, more than the scan of a usual adapter takes, so that small ones are looked at without it:
 the bytes of a little-endian float that hold its sign and the top of its exponent are one slice (``data[3::4]`` for
 F32), and only where one of them is that of a large number can a value be NaN, infinite or absurd. Where there is one,
-and for everything large, `weights_scan_numpy` counts.
+and for everything large, `scan_numpy` counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
-from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, opened_regular, read_at
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.tensors import DType, Span, StoredTensor, TensorTable
-
-Opener = Callable[[Path], AbstractContextManager[int]]
-"""Gives a descriptor of a file for as long as it is read."""
+from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
+from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 CHUNK_BYTES = 1 << 20
 """Read at once: large enough for the disk, small enough for the cache. A multiple of every element's size."""
@@ -30,52 +24,8 @@ CHUNK_BYTES = 1 << 20
 NUMPY_BYTES = 128 << 20
 """From this size on, numpy's import is soon won back."""
 
-LARGE = 512.0
-"""Trained factors stay below about 1. Magnitudes from this on are told; it is a power of two that all types have."""
-
 _ZEROS = bytes(CHUNK_BYTES)
 _SIGN_ONLY = b"\x00\x80"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightScan:
-    """What the values of a tensor are like."""
-
-    nonfinite: int = 0
-    first: int | None = None
-    """The index of the first value that is NaN or infinite."""
-    all_zero: bool = False
-    constant: bool = False
-    """Whether all values, at least two, have the same bits, and are neither zero nor NaN nor infinite."""
-    largest: float = 0.0
-    """The largest finite magnitude where it is `LARGE` or more, else 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a float type lies in its bytes: exponent and fraction bits; a sign is before them."""
-
-    nbytes: int
-    exponent: int
-    fraction: int
-
-    @property
-    def infinity(self) -> int:
-        """The bits of +infinity; those of a magnitude are larger exactly where it is NaN."""
-        return ((1 << self.exponent) - 1) << self.fraction
-
-    @property
-    def large(self) -> int:
-        """The bits of `LARGE`; those of every larger magnitude are larger."""
-        return (int(math.log2(LARGE)) + (1 << (self.exponent - 1)) - 1) << self.fraction
-
-
-LAYOUTS = {
-    DType.F64: Layout(8, 11, 52),
-    DType.F32: Layout(4, 8, 23),
-    DType.BF16: Layout(2, 8, 7),
-    DType.F16: Layout(2, 5, 10),
-}
 
 
 @dataclass(slots=True)
@@ -162,8 +112,3 @@ def _span_chunks(fd: int, span: Span) -> Iterator[bytes]:
             raise shorter(span)
         yield data
         at += wanted
-
-
-def shorter(span: Span) -> SourceChanged:
-    """Return the error that a span is not all there any more."""
-    return SourceChanged(f"{span.path} became shorter while it was read")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lora_tool.cores import available_cores
 from lora_tool.formats.files import open_regular, read_into
-from lora_tool.rules.engine.scan import LAYOUTS, Layout, Opener, WeightScan, shorter
+from lora_tool.rules.engine.scan_model import LAYOUTS, Layout, Opener, WeightScan, shorter
 from lora_tool.tensors import StoredTensor, TensorTable
 
 _BLOCK_BYTES = 1 << 19

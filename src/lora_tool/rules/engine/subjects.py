@@ -13,7 +13,8 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import PREFIX, WRAPPERS, AdapterKey, Part
-from lora_tool.rules.engine.scan import Scans, WeightScan
+from lora_tool.rules.engine.scan import Scans
+from lora_tool.rules.engine.scan_model import WeightScan
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))({'|'.join(sorted(WRAPPERS))})\.")

@@ -15,7 +15,7 @@ from lora_tool.rules.engine.registry import Fault
 from lora_tool.rules.engine.subjects import Subject
 
 if TYPE_CHECKING:
-    from lora_tool.sharded.training_state import TrainingState
+    from lora_tool.sharded.state import TrainingState
 
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 
@@ -66,7 +66,8 @@ class ShardedSubject(Subject):
 
 def sharded_subject(checkpoint: ZeroDir | DcpDir, *, watch: Watch | None = None) -> ShardedSubject:
     """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
-    from lora_tool.sharded.training_state import training_state, zero_state  # noqa: PLC0415 - slow to import, for few folders
+    from lora_tool.sharded.training_state import training_state  # noqa: PLC0415 - slow to import, for few folders
+    from lora_tool.sharded.zero_state import zero_state  # noqa: PLC0415 - slow to import, for few folders
 
     if isinstance(checkpoint, DcpDir):
         return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint), watch=watch)

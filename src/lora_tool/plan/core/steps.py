@@ -1,0 +1,64 @@
+"""What a plan consists of: steps in weight files, files beside them, and input tensors that make none of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_tool.actions import TensorAction
+from lora_tool.formats.safetensors import build_header
+from lora_tool.plan.core.ops import Op
+from lora_tool.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One output tensor: its spec, the operation that makes it, its fate and the reason in words."""
+
+    out: TensorSpec
+    op: Op
+    action: TensorAction
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRecord:
+    """An input tensor that makes no output tensor of its own name: dropped, or consumed by a step."""
+
+    path: Path
+    name: str
+    action: TensorAction
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One output weights file: its tensors in file order."""
+
+    filename: str
+    steps: tuple[Step, ...]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the data."""
+        return build_header((step.out for step in self.steps), self.metadata)
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(step.out.nbytes for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideFile:
+    """A file that is no weights file: copied from `source`, or written with `content`."""
+
+    filename: str
+    reason: str
+    source: Path | None = None
+    content: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (self.content is None):
+            raise ValueError(f"{self.filename}: a side file has either a source or a content")

@@ -1,0 +1,64 @@
+"""What looking at every value of a tensor tells, and how float types lie in their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.errors import SourceChanged
+from lora_tool.tensors import DType, Span
+
+Opener = Callable[[Path], AbstractContextManager[int]]
+"""Gives a descriptor of a file for as long as it is read."""
+
+LARGE = 512.0
+"""Trained factors stay below about 1. Magnitudes from this on are told; it is a power of two that all types have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScan:
+    """What the values of a tensor are like."""
+
+    nonfinite: int = 0
+    first: int | None = None
+    """The index of the first value that is NaN or infinite."""
+    all_zero: bool = False
+    constant: bool = False
+    """Whether all values, at least two, have the same bits, and are neither zero nor NaN nor infinite."""
+    largest: float = 0.0
+    """The largest finite magnitude where it is `LARGE` or more, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a float type lies in its bytes: exponent and fraction bits; a sign is before them."""
+
+    nbytes: int
+    exponent: int
+    fraction: int
+
+    @property
+    def infinity(self) -> int:
+        """The bits of +infinity; those of a magnitude are larger exactly where it is NaN."""
+        return ((1 << self.exponent) - 1) << self.fraction
+
+    @property
+    def large(self) -> int:
+        """The bits of `LARGE`; those of every larger magnitude are larger."""
+        return (int(math.log2(LARGE)) + (1 << (self.exponent - 1)) - 1) << self.fraction
+
+
+LAYOUTS = {
+    DType.F64: Layout(8, 11, 52),
+    DType.F32: Layout(4, 8, 23),
+    DType.BF16: Layout(2, 8, 7),
+    DType.F16: Layout(2, 5, 10),
+}
+
+
+def shorter(span: Span) -> SourceChanged:
+    """Return the error that a span is not all there any more."""
+    return SourceChanged(f"{span.path} became shorter while it was read")

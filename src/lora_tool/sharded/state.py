@@ -1,0 +1,74 @@
+"""A training checkpoint of any sort as one thing: names with roles, and functions that find their bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lora_tool.formats.partitions import Entry
+from lora_tool.formats.torch_zip import Record
+from lora_tool.progress import Progress
+from lora_tool.report import Finding
+from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.sharded.value_checks import value_faults
+from lora_tool.tensors import FileStamp, Span, StoredTensor
+
+Tensors = Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """The tensors of a training run at one step."""
+
+    root: Path
+    folder: Path
+    """Where the rank files are: `root` or the tag's folder in it."""
+    title: str
+    """One line for people: what it is, of how many ranks, at which step."""
+    entries: Mapping[str, Entry]
+    shared: Mapping[str, str]
+    """Tied tensors: other name → the name under which it is in `entries`."""
+    beside: tuple[str, ...] = ()
+    """Keys of the other states in the checkpoint, which are left there."""
+    without_values: tuple[str, ...]
+    """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
+    faults: tuple[Finding, ...]
+    """What its structure has wrong."""
+    assemble: Callable[[Container[str]], dict[str, StoredTensor]]
+    value_check: Callable[[Tensors], ValueCheck]
+    """Prepares a look at the values of these tensors."""
+    stamps: Mapping[Path, FileStamp]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the manifest records about it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors, about: what is not yet looked at counts as float32."""
+        return sum(4 * math.prod(entry.shape) for entry in self.entries.values())
+
+    @property
+    def near(self) -> tuple[Path, ...]:
+        """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside."""
+        return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
+
+
+def check_of_files(tensors: Tensors, records: Collection[Record], *, masters: frozenset[str]) -> ValueCheck:
+    """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
+    by_path: dict[Path, list[Record]] = defaultdict(list)
+    for record in records:
+        by_path[record.path].append(record)
+    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
+    for tensor in tensors.values():
+        for span in tensor.spans:
+            pieces[span.path].append((span, tensor))
+
+    def part(path: Path, advance: Progress) -> list[Finding]:
+        return value_faults(path, by_path[path], pieces[path], masters=masters, advance=advance)
+
+    nbytes = sum(record.nbytes for record in records)
+    return ValueCheck(nbytes=nbytes, parts=tuple(partial(part, path) for path in sorted(by_path)))

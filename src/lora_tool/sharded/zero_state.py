@@ -1,0 +1,109 @@
+"""The training state in one tag of a DeepSpeed checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from lora_tool.checkpoint import ZeroDir
+from lora_tool.errors import NotACheckpoint
+from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
+from lora_tool.formats.torch_zip import Record
+from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
+from lora_tool.progress import Progress
+from lora_tool.report import Finding
+from lora_tool.sharded import zero_checks
+from lora_tool.sharded.master_copies import saved_copies
+from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
+from lora_tool.sharded.value_check import ValueCheck
+
+
+def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
+    """Return the state that the tag `tag` of a DeepSpeed checkpoint holds; by default the one that `latest` names.
+
+    Raises `NotACheckpoint` where there is no such tag, `UnsupportedCheckpoint` for layouts that are refused.
+    """
+    name = _choose_tag(checkpoint, tag)
+    folder = checkpoint.root if name == "." else checkpoint.root / name
+    found = read_tag(folder, name)
+    older = zero_checks.latest_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
+    first = found.first
+    known = entries(found)
+    lost = tuple(dict.fromkeys((*unaccounted(found), *zero_checks.base_layers_left_out(known))))
+    files: list[ModelStates | OptimStates] = [*found.model.values(), *found.optim.values()]
+    steps = first.global_steps if first else None
+    return TrainingState(
+        root=checkpoint.root,
+        folder=folder,
+        title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {found.world_size} ranks, step {steps}",
+        entries=known,
+        shared=first.shared if first else {},
+        without_values=lost,
+        faults=(
+            *zero_checks.structure_faults(found),
+            *older,
+            *(
+                zero_checks.frozen_not_saved(first.file.path if first else folder, lost)
+                if lost
+                else zero_checks.frozen_unknown(found)
+            ),
+        ),
+        assemble=lambda wanted: assemble(found, wanted),
+        value_check=lambda tensors: _value_check(checkpoint.root, found, tensors),
+        stamps={states.file.path: states.file.stamp for states in files},
+        facts={
+            "format": f"DeepSpeed ZeRO-{found.stage}",
+            "tag": name,
+            "world_size": found.world_size,
+            "global_steps": steps,
+            "deepspeed": first.version if first else None,
+            "serialization_ids": {states.file.path.name: states.file.serialization_id for states in files},
+        },
+    )
+
+
+def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
+    tags = tuple(checkpoint.rank_files)
+    wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
+    listed = ", ".join(tags)
+    if wanted in tags:
+        return str(wanted)
+    if wanted is None:
+        raise NotACheckpoint(
+            f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T"
+        )
+    says = "" if tag else "`latest` names "
+    raise NotACheckpoint(
+        f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}",
+        hint=f"--tag {shlex.quote(tags[-1])}",
+    )
+
+
+def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
+    known = entries(tag)
+    masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
+
+    def rounding(_: Progress) -> list[Finding]:
+        saved = saved_copies(root, tag, tensors)
+        if not saved.copies:
+            return []
+        from lora_tool.sharded.master_checks import rounding_faults  # noqa: PLC0415 - numpy, only where it is needed
+
+        return list(rounding_faults(saved))
+
+    of_files = check_of_files(tensors, _records(tag, tensors), masters=masters)
+    return replace(of_files, parts=(*of_files.parts, rounding))
+
+
+def _records(tag: ZeroTag, tensors: Tensors) -> frozenset[Record]:
+    """Return the archive members that hold the tensors."""
+    records = []
+    names = set(tensors)
+    if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
+        records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
+    for states in tag.model.values():
+        held = {**states.module, **(states.frozen or {})}
+        records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
+    used = {span.path for tensor in tensors.values() for span in tensor.spans}
+    return frozenset(record for record in records if record.path in used)
