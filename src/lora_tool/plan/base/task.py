@@ -34,6 +34,11 @@ class Task(str, enum.Enum):
         return str(self.value)
 
     @property
+    def expected(self) -> str | None:
+        """What the rules expect the merged model to be; None where adapter and base say it."""
+        return None if self in (Task.AUTO, Task.OWN_CLASS) else self.value
+
+    @property
     def auto_class(self) -> str | None:
         """The class of transformers that loads such a model; None where the model's own has to be named."""
         return _AUTO_CLASSES.get(self)

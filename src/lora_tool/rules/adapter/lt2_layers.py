@@ -19,7 +19,7 @@ _LORA_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDD
 _MATRIX = 2
 
 
-@rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
     """Half of a LoRA pair.
 
@@ -46,7 +46,7 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=present.name, message=message)
 
 
-@rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """A pair that does not fit together.
 
@@ -76,7 +76,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=a.name, message=ranks)
 
 
-@rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+@rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     """Another rank than the config's.
 
@@ -110,7 +110,7 @@ def _is_stacked(config: AdapterConfig, layer: Layer) -> bool:
     return bool(config.target_parameters) and not config.targets(layer.target)
 
 
-@rule("LT204", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+@rule("LT204", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     """A and B are swapped.
 
@@ -145,7 +145,7 @@ def swapped_rank(config: AdapterConfig, layer: Layer) -> int | None:
     return rank if a.shape[1] == rank and not a.shape[0] == b.shape[1] == rank else None
 
 
-@rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     """Tensors without values, saved under DeepSpeed ZeRO-3.
 
@@ -193,7 +193,7 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     return None
 
 
-@rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA tensors of a type that is no float.
 
@@ -218,7 +218,7 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=message)
 
 
-@rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+@rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """`use_dora` or `lora_bias` contradict the tensors.
 
