@@ -327,7 +327,15 @@ def test_a_value_that_no_weight_may_have_is_refused(
                 # with r = 4 and a scaling of 4 the delta is 1.5 · 2^119: float32 holds the sum, and bfloat16 does not
                 tensor.fill_(2.0**58 if "lora_A" in name else 2.0**58 * 0.75)
         save_file(tensors, path, {"format": "pt"})
-    arguments = [llama / "adapter", "--base", llama / "base", "-o", copies / "out", "--precision", precision]
+    arguments: list[str | Path] = [
+        llama / "adapter",
+        "--base",
+        llama / "base",
+        "-o",
+        copies / "out",
+        "--precision",
+        precision,
+    ]
     called = call("merge", *arguments, "--ignore", "LT209,LT219,LT220")
     assert called.code == 3
     assert refusal in called.err
@@ -341,7 +349,7 @@ def test_a_damaged_head_is_not_published(precision: str, dtype: str, copies: Pat
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors["base_model.model.score.weight"][0, 3] = float("nan")
     save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
-    arguments = ["--rm", adapter, "-o", copies / "out", "--precision", precision, "--dtype", dtype]
+    arguments: list[str | Path] = ["--rm", adapter, "-o", copies / "out", "--precision", precision, "--dtype", dtype]
     called = call("merge", *arguments, "--ignore", "LT209")
     assert called.code == 3
     assert "`score.weight` would hold NaN or infinity" in called.err
