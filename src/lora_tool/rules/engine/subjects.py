@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
+from lora_tool.choices import Choice
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import PREFIX, WRAPPERS, AdapterKey, Part
@@ -22,7 +23,7 @@ _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBED
 
 
 @enum.unique
-class Server(str, enum.Enum):
+class Server(Choice):
     """What an adapter is to be served with, unmerged."""
 
     PEFT = "peft"
