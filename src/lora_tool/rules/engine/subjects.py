@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
+from lora_tool.choices import Choice
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.rules.engine.scan import Scans
@@ -17,7 +18,7 @@ from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 
 
 @enum.unique
-class Server(str, enum.Enum):
+class Server(Choice):
     """What an adapter is to be served with, unmerged."""
 
     PEFT = "peft"
