@@ -114,7 +114,7 @@ def trained_beside(subject: AdapterSubject) -> Iterator[Fault]:
     `non_lora_trainables.bin` beside `adapter_model.safetensors`.
 
     ## What to do
-    MergeContext with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
+    Merge with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
     if only the policy is wanted.
     """
     for name in subject.checkpoint.folder.trained_beside:

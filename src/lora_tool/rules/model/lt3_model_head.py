@@ -154,7 +154,7 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
     `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
 
     ## What to do
-    MergeContext the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
+    Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
     meant to be a causal LM, leave `--rm` and `--num-labels` out.
     """
     config = subject.checkpoint.config
