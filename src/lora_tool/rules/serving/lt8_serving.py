@@ -76,7 +76,7 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model).
     """
-    saved = {path for _, path, _ in subject.plain()} | set(subject.config.modules_to_save)
+    saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
         return
     heads_only = all(targeting.head_of(name) in _HEADS for name in saved)
@@ -159,7 +159,7 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
-    tokens = any(key.part is Part.TOKENS_DELTA for key in subject.keys.values()) or bool(subject.config.token_indices)
+    tokens = subject.view.tokens or subject.config.token_indices
     ends = [layer.target for layer in subject.layers if layer.embedding or targeting.is_end(layer.target)]
     for server in _asked(subject, *_SERVERS):
         if tokens:
