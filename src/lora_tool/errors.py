@@ -25,7 +25,8 @@
     │   ├── HubRefused             who asks may not, or what is asked is not accepted
     │   ├── HubConflict            somebody else's change is in the way
     │   └── HubUnreachable         network, overload or limit: a later try may do
-    ├── UnknownRule                no rule has the code that was given
+    ├── WrongValue                 an argument has a value that is not allowed
+    │   └── UnknownRule            no rule has the code that was given
     └── MissingDependency          an extra is not installed
 
 A message says what is wrong, where, what was expected and what was found; `hint` says what to type.
@@ -37,6 +38,7 @@ from __future__ import annotations
 import enum
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 
 @enum.unique
@@ -170,7 +172,11 @@ class TrainingFailed(TrainingError):
 
 
 class FindingsFound(LoraToolError):
-    """A report holds findings at or above the level that was asked for."""
+    """Findings at or above the level that was asked for; `report` is the report that holds them, None without one."""
+
+    def __init__(self, message: str, *, hint: str | None = None, report: Any = None) -> None:  # noqa: ANN401 - a `Report`
+        super().__init__(message, hint=hint)
+        self.report = report
 
 
 class HubError(LoraToolError):
@@ -189,7 +195,11 @@ class HubUnreachable(HubError):
     """Network, overload or rate limit. Whether the request was carried out may be unknown; a later try may do."""
 
 
-class UnknownRule(LoraToolError, ValueError):
+class WrongValue(LoraToolError, ValueError):
+    """An argument has a value that is not allowed; the message names it and those that are."""
+
+
+class UnknownRule(WrongValue):
     """A code or the beginning of codes that no rule has; the message names the closest."""
 
 
