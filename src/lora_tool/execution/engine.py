@@ -32,7 +32,7 @@ from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, unit
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.manifest import manifest_bytes, sha256_of
-from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
@@ -197,9 +197,7 @@ class _Writing:
 
     def _computer(self, unit: ComputeUnit) -> Computer | TorchComputer:
         """Return this thread's own, of the kind that the unit needs."""
-        op = unit.step.op
-        torch = self._plan.precision is Precision.PEFT or (isinstance(op, LoraDelta) and op.init is not None)
-        torch = torch and not isinstance(op, Copy)
+        torch = (self._plan.precision is Precision.PEFT or bool(unit.op.taken_out)) and not unit.op.is_copy
         name = "torch" if torch else "numpy"
         if not hasattr(self._local, name):
             new = self._new_computer(torch=torch)
