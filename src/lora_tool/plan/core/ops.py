@@ -11,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lora_tool.choices import Choice
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import DType, StoredTensor
@@ -23,7 +24,7 @@ _STACK = 3
 
 
 @enum.unique
-class Precision(str, enum.Enum):
+class Precision(Choice):
     """The arithmetic of a merge; the manifest states it."""
 
     FLOAT32 = "float32"
@@ -32,9 +33,6 @@ class Precision(str, enum.Enum):
     """PEFT's own order of operations in torch: bit for bit its default `merge_and_unload` on the same machine."""
     FLOAT64 = "float64"
     """Accumulated in float64 without depending on the order of summation, rounded once: the same on every machine."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
     @property
     def packages(self) -> tuple[str, ...]:
