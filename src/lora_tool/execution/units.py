@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,11 +65,11 @@ class ComputeUnit:
 Unit = CopyUnit | ComputeUnit
 
 
-def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
+def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
-    With `whole_tensors` a computed tensor is one unit, for arithmetic whose bits depend on the shape. What an adapter
-    saved whole is computed, too, though it stays as it is: nobody else looks at its values.
+    `whole` says of which operation all rows are one unit: where the bits of its arithmetic depend on the shape, and
+    where it needs them all it is asked for nothing. What an adapter saved whole is computed, too, though it stays as it is: nobody else looks at its values.
     """
     pending: list[CopyUnit] = []
     at = len(shard.header)
@@ -83,7 +83,7 @@ def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
             else:
                 yield from _joined(pending)
                 pending = []
-                yield from _computes(out, op, at, is_new=is_new, whole=whole_tensors)
+                yield from _computes(out, op, at, is_new=is_new, whole=op.needs_all_rows or whole(op))
             at += out.nbytes
     yield from _joined(pending)
 
@@ -137,7 +137,6 @@ def _computes(out: TensorSpec, op: RowOp, at: int, *, is_new: bool, whole: bool)
     if out.numel == 0:
         return
     rows = out.shape[0] if out.shape else 1
-    whole = (whole and not op.is_copy) or op.needs_all_rows
     per_unit = rows if whole else max(1, UNIT_WEIGHTS // (out.numel // rows))
     for first in range(0, rows, per_unit):
         yield ComputeUnit(out=out, op=op, is_new=is_new, first=first, last=min(first + per_unit, rows), at=at)

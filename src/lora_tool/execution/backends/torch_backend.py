@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from lora_tool.errors import MissingDependency
-from lora_tool.execution.compute import refuse_nonfinite, refuse_overflow, survival
+from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
+from lora_tool.execution.backends.numpy_backend import NumpyBackend, retention
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
@@ -36,41 +37,43 @@ _TORCH = {
 }
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Give torch one thread while our own workers use the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+class TorchBackend:
+    """See `Backend`."""
 
+    whole_tensors: ClassVar[bool] = True
 
-class TorchComputer:
-    """One worker's arithmetic. Units are whole tensors."""
-
-    def __init__(self, sources: Sources, stopped: Callable[[], bool]) -> None:
+    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
+        del precision  # of an init that is recomputed: there is one way
         self._sources = sources
         self._stopped = stopped
         self._factors: dict[StoredTensor, torch.Tensor] = {}
         self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.survived: dict[str, list[tuple[int, DeltaRetention]]] = {}
-        """Output tensor → samples of what rounding left of its change, with where each is."""
 
-    def run(self, unit: ComputeUnit, out: int) -> None:
-        """Compute the tensor and write it to the descriptor `out`. Raises `ExecutionError` on NaN or infinity."""
+    @staticmethod
+    @contextlib.contextmanager
+    def one_thread() -> Iterator[None]:
+        """Give torch one thread, and the BLAS of numpy."""
+        threads = torch.get_num_threads()
+        with NumpyBackend.one_thread():
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+
+    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
+        """See `Backend`."""
         if self._stopped():
-            return
+            return None
         self._sample = None
         merged = self._values(unit.op, _TORCH[unit.out.dtype])
         if unit.is_new and not bool(torch.isfinite(merged).all()):
             self._refuse(unit, merged)
-        if self._sample is not None:
-            before, meant = self._sample
-            found = survival(before.numpy(), meant.numpy(), _sampled(merged).numpy())
-            self.survived.setdefault(unit.out.name, []).append((unit.begin, found))
         write_exactly(out, _bytes_of(merged.contiguous()), unit.at)
+        if self._sample is None:
+            return None
+        before, meant = self._sample
+        return retention(before.numpy(), meant.numpy(), _sampled(merged).numpy())
 
     def _refuse(self, unit: ComputeUnit, merged: torch.Tensor) -> NoReturn:
         finite = all(bool(torch.isfinite(self._load(tensor)).all()) for tensor in unit.op.inputs)

@@ -1,17 +1,18 @@
-"""Computing one unit of a plan: read blocks, apply the step's operation, write the rounded result."""
+"""The arithmetic of `--precision float32` and `float64`, in numpy: read a block of rows, change it, write it rounded."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
+from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
@@ -32,8 +33,10 @@ _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
 
 
-class Computer:
-    """One worker's arithmetic, with the buffers it reuses. Not shared between threads."""
+class NumpyBackend:
+    """See `Backend`."""
+
+    whole_tensors: ClassVar[bool] = False
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
@@ -44,20 +47,29 @@ class Computer:
         self._buffers: dict[str, Array] = {}
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
-        self.survived: dict[str, list[tuple[int, DeltaRetention]]] = {}
-        """Output tensor → samples of what rounding left of its change, with where each is."""
+        self._retained: DeltaRetention | None = None
 
-    def run(self, unit: ComputeUnit, out: int) -> None:
-        """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
+    @staticmethod
+    def one_thread() -> AbstractContextManager[object]:
+        """Give the BLAS of numpy one thread."""
+        from threadpoolctl import threadpool_limits  # noqa: PLC0415 - it looks through every loaded library
+
+        one: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
+        return one
+
+    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
+        """See `Backend`."""
+        self._retained = None
         self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
         with np.errstate(all="ignore"):  # what is not finite is refused by name
             if isinstance(unit.op, DoraDelta) and unit.op.transposed:
                 self._column_norms = self._norms_of_columns(unit.op, unit)
             for first, last in _blocks(unit):
                 if self._stopped():
-                    return
+                    break
                 result = self._block(unit, first, last)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
+        return self._retained
 
     def _needs_float64(self, op: RowOp) -> bool:
         """Whether the working precision is float64: asked for, or because float32 would lose bits of the base."""
@@ -93,8 +105,7 @@ class Computer:
             if (not small or dtype is DType.F16) and kernels.overflows(total, result[part]):
                 refuse_overflow(unit)
             if change is not None and first == unit.first and at == 0:
-                found = survival(source[part], total, result[part])
-                self.survived.setdefault(unit.out.name, []).append((unit.begin, found))
+                self._retained = retention(source[part], total, result[part])
         return result
 
     def _parts(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
@@ -227,7 +238,7 @@ class Computer:
 _SAMPLES = 1024
 
 
-def survival(source: Array, meant: Array, written: Array) -> DeltaRetention:
+def retention(source: Array, meant: Array, written: Array) -> DeltaRetention:
     """Return what rounding left of the change from `source` to `meant`, flat arrays, on about a thousand elements.
 
     The sums are rounded once, so they do not depend on how a machine sums.
@@ -254,20 +265,3 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
 def bytes_of(array: Array) -> memoryview:
     """Return the bytes of a contiguous array, to read into or write from."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def refuse_nonfinite(unit: ComputeUnit) -> NoReturn:
-    """Raise `ExecutionError`: the unit's output would hold NaN or infinity."""
-    names = ", ".join(tensor.name for tensor in unit.op.inputs)
-    raise ExecutionError(
-        f"`{unit.out.name}` would hold NaN or infinity; it is made of {names}",
-        hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",
-    )
-
-
-def refuse_overflow(unit: ComputeUnit) -> NoReturn:
-    """Raise `ExecutionError`: a finite value does not fit into the unit's output type."""
-    raise ExecutionError(
-        f"`{unit.out.name}`: a value is too large for {unit.out.dtype}",
-        hint="choose a wider type: --dtype bfloat16 or --dtype float32",
-    )
