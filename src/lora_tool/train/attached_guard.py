@@ -15,7 +15,7 @@ from lora_tool.errors import TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train import data_checks, live_checks
 from lora_tool.train.guard import Guard
-from lora_tool.train.job import FOLDER_VARIABLE, Outcome, Status, read_job, write_outcome
+from lora_tool.train.job import FOLDER_VARIABLE, TrainingOutcome, TrainingStatus, read_job, write_outcome
 from lora_tool.train.methods import METHODS, Method
 
 _GUARDS: list[AttachedGuard] = []
@@ -85,8 +85,8 @@ def write_what_was_seen(folder: Path) -> None:
         return
     stop = next((guard.stopped for guard in _GUARDS if guard.stopped), None)
     last = _GUARDS[-1]
-    outcome = Outcome(
-        status=Status.STOPPED if stop else Status.DONE,
+    outcome = TrainingOutcome(
+        status=TrainingStatus.STOPPED if stop else TrainingStatus.DONE,
         findings=tuple(found for guard in _GUARDS for found in (*guard.seen, *guard.findings)),
         facts={
             "outputs": sorted({str(guard.output_dir.resolve()) for guard in _GUARDS if guard.output_dir}),

@@ -35,12 +35,14 @@ class Setting:
 
 def with_settings(run: RunConfig) -> tuple[RunConfig, tuple[Setting, ...]]:
     """Return the run with what was absent and is needed, and what that was. Nothing that was given is changed."""
-    settings = tuple(item for item in _settings(run) if item.name not in run.options)
-    return replace(run, options={**run.options, **{item.name: item.value for item in settings}}), settings
+    settings = tuple(item for item in _settings(run) if item.name not in run.given)
+    added = {item.name: item.value for item in settings}
+    given = run.given | added.keys()
+    return replace(run, options={**run.options, **added}, file={**run.file, **added}, given=given), settings
 
 
 def _settings(run: RunConfig) -> Iterator[Setting]:
-    if run.method.task_type == "SEQ_CLS" and run.flag("use_peft"):
+    if run.method.task_type == "SEQ_CLS" and run.options.get("use_peft"):
         yield Setting(
             name="lora_task_type",
             value="SEQ_CLS",
@@ -123,7 +125,7 @@ def _at(run: RunConfig) -> str:
 
 def _task_type(run: RunConfig) -> Iterator[Finding]:
     expected = run.method.task_type
-    if not run.flag("use_peft") or "lora_task_type" not in run.options:
+    if not run.options.get("use_peft") or "lora_task_type" not in run.given:
         return
     found = run.text("lora_task_type")
     if found == expected:
@@ -144,8 +146,8 @@ def _task_type(run: RunConfig) -> Iterator[Finding]:
 
 def _without_peft(run: RunConfig) -> Iterator[Finding]:
     """TRL reads its ``lora_`` options only with ``use_peft``, and trains the whole model without a word."""
-    unread = [name for name in run.options if name.startswith("lora_")]
-    if unread and "use_peft" not in run.options:
+    unread = sorted(name for name in run.given if name.startswith("lora_"))
+    if unread and "use_peft" not in run.given:
         yield finding(
             "peft-off",
             Severity.WARNING,
@@ -161,7 +163,7 @@ def _adapter_as_base(run: RunConfig) -> Iterator[Finding]:
     folder = Path(named).expanduser() if named else None
     if (
         folder
-        and run.flag("use_peft")
+        and run.options.get("use_peft")
         and (folder / "adapter_config.json").is_file()
         and not (folder / "config.json").is_file()
     ):
@@ -222,7 +224,7 @@ def _half_precision(run: RunConfig) -> Iterator[Finding]:
             subject=option,
         )
     clipping = run.text("max_grad_norm")
-    if (dtype in _HALF or run.flag("fp16")) and clipping is not None and float(clipping) == 0.0:
+    if (dtype in _HALF or run.options.get("fp16")) and clipping is not None and float(clipping) == 0.0:
         yield finding(
             "no-clipping",
             Severity.WARNING,
@@ -234,7 +236,7 @@ def _half_precision(run: RunConfig) -> Iterator[Finding]:
 
 
 def _nan_filter(run: RunConfig) -> Iterator[Finding]:
-    if run.flag("logging_nan_inf_filter"):
+    if "logging_nan_inf_filter" in run.given and run.options["logging_nan_inf_filter"]:
         yield finding(
             "nan-filter",
             Severity.WARNING,
@@ -261,7 +263,7 @@ def _attention(run: RunConfig) -> Iterator[Finding]:
 
 
 def _packing(run: RunConfig) -> Iterator[Finding]:
-    if run.method.name == "dpo" and run.flag("padding_free"):
+    if run.method.name == "dpo" and run.options.get("padding_free"):
         yield finding(
             "padding-free-off",
             Severity.WARNING,
@@ -270,7 +272,7 @@ def _packing(run: RunConfig) -> Iterator[Finding]:
             where=_at(run),
             subject="padding_free",
         )
-    if run.method.name == "sft" and run.flag("packing") and run.text("packing_strategy") == "wrapped":
+    if run.method.name == "sft" and run.options.get("packing") and run.text("packing_strategy") == "wrapped":
         yield finding(
             "packing-wrapped",
             Severity.WARNING,

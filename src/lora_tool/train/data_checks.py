@@ -94,13 +94,15 @@ def _unreadable(rows: Any, names: Sequence[str]) -> Iterator[Finding]:
     for name, counts in kinds.items():
         if set(counts) - {"text", "messages"}:
             others = {kind: count for kind, count in counts.items() if kind not in ("text", "messages")}
-            told = ", ".join(f"{kind} in {count} of {len(rows)} rows" for kind, count in others.items())
-            yield _values(name, f"is {told}; expected text or messages", "fill or filter these rows out of the data")
+            seen = ", ".join(f"{kind} in {count} of {len(rows)} rows" for kind, count in others.items())
+            yield _values(name, f"is {seen}; expected text or messages", "fill or filter these rows out of the data")
     if not any(set(counts) - {"text", "messages"} for counts in kinds.values()):
         mixed = {name: " and ".join(sorted(counts)) for name, counts in kinds.items()}
         if len(set(mixed.values())) > 1:
-            told = ", ".join(f"{name} is {kind}" for name, kind in mixed.items())
-            yield _values(names[-1], f"{told}: TRL reads all of them as one or the other", "make all of them the same")
+            kinds_seen = ", ".join(f"{name} is {kind}" for name, kind in mixed.items())
+            yield _values(
+                names[-1], f"{kinds_seen}: TRL reads all of them as one or the other", "make all of them the same"
+            )
     if "label" in names:
         labels = sorted({str(type(label).__name__) for label in rows["label"]} - {"bool", "int", "float"})
         if labels:

@@ -21,7 +21,7 @@ from lora_tool.report import Finding, Severity
 from lora_tool.train.cards import clean_card
 from lora_tool.train.codes import finding
 from lora_tool.train.config import GuardSettings
-from lora_tool.train.diagnosis import Cause, Watch
+from lora_tool.train.diagnosis import Cause, SignalTracker
 from lora_tool.train.methods import Method
 from lora_tool.train.saving import free_name
 
@@ -45,15 +45,15 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         method: Method | None = None,
         *,
         base: str | None = None,
-        told: Sequence[Finding] = (),
+        reported: Sequence[Finding] = (),
     ) -> None:
         self.settings = settings
         self.method = method
         self.base = base
-        self.told = told
+        self.reported = reported
         """Findings of before the training, for the trackers that begin with it."""
         self.findings: list[Finding] = []
-        self.watch = Watch(method=method, window=settings.window)
+        self.watch = SignalTracker(method=method, window=settings.window)
         self.trainer: Any = None
         """The trainer, where we built it: findings are then logged to its trackers."""
         self.start: dict[str, torch.Tensor] = {}
@@ -77,7 +77,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             kept = self.output_dir / METRICS
             if state.global_step == 0 and kept.exists():  # of an earlier run
                 kept.rename(free_name(kept))
-        for found in self.told:
+        for found in self.reported:
             self._log_finding(state, found)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
@@ -127,7 +127,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             return
         cause = self.watch.observe(state.global_step, logs, self.gradient)
         self.gradient = None
-        if cause is not None and cause.code not in self.watch.told:
+        if cause is not None and cause.code not in self.watch.reported:
             self._say(cause, args, model, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -176,9 +176,9 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         return math.sqrt(total)
 
     def _say(self, cause: Cause, args: Any, model: Any, state: Any) -> None:
-        if cause.code in self.settings.ignore or cause.code in self.watch.told:
+        if cause.code in self.settings.ignore or cause.code in self.watch.reported:
             return
-        self.watch.told.add(cause.code)
+        self.watch.reported.add(cause.code)
         numeric = cause.code in ("nan-gradients", "nan-loss", "nan-logits")
         found = finding(
             cause.code,
