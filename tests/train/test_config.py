@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_typo_is_named_with_what_was_meant(
 ) -> None:
     with pytest.raises(BadRunConfig, match=wrong) as caught:
         read(tmp_path, text, *typed)
-    assert caught.value.hint == f"did you mean `{right}`?"
+    assert re.search(rf"(?i)did you mean [`']{right}[`']\?", f"{caught.value} {caught.value.hint}")
 
 
 @pytest.mark.parametrize(
@@ -60,13 +61,13 @@ def test_a_typo_is_named_with_what_was_meant(
         ("- a", "expected a mapping"),
         ("a: [", "not YAML"),
         ("use_peft: maybe", "use_peft.*maybe"),
-        ("lora_tool: {guard: {mode: maybe}}", "stop, warn, off"),
-        ("lora_tool: {guard: {window: 0}}", "window: expected int of at least 1"),
+        ("lora_tool: {guard: {mode: maybe}}", "none of stop, warn, off"),
+        ("lora_tool: {guard: {window: 0}}", "window`: expected int of at least 1"),
         ("lora_tool: {after: {push: {private: true}}}", "needs `repo`"),
-        ("lora_tool: [1]", "expected a mapping"),
+        ("lora_tool: [1]", "expected table"),
         ("accelerate_config: zero9", "zero9"),
         ("multi_gpu: perhaps", "expected true or false"),
-        ("env: 3", "expected a mapping"),
+        ("env: 3", "expected table"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -21,7 +21,7 @@ from lora_tool.errors import BadRunConfig
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import finding
 from lora_tool.train.config import RunConfig
-from lora_tool.train.options import require_known
+from lora_tool.train.options import unknown_option
 
 
 def after_command(run: RunConfig, output: Path) -> list[str]:
@@ -53,7 +53,8 @@ def _options(command: str, given: Mapping[str, Any], block: str) -> Iterator[str
     options = [param for param in _command(command).params if isinstance(param, click.Option)]
     known = {word[2:].replace("-", "_"): option for option in options for word in option.opts if word.startswith("--")}
     for name, value in given.items():
-        require_known(name, known, f"lora_tool.after.{block}")
+        if name not in known:
+            raise unknown_option(name, known, f"lora_tool.after.{block}")
         option = known[name]
         if isinstance(value, bool):
             yield from (option.opts if value else option.secondary_opts)[:1]

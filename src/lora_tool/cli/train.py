@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lora_tool.train.checks import Setting
     from lora_tool.train.config import RunConfig
     from lora_tool.train.job import TrainingOutcome
-    from lora_tool.train.resume import Choice
+    from lora_tool.train.resume import ResumeChoice
 
 REPORT = "train_report.json"
 _SECRET = ("_token", "_key", "_secret")
@@ -101,7 +101,7 @@ def _after_findings(run: RunConfig) -> tuple[Any, ...]:
     return tuple(item for item in foreseen(run, run.output) if item.code not in run.guard.ignore)
 
 
-def _outcome(run: RunConfig, choice: Choice, found: tuple[Any, ...], *, dry_run: str | None) -> TrainingOutcome:
+def _outcome(run: RunConfig, choice: ResumeChoice, found: tuple[Any, ...], *, dry_run: str | None) -> TrainingOutcome:
     """Return how it ended: refused here, or what the workers say."""
     from dataclasses import replace  # noqa: PLC0415
 
@@ -117,16 +117,16 @@ def _outcome(run: RunConfig, choice: Choice, found: tuple[Any, ...], *, dry_run:
     return replace(outcome, findings=(*found, *outcome.findings))
 
 
-def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, Choice]:
+def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, ResumeChoice]:
     """Return the run, and the checkpoint that it goes on from: what was typed, else TRL's own ``resume_from_checkpoint``."""
     from dataclasses import replace  # noqa: PLC0415
 
-    from lora_tool.train.resume import Choice, last_valid, named  # noqa: PLC0415
+    from lora_tool.train.resume import ResumeChoice, last_valid, named  # noqa: PLC0415
 
     given = run.text("resume_from_checkpoint")
     asked = resume or ("auto" if given and given.lower() in ("true", "auto") else given)
     if asked is None or asked.lower() == "false":
-        return run, Choice()
+        return run, ResumeChoice()
     choice = last_valid(run.output) if asked == "auto" else named(Path(asked))
     if choice.path is None:
         click.echo(f"nothing to go on from in {printable(str(run.output))}: starting at step 0", err=True)

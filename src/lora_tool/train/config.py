@@ -6,17 +6,17 @@ What is TRL's is read by TRL's own parser; what is accelerate's goes to `acceler
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadRunConfig, CorruptFile
-from lora_tool.formats.fields import Fields, shown
+from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
 from lora_tool.train.codes import CODES
 from lora_tool.train.methods import Method
-from lora_tool.train.options import launch_flags, launch_words, read_options, require_known
+from lora_tool.train.options import launch_flags, launch_words, read_options
 
 BLOCK = "lora_tool"
 MODES = ("stop", "warn", "off")
@@ -84,14 +84,18 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     Raises `BadRunConfig` for a file that is not a mapping, for a value that TRL's parser refuses, and for every name
     that neither TRL nor accelerate nor we have, with the closest one.
     """
-    table = {} if path is None else dict(_mapping(path))
-    where = str(path)
-    block = _mapping_in(table, BLOCK, "", ("guard", "after", "launch"))
-    env = _mapping_in(table, "env", "", None)
-    ours = {name: value for name, value in table.items() if name not in (BLOCK, "env")}
-    options, given, file, launch = read_options(method, ours, words, where)
-    launch = {**_mapping_in(block, "launch", f"{BLOCK}.", launch_flags()), **launch}
-    launch_words(launch)  # a value that accelerate would trip over is named now
+    table = dict(_mapping(path)) if path else {}
+    fields = Fields(table, path or "command line")
+    block = fields.inner(BLOCK)
+    block.only(("guard", "after", "launch"))
+    guard, after, env = _guard(block.inner("guard")), _after(block.inner("after")), fields.inner("env").table
+    launch = block.inner("launch")
+    launch.only(launch_flags())
+    fields.require(BadRunConfig)
+    theirs = {name: value for name, value in table.items() if name not in (BLOCK, "env")}
+    options, given, file, launched = read_options(method, theirs, words, str(path))
+    launched = {**launch.table, **launched}
+    launch_words(launched)  # a value that accelerate would trip over is named now
     return RunConfig(
         method=method,
         path=path,
@@ -99,10 +103,10 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
         given=given,
         file=file,
         words=tuple(words),
-        launch=launch,
+        launch=launched,
         env={str(name): str(value) for name, value in env.items()},
-        guard=_guard(_mapping_in(block, "guard", f"{BLOCK}.", ("mode", "window", "ignore"))),
-        after=_after(_mapping_in(block, "after", f"{BLOCK}.", ("validate", "consolidate", "merge", "push"))),
+        guard=guard,
+        after=after,
     )
 
 
@@ -122,45 +126,26 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     return raw
 
 
-def _mapping_in(table: Mapping[str, Any], name: str, context: str, known: Collection[str] | None) -> Mapping[str, Any]:
-    """Return the mapping that `table` has under `name`, {} where it has none; its keys must be `known`."""
-    value = table.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise BadRunConfig(f"{context}{name}: expected a mapping, found {shown(value)}")
-    for key in value if known is not None else ():
-        require_known(str(key), known or (), f"{context}{name}")
-    return value
+def _guard(fields: Fields) -> GuardSettings:
+    fields.only(("mode", "window", "ignore"))
+    off = fields.table.get("mode") is False  # YAML reads a bare off as false
+    mode = "off" if off else fields.choice("mode", MODES) or "stop"
+    return GuardSettings(
+        mode=mode, window=fields.integer("window", 10, least=1), ignore=fields.listed("ignore", tuple(CODES))
+    )
 
 
-def _guard(block: Mapping[str, Any]) -> GuardSettings:
-    mode = "off" if block.get("mode") is False else block.get("mode", "stop")  # YAML reads a bare off as false
-    fields = Fields({**block, "mode": mode}, Path(), f"{BLOCK}.guard.")
-    mode, window = fields.text("mode"), fields.integer("window", 10, least=1)
-    ignored = fields.names_or_pattern("ignore") or ()
-    _raise_first(fields)
-    if mode not in MODES:
-        raise BadRunConfig(f"{BLOCK}.guard.mode: expected {', '.join(MODES)}, found {mode!r}")
-    ignore = (ignored,) if isinstance(ignored, str) else ignored
-    for code in ignore:
-        require_known(code, CODES, f"{BLOCK}.guard.ignore")
-    return GuardSettings(mode=mode, window=window, ignore=ignore)
-
-
-def _after(block: Mapping[str, Any]) -> AfterSettings:
-    """Return the settings; the keys within merge and push are options of the command that is run, which judges them."""
-    merge, push = block.get("merge"), block.get("push")
-    merge = {} if merge is True else merge if merge is not False else None
-    push = {"repo": push} if isinstance(push, str) else push or None
-    fields = Fields({**block, "consolidate": block.get("consolidate") in (True, "auto")}, Path(), f"{BLOCK}.after.")
-    validate, consolidate = fields.boolean("validate"), fields.boolean("consolidate")
-    _raise_first(fields)
-    if push is not None and not _mapping_in({"push": push}, "push", f"{BLOCK}.after.", None).get("repo"):
-        raise BadRunConfig(f"{BLOCK}.after.push: needs `repo`", hint="push: {repo: owner/name}")
-    if merge is not None:
-        merge = _mapping_in({"merge": merge}, "merge", f"{BLOCK}.after.", None)
-    return AfterSettings(validate=validate, consolidate=consolidate, merge=merge, push=push)
-
-
-def _raise_first(fields: Fields) -> None:
-    for problem in fields.problems:
-        raise BadRunConfig(f"{problem.subject}: {problem.message}")
+def _after(fields: Fields) -> AfterSettings:
+    """Return the settings; what merge and push hold are options of the command that is run, which judges them."""
+    fields.only(("validate", "consolidate", "merge", "push"))
+    merge, push, consolidate = (fields.table.get(name) for name in ("merge", "push", "consolidate"))
+    merged = {} if merge is True else None if merge in (None, False) else fields.inner("merge").table
+    pushed = {"repo": push} if isinstance(push, str) else fields.inner("push").table or None
+    if pushed is not None and not pushed.get("repo"):
+        fields.note("push", "needs `repo`: push: {repo: owner/name}")
+    return AfterSettings(
+        validate=fields.boolean("validate"),
+        consolidate=consolidate == "auto" or fields.boolean("consolidate"),
+        merge=merged,
+        push=pushed,
+    )

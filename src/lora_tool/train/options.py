@@ -6,7 +6,6 @@ Importing this is cheap; the first call imports TRL, and with it torch: seconds,
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import importlib
 import os
@@ -14,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
+from lora_tool.choices import closest
 from lora_tool.errors import BadRunConfig, MissingDependency
 from lora_tool.train.methods import Method
 
@@ -25,8 +25,6 @@ _FALSE = frozenset(("false", "0", "no", "off", "n", "f"))
 _PRESET = "accelerate_config"
 """TRL's own word beside accelerate's: the name of one of its presets, or the path of an accelerate config."""
 _NOT_LAUNCH = ("help", "module", "no_python", "env")
-_A_LINE = 10
-"""Names that fit into a hint."""
 _ABSENT = object()
 
 
@@ -37,16 +35,11 @@ def require_training(packages: Iterable[str] | None = None) -> None:
             raise MissingDependency(package, extra="train")
 
 
-def require_known(name: str, known: Collection[str], where: str) -> None:
-    """Return if `name` is one of `known`. Raises `BadRunConfig` naming it, its place `where`, and the closest one."""
-    if name not in known:
-        raise _unknown(name, known, where)
-
-
-def _unknown(name: str, known: Collection[str], where: str) -> BadRunConfig:
-    close = difflib.get_close_matches(name, known, n=1)
-    few = f"known: {', '.join(known)}" if len(known) <= _A_LINE else "TRL and accelerate have no such option"
-    return BadRunConfig(f"{where}: unknown option `{name}`", hint=f"did you mean `{close[0]}`?" if close else few)
+def unknown_option(name: str, known: Collection[str], where: str) -> BadRunConfig:
+    """Return the error for an option `name` in the file or block `where` that is none of `known`: it names the closest."""
+    close = closest(name, known)
+    hint = f"did you mean `{close}`?" if close else "neither TRL nor accelerate has such an option"
+    return BadRunConfig(f"{where}: unknown option `{name}`", hint=hint)
 
 
 def trl_parser(method: Method) -> Any:
@@ -92,9 +85,9 @@ def read_options(
     parser = trl_parser(method)
     names = {action.dest for action in parser._actions} - {"help"}  # noqa: SLF001
     table = {name.replace("-", "_"): value for name, value in table.items()}
-    known = [*names, *launch_flags(), "lora_tool", "env"]
-    for name in table:
-        require_known(name, known, where)
+    known = {*names, *launch_flags(), "lora_tool", "env"}
+    for name in table.keys() - known:
+        raise unknown_option(name, known, where)
     file = {name: value for name, value in table.items() if name in names}
     blank = argparse.Namespace(**dict.fromkeys((*names, "help"), _ABSENT))
     typed, rest = parser.parse_known_args(list(words), blank)
@@ -115,7 +108,7 @@ def _launch_words(words: Sequence[str], known: Collection[str]) -> Iterator[tupl
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         if name not in launch_flags():
-            raise _unknown(name, known, "command line")
+            raise unknown_option(name, known, "command line")
         if equals:
             yield name, value
         elif launch_flags()[name]:

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train import data_checks, live_checks, saving
 from lora_tool.train.cards import clean_card
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import error
 from lora_tool.train.guard import Guard
 from lora_tool.train.job import (
     FOLDER_VARIABLE,
@@ -169,17 +169,15 @@ class Training:
         tokenizer = AutoTokenizer.from_pretrained(
             base, revision=self.model.model_revision, trust_remote_code=args.trust_remote_code
         )
-        if tokenizer.pad_token is not None:
-            return tokenizer
-        if tokenizer.eos_token is None:
-            hint = "tokenizer.pad_token = …, tokenizer.save_pretrained(model folder)"
+        if tokenizer.pad_token is None and tokenizer.eos_token is None:
             message = "the tokenizer has neither a pad token nor an end token"
-            self._report([finding("no-pad-token", Severity.ERROR, message, hint=hint, where=base)])
-            raise TrainingStopped("no-pad-token: nothing to pad with", hint="give the tokenizer a pad token")
-        tokenizer.pad_token = tokenizer.eos_token
-        self._note(
-            f"set pad_token: {tokenizer.pad_token} (the tokenizer has none, and {self.job.method.name} cannot pad without; its end token is used)"
-        )
+            hint = "tokenizer.pad_token = …, tokenizer.save_pretrained(model folder)"
+            self._report([error("no-pad-token", message, hint=hint, where=base)])
+            self._end_if_refused()
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+            why = f"the tokenizer has none, and {self.job.method.name} cannot pad without; its end token is used"
+            self._note(f"set pad_token: {tokenizer.pad_token} ({why})")
         return tokenizer
 
     def judge_trainer(self, trainer: Any, train: Any) -> None:
@@ -187,42 +185,32 @@ class Training:
         self.trainer = trainer
         if self.guard is not None:
             self.guard.trainer = trainer
-        self._report(self._check_trainer(train))
+        self._report(self._trainer_findings(train))
         self._end_if_refused()
         if self.job.dry_run:
             raise _Ended(TrainingStatus.CHECKED)
 
-    def _check_trainer(self, train: Any) -> list[Finding]:
-        trainer, args, method = self.trainer, self.trainer.args, self.job.method
+    def _trainer_findings(self, train: Any) -> Iterator[Finding]:
+        trainer, args, model = self.trainer, self.trainer.args, self.trainer.model
         words, self.facts["effective_batch_size"] = live_checks.batch_note(trainer)
         self._note(words)
-        model = trainer.model
         if getattr(model, "peft_config", None):
-            covered, rest = live_checks.coverage(model), live_checks.uncovered(model)
+            covered, rest = live_checks.coverage(model)
             self.facts["lora_modules"] = covered
-            self._note(
-                "LoRA on "
-                + ", ".join(f"{name} ×{count}" for name, count in covered.items())
-                + (f"; not on {', '.join(rest)} (lora_target_modules: all-linear covers them)" if rest else "")
-            )
-        trained = sum(_numel(p) for p in model.parameters() if p.requires_grad)
-        self.facts["trained_parameters"] = trained
+            missing = f"; not on {', '.join(rest)} (lora_target_modules: all-linear covers them)" if rest else ""
+            self._note("LoRA on " + ", ".join(f"{name} ×{count}" for name, count in covered.items()) + missing)
+        self.facts["trained_parameters"] = sum(_numel(p) for p in model.parameters() if p.requires_grad)
         if self.job.guard.mode == "off":
-            return []
-        asked = (
-            (args.model_init_kwargs or {}).get("attn_implementation") if hasattr(args, "model_init_kwargs") else None
-        )
-        found = list(live_checks.process_findings(self.job.processes, trainer.accelerator.num_processes))
-        found += live_checks.model_findings(model, asked)
+            return
+        yield from live_checks.process_findings(self.job.processes, trainer.accelerator.num_processes)
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        found += live_checks.packing_findings(model, trainer.data_collator, args, sharded=sharded)
+        yield from live_checks.model_findings(model, trainer.data_collator, args, sharded=sharded)
         prepared = trainer.train_dataset
-        packed = bool(getattr(args, "packing", False))
         limit = getattr(args, "max_length", None) or getattr(trainer, "max_length", None)  # CPO has one of its own
-        found += data_checks.length_findings(method, train, prepared, limit, packed=packed)
+        packed = bool(getattr(args, "packing", False))
+        yield from data_checks.length_findings(self.job.method, train, prepared, limit, packed=packed)
         if hasattr(prepared, "__len__") and hasattr(train, "__len__"):
             self.facts["rows"] = {"given": len(train), "trained": len(prepared)}
-        return found
 
     def clear(self) -> None:
         """Put away what earlier runs left where this one will save."""
