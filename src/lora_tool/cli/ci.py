@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.engine.registry import RULES, expand
+from lora_tool.validation.validating import Criteria
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -79,11 +81,12 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     configured = configuration(options["config_file"], [str(options["checkpoint"])])
     options = with_table(ctx, configured)
     codes, ignored = _ignored(options["ignore"], configured.ignore)
+    criteria = replace(configured.criteria, ignore=codes)
     files = [report_file(value) for value in options["reports"]]
     folder = configured.path.parent if configured.path else None
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
-    job = _job(options, codes, files)
+    job = _job(options, criteria, files)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
@@ -108,14 +111,12 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
 def _ignored(
     typed: tuple[str, ...], configured: Mapping[str, str | None]
 ) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
-    import lora_tool.validation.validating  # noqa: F401, PLC0415 - it registers the rules
-
     codes = dict.fromkeys(sorted(expand(typed)))
     codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
     return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
 
 
-def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[ReportFile]) -> Job:
+def _job(options: Mapping[str, Any], criteria: Criteria, files: Sequence[ReportFile]) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
     repo, branch = options["push"] or (None, None)
@@ -134,7 +135,7 @@ def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[Re
         expert_layout=ExpertLayout(layout) if layout else None,
         tag=options["tag"],
         adapter_config=options["adapter_config"],
-        ignore=ignore,
+        criteria=criteria,
         fail_on=Severity(options["fail_on"]),
         overwrite=options["overwrite"],
         jobs=options["jobs"],

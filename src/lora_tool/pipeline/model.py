@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.errors import LoraToolError
@@ -13,6 +13,7 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.tensors import DType
+from lora_tool.validation.validating import Criteria
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class Job:
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
-    ignore: tuple[str, ...] = ()
+    criteria: Criteria = field(default_factory=Criteria)
+    """By what checkpoints are judged, as `validate` judges them."""
     fail_on: Severity = Severity.ERROR
     overwrite: bool = False
     jobs: int | None = None
@@ -42,6 +44,11 @@ class Job:
     create_pr: bool = False
     reports: tuple[Path, ...] = ()
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """The rules that are not asked."""
+        return self.criteria.ignore
 
     @property
     def consolidated(self) -> Path:

@@ -48,6 +48,7 @@ from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, another_base, resolve
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -136,7 +137,7 @@ class _Running:
 
     def _best(self, run: RunDir) -> tuple[Path, str]:
         """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = validate(run, ignore=self._job.ignore).runs
+        (table,) = self._judged(run).runs
         if table.best is not None:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
@@ -164,15 +165,22 @@ class _Running:
 
     def _judged(self, opened: Checkpoint) -> Report:
         task = {"reward": "reward", "seq-cls": "seq-cls", "causal-lm": "causal-lm"}.get(self._job.task.value)
-        config = opened.config if isinstance(opened, AdapterDir) else None
-        base: ModelDir | None = None
-        try:
-            reference = self._job.base or (config.base_model if config else None)
-            base = open_model(resolve(reference, near=self._root).path) if reference else None
-        except CheckpointError:
-            if self._job.base:
-                raise
-        return validate(opened, base=base, task=task, num_labels=self._job.num_labels, ignore=self._job.ignore)
+        criteria = self._job.criteria
+        if self._job.base is None:
+            base, why_not = named_base(opened, near=self._root)
+        else:
+            base, why_not = open_base(resolve(self._job.base, near=self._root).path), ""
+        return validate(
+            opened,
+            base=base,
+            why_no_base=why_not,
+            task=task,
+            num_labels=self._job.num_labels,
+            select=criteria.select,
+            ignore=criteria.ignore,
+            deep=criteria.deep,
+            servers=criteria.servers,
+        )
 
     def consolidate(self) -> Stage:
         """Put rank files together, where there is nothing better, and judge the result."""
