@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.cli.calling import FIXTURES, Caller
 
@@ -90,7 +90,7 @@ def test_every_command_names_the_same_best_checkpoint_and_verdicts(
     last = run / "checkpoint-4"  # the latest, with weights that are NaN
     stored = load_file(last / "adapter_model.safetensors")
     name = next(name for name in stored if "lora_B" in name)
-    save_file(stored | {name: np.full_like(stored[name], np.nan)}, last / "adapter_model.safetensors")
+    save_file(stored | {name: torch.full_like(stored[name], torch.nan)}, last / "adapter_model.safetensors")
     (tmp_path / "lora-tool.toml").write_text(configured)
     monkeypatch.chdir(tmp_path)
     (judged,) = call("validate", run, "--json").json["runs"]

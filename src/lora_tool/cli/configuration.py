@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +18,9 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.rules.engine.registry import expand
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.validation.validating import Criteria
+
+if TYPE_CHECKING:
+    from lora_tool.validation.validating import Criteria
 
 FILE_NAME = "lora-tool.toml"
 PYPROJECT = "pyproject.toml"
@@ -45,6 +47,8 @@ class Configuration:
     @property
     def criteria(self) -> Criteria:
         """By what `validate` judges where its command line asks for nothing else; strict means to read everything."""
+        from lora_tool.validation.validating import Criteria  # noqa: PLC0415 - all rules, only where they judge
+
         return Criteria(
             select=self.select,
             ignore=tuple(self.ignore),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.errors import LoraToolError
@@ -12,8 +12,8 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
+from lora_tool.rules.engine.subjects import Server
 from lora_tool.tensors import DType
-from lora_tool.validation.validating import Criteria
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,10 @@ class Job:
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
-    criteria: Criteria = field(default_factory=Criteria)
-    """By what checkpoints are judged, as `validate` judges them."""
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    deep: bool | None = None
+    servers: frozenset[Server] = frozenset()
     fail_on: Severity = Severity.ERROR
     overwrite: bool = False
     jobs: int | None = None
@@ -44,11 +46,6 @@ class Job:
     create_pr: bool = False
     reports: tuple[Path, ...] = ()
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        """The rules that are not asked."""
-        return self.criteria.ignore
 
     @property
     def consolidated(self) -> Path:
