@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_adapter, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_adapter, open_checkpoint
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
-    UserPath,
     base_option,
+    config_option,
     fail_on_option,
     format_option,
     ignore_option,
@@ -27,17 +26,17 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
+from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import show_error, wants_colour
-from lora_tool.errors import CheckpointError, LoraToolError
-from lora_tool.formats.files import is_folder
-from lora_tool.hub_cache import may_hold
+from lora_tool.errors import LoraToolError
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
-from lora_tool.report.model import Ignored, Report, Unread, joined
-from lora_tool.rules.engine.registry import RULES, expand
+from lora_tool.report.model import Report, Unread, joined
+from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import NO_BASE
-from lora_tool.sources import Source, Wanted, resolve
+from lora_tool.sources import Wanted, resolve
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _LONG = 1 << 30
@@ -74,12 +73,7 @@ _LONG = 1 << 30
 )
 @format_option
 @report_option
-@click.option(
-    "--config",
-    "config_file",
-    type=UserPath(dir_okay=False),
-    help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
-)
+@config_option
 @json_option
 @quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
 @click.pass_context
@@ -91,7 +85,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     """
     paths = paths or (".",)
     asked = _asked(ctx, options, configuration(options["config_file"], paths))
-    given_base = _open_base(resolve(options["base"])) if options["base"] is not None else None
+    given_base = open_base(resolve(options["base"]).path) if options["base"] is not None else None
     adapters = tuple(map(_open_adapter, options["adapters"]))
     reports: list[Report] = []
     errors: list[LoraToolError] = []
@@ -107,7 +101,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
             continue
         errors.append(error)
         reports.append(Report(unread=(Unread(path=path, message=str(error), hint=error.hint),)))
-    report = replace(joined(reports), ignored=asked.ignored)
+    report = replace(joined(reports), ignored=asked.rules.ignored)
     _show(report, asked)
     return _exit_code(report, errors, asked)
 
@@ -119,10 +113,8 @@ class _Asked:
     reward: bool
     num_labels: int | None
     deep: bool | None
-    select: tuple[str, ...]
-    ignored: tuple[Ignored, ...]
+    rules: RuleChoice
     servers: frozenset[Server]
-    fail_on: Severity
     strict: bool
     form: Form
     files: tuple[ReportFile, ...]
@@ -144,21 +136,13 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
     strict = bool(chosen("strict", configured.strict))
-    typed = options["ignore"]
-    ignored = dict.fromkeys(sorted(expand(typed))) | {
-        known: reason for code, reason in configured.ignore.items() for known in sorted(expand([code]))
-    }
-    select = options["select"] or configured.select
-    expand(select)
     return _Asked(
         reward=reward,
         num_labels=num_labels,
         # strict means that everything is checked
         deep=True if strict and options["deep"] is None else options["deep"],
-        select=select,
-        ignored=tuple(Ignored(code=code, reason=reason) for code, reason in sorted(ignored.items())),
+        rules=rule_choice(ctx, options, configured),
         servers=frozenset(map(Server, options["servers"] or configured.servers)),
-        fail_on=Severity(chosen("fail_on", configured.fail_on)),
         strict=strict,
         form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
         files=tuple(files),
@@ -169,7 +153,7 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
 def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tuple[AdapterDir, ...]) -> Report:
     checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
     of_merged = adapters[0] if adapters and isinstance(checkpoint, ModelDir) else checkpoint
-    base, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(of_merged)
+    base, why_not = (given_base, NO_BASE) if given_base is not None else named_base(of_merged)
     with _bar(checkpoint, asked) as progress:
         return validate(
             checkpoint,
@@ -177,8 +161,8 @@ def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tup
             adapters=adapters,
             num_labels=1 if asked.reward else asked.num_labels,
             task="reward" if asked.reward else None,
-            select=asked.select,
-            ignore=[ignored.code for ignored in asked.ignored],
+            select=asked.rules.select,
+            ignore=asked.rules.ignore,
             deep=asked.deep,
             servers=asked.servers,
             checkpoints=True,
@@ -203,47 +187,16 @@ def _watch(nbytes: int, asked: _Asked) -> contextlib.AbstractContextManager[Call
     return progress_bar("reading rank files", nbytes, quiet=asked.quiet or nbytes < _LONG)
 
 
-def _open_base(source: Source) -> ModelDir:
-    return open_model(source.path, hint="give a model: --base MODEL")
-
-
 def _open_adapter(reference: str) -> AdapterDir:
     path = resolve(reference, download=True, wanted=Wanted.ADAPTER).path
     return open_adapter(path, hint="give an adapter: --adapter ADAPTER")
-
-
-def _find_base(checkpoint: Checkpoint) -> tuple[ModelDir | None, str]:
-    """Return the base that the adapter's config names, if it is on this disk, else None and why it is not."""
-    adapter = _an_adapter_of(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
-    config = adapter.config if isinstance(adapter, AdapterDir) else None
-    if adapter is None or config is None or not config.base_model:
-        return None, NO_BASE
-    near_by = any(is_folder(place / config.base_model) for place in (Path(), adapter.root))
-    if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
-        return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
-    try:
-        return _open_base(resolve(config.base_model, near=adapter.root, revision=config.revision)), ""
-    except CheckpointError as error:
-        return None, f"no base model (--base): {error}"
-
-
-def _an_adapter_of(run: RunDir) -> AdapterDir | None:
-    """Return the run's last adapter: all of its checkpoints have one base."""
-    for name in reversed(run.folder.checkpoints):
-        try:
-            opened = open_checkpoint(run.root / name)
-        except CheckpointError:
-            continue
-        if isinstance(opened, AdapterDir):
-            return opened
-    return None
 
 
 def _show(report: Report, asked: _Asked) -> None:
     pages = {code: rule.page for code, rule in RULES.items()}
 
     def text(form: Form, *, color: bool = False) -> str:
-        return rendered(report, form, pages=pages, fail_on=asked.fail_on, color=color)
+        return rendered(report, form, pages=pages, fail_on=asked.rules.fail_on, color=color)
 
     nothing = not report.subjects and asked.form is Form.TEXT  # the errors on stderr say all there is
     quiet = asked.quiet and not report.findings and asked.form in (Form.TEXT, Form.GITHUB)
@@ -261,5 +214,7 @@ def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> in
         show_error(error)
     if errors:
         return max(map(exit_code, errors), default=CANNOT)
-    failed = report.at_least(Severity.WARNING if asked.strict else asked.fail_on) or (asked.strict and report.skipped)
+    failed = report.at_least(Severity.WARNING if asked.strict else asked.rules.fail_on) or (
+        asked.strict and report.skipped
+    )
     return FINDINGS if failed else DONE

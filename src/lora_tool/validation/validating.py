@@ -14,18 +14,27 @@ from lora_tool.checkpoint import (
     RunDir,
     ZeroDir,
     open_checkpoint,
-    open_sharded,
 )
-from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import LoraToolError, NotACheckpoint
 from lora_tool.formats.files import inside
 from lora_tool.progress import Watch
-from lora_tool.report import Report, Skipped
+from lora_tool.report import Report
 from lora_tool.report.model import joined
-from lora_tool.rules.engine.registry import RULES, Rule, chosen
+from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server, Subject
-from lora_tool.rules.judging import NO_BASE, adapter_subject, judge, unopened
+from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, rank_files_beside, unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criteria:
+    """By what a folder is judged: which rules, how deep they read, and what is to serve it. See `validate`."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    deep: bool | None = None
+    servers: frozenset[Server] = frozenset()
 
 
 def validate(
@@ -69,7 +78,7 @@ def validate(
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, asked)
-    inner = [_checkpoint_judged(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
+    inner = [_checkpoint_of_run(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
     if isinstance(checkpoint, RunDir):
         opened = tuple(found for _, found in inner if found is not None)
         own = _judge(RunSubject(checkpoint=checkpoint, inner=opened), asked)
@@ -87,25 +96,48 @@ class _Asked:
     """What was asked of one check."""
 
     rules: tuple[Rule, ...]
-    base: ModelDir | None
-    adapters: tuple[AdapterDir, ...]
-    num_labels: int | None
-    task: str | None
-    deep: bool | None
-    servers: frozenset[Server]
-    progress: Callable[[int], None] | None
-    watch: Watch | None
-    why_no_base: str
+    base: ModelDir | None = None
+    adapters: tuple[AdapterDir, ...] = ()
+    num_labels: int | None = None
+    task: str | None = None
+    deep: bool | None = None
+    servers: frozenset[Server] = frozenset()
+    progress: Callable[[int], None] | None = None
+    watch: Watch | None = None
+    why_no_base: str = NO_BASE
 
 
 def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
+    if isinstance(checkpoint, AdapterDir):
+        return judge_adapter(
+            checkpoint,
+            asked.rules,
+            base=asked.base,
+            num_labels=asked.num_labels,
+            task=asked.task,
+            servers=asked.servers,
+            deep=asked.deep,
+            progress=asked.progress,
+            watch=asked.watch,
+            why_no_base=asked.why_no_base,
+        )
     return joined(
         subject if isinstance(subject, Report) else _judge(subject, asked) for subject in _subjects(checkpoint, asked)
     )
 
 
-def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
-    """Return what is said about one checkpoint of a run, and the checkpoint, where it can be opened."""
+def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> tuple[Judged, Checkpoint | None]:
+    """Return what `validate` says about the checkpoint `path` of a run with this `base`, and it, if it can be opened.
+
+    Raises `UnknownRule` for `criteria` that mean no rule.
+    """
+    asked = _Asked(
+        rules=chosen(criteria.select, criteria.ignore), base=base, deep=criteria.deep, servers=criteria.servers
+    )
+    return _checkpoint_of_run(path, asked)
+
+
+def _checkpoint_of_run(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
     if not inside(path.parent, path):
         report = unopened(str(path), "is a link out of the run's folder", asked.rules, code="LT112")
         return Judged(root=path, name=path.name, state=None, report=report), None
@@ -114,7 +146,7 @@ def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | 
         if isinstance(opened, RunDir):  # a link to the run itself would never end
             raise NotACheckpoint(f"{path} is a run with checkpoints in it, and no checkpoint")
         report = _judged(opened, asked)
-    except LoraToolError as error:
+    except (LoraToolError, PermissionError) as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
         report = unopened(str(path), f"cannot be opened: {error}", asked.rules)
         return Judged(root=path, name=path.name, state=None, report=report), None
@@ -123,11 +155,7 @@ def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | 
 
 def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Report]:
     """Yield what is to be judged: the folder, and the rank files in it; what cannot be judged has its report."""
-    if isinstance(checkpoint, AdapterDir):
-        yield adapter_subject(
-            checkpoint, base=asked.base, num_labels=asked.num_labels, task=asked.task, servers=asked.servers
-        )
-    elif isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
+    if isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
         # the planner, only for merged models: importing it takes a fifth of the time of a check
         from lora_tool.plan.merge.provenance import Provenance  # noqa: PLC0415
         from lora_tool.validation.merged import merged_subject  # noqa: PLC0415
@@ -140,19 +168,8 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)
-    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.training_state:
-        yield from _beside(checkpoint, asked)
-
-
-def _beside(checkpoint: AdapterDir | ModelDir, asked: _Asked) -> Iterator[Subject | Report]:
-    """Yield the training checkpoint that lies in the folder of an adapter or model, as HF Trainer writes it."""
-    try:
-        yield sharded_subject(open_sharded(checkpoint.root), watch=asked.watch)
-    except NotACheckpoint:  # folders of that name without rank files
-        return
-    except (CheckpointError, UnsupportedCheckpoint) as error:
-        unreadable = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
-        yield Report(skipped=(unreadable,) if RULES["LT402"] in asked.rules else ())
+    if isinstance(checkpoint, ModelDir):
+        yield from rank_files_beside(checkpoint, asked.rules, asked.watch)
 
 
 def _judge(subject: Subject, asked: _Asked) -> Report:

@@ -43,7 +43,9 @@ class Provenance:
         return _known(Precision, (self.by_manifest or {}).get("precision"))
 
     def plan(self) -> Plan:
-        """Return the plan of the same merge, made now. Raises as `plan_merge` does."""
+        """Return the plan of the same merge, made now; what is wrong with its inputs was said when they were merged.
+        Raises as `plan_merge` does where nothing can be computed.
+        """
         record = self.by_manifest or {}
         labels = record.get("num_labels")
         return plan_merge(
@@ -55,13 +57,15 @@ class Provenance:
             precision=self.precision or Precision.FLOAT32,
             untie=self._untied(record),
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
+            ignore=("LT",),
         )
 
     def _untied(self, record: Mapping[str, Any]) -> bool:
         """Whether the two ends of the model were to be untied; another tool's model shows it in its config."""
         if record:
             return record.get("untie") is True
-        return self.merged.config is not None and self.merged.config.tie_word_embeddings is False
+        said = [config.tie_word_embeddings for config in (self.merged.config, self.base.config) if config is not None]
+        return said[:1] == [False] != said[1:]
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""
