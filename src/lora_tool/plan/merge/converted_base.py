@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
@@ -20,13 +21,14 @@ from lora_tool.keys import AdapterKey
 from lora_tool.names.model import LABELS, ModelFacts, RowMapping
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, LoraTerm, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.head import way_to_head
 from lora_tool.plan.merge.model_class import ClassCandidates, homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined, rows_of
-from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan
 
 _UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
@@ -61,6 +63,31 @@ class ConvertedBase:
     def freed(self) -> Mapping[str, str]:
         """Return what is tied to another tensor by the config's word alone."""
         return self.naming.tied_by_word
+
+    def in_memory(self) -> ModelDir:
+        """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
+
+        What the base has not, a new head, has the labels of the adapter's; a part of a fused parameter is there by its
+        name on disk, where an adapter has LoRA on it.
+        """
+        held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+        dtype = model_dtype(self.base) or DType.F32
+        tensors = dict(self.base.tensors)
+        for name, shape in self.facts.shapes.items():
+            if name in tensors:
+                continue
+            found = held.get(name)
+            sizes = zip_longest(shape, found.shape[: len(shape)] if found is not None else ())
+            spec = TensorSpec(
+                name=name, dtype=dtype, shape=tuple(got if size == LABELS and got else size for size, got in sizes)
+            )
+            span = Span(path=self.base.root, offset=0, nbytes=spec.nbytes)
+            tensors[name] = StoredTensor(spec=spec, spans=(span,))
+        for module in {key.module for each in self.adapters for key in each.keys.values()}:
+            part = None if f"{module}.weight" in tensors else disk_name(self, module)
+            if part is not None:
+                tensors[f"{module}.weight"] = self.disk[part]
+        return replace(self.base, weights=replace(self.base.weights, tensors=tensors))
 
     def parts_of_fused(
         self, modules: AdapterModules, precision: Precision

@@ -22,7 +22,7 @@ from lora_tool.plan.merge.head import Head, count_labels, head_names
 from lora_tool.plan.merge.plan_merge import config_of_adapter, named, require_not_merged_before
 from lora_tool.plan.merge.steps import MergeContext
 from lora_tool.report.findings import Finding, Severity
-from lora_tool.rules.merging import judge_merge
+from lora_tool.rules.merging import MergeJudge
 from lora_tool.tensors import DType, StoredTensor
 
 _NOTHING = AdapterModules(
@@ -76,15 +76,14 @@ def ask_in_memory(
     """Return what PEFT is to be asked for. Takes and raises what `plan_merge` does, where PEFT could not be right
     either.
     """
-    report = judge_merge(
-        adapters,
-        base,
+    judge = MergeJudge(
         task=Task(task).expected,
         num_labels=num_labels,
-        select=select,
-        ignore=ignore,
+        select=tuple(select),
+        ignore=tuple(ignore),
         fail_on=Severity(fail_on),
     )
+    report = judge.as_stored(adapters, base)
     require_not_merged_before(base, adapters)
     found = named(base, tuple(adapters), Task(task))
     wanted = 1 if found.task is Task.REWARD and num_labels is None else num_labels

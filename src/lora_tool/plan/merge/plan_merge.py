@@ -43,7 +43,8 @@ from lora_tool.plan.merge.tied_embeddings import (
 )
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
-from lora_tool.rules.merging import judge_merge
+from lora_tool.report.model import joined
+from lora_tool.rules.merging import MergeJudge, names_are_those_on_disk
 from lora_tool.tensors import DType
 
 if TYPE_CHECKING:
@@ -80,20 +81,22 @@ def plan_merge(
     where transformers finds no place for a tensor.
     """
     adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
-    report = judge_merge(
-        adapters,
-        base,
+    judge = MergeJudge(
         task=Task(task).expected,
         num_labels=num_labels,
-        select=select,
-        ignore=ignore,
+        select=tuple(select),
+        ignore=tuple(ignore),
         fail_on=Severity(fail_on),
     )
+    report = judge.as_stored(adapters, base)
     for each in adapters:
         require_mergeable(config_of_adapter(each))
     require_full_precision(base)
     found = named(base, adapters, Task(task), exact=untie or Precision(precision) is Precision.PEFT)
     arch, decided = found.arch, found.task
+    apart = [each for each, raw in zip(found.adapters, adapters, strict=True) if not names_are_those_on_disk(base, raw)]
+    if found.facts is not None and apart:
+        report = joined([report, judge.in_memory(apart, found.in_memory(), arch)])
     adapted, modules = join([_adapted(each, found, expert_layout) for each in found.adapters])
     if Precision(precision) is Precision.PEFT:
         require_saved_in_first(adapted)
