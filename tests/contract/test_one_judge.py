@@ -165,8 +165,8 @@ def test_a_merge_refuses_by_the_findings_of_validate(
         error = _refusal(folder, options)
         if said:
             refused += 1
-            named = isinstance(error, FindingsFound) and error.report is not None
-            if not named or _errors(error.report.findings) != said or not str(error).startswith(said[0].code):
+            found = error.report.findings if isinstance(error, FindingsFound) and error.report else ()
+            if _errors(found) != said or not str(error).startswith(said[0].code):
                 wrong[name] = (said, error)
         elif error is not None and not isinstance(error, FindingsFound | PlanError):
             wrong[name] = (said, error)
