@@ -136,7 +136,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         weight, pair = match.tensor(layer.target), layer.pair
         if weight is None or pair is None or layer.rank is None:
             continue
-        needed = _delta_shape(match, layer, pair)
+        needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
         rows_only = _is_vocabulary(layer.target) and needed[1:] == weight.shape[1:]
         if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
             message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
@@ -169,10 +169,14 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
             )
 
 
-def _delta_shape(match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:
+def _delta_shape(
+    match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor], *, bare: bool
+) -> tuple[int, ...]:
+    """Return the shape of lora_B·lora_A as the weight is stored; a `bare` parameter is not a Conv1D's weight to PEFT."""
     a, b = pair
     conv1d = match.arch.conv1d
-    transposed = layer.embedding or not conv1d.isdisjoint({layer.target, layer.target.rpartition(".")[2]})
+    is_conv1d = not conv1d.isdisjoint({layer.target, layer.target.rpartition(".")[2]})
+    transposed = layer.embedding or (is_conv1d and not bare)
     return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
 
 
