@@ -68,7 +68,7 @@ def test_it_is_loaded_in_its_own_type_but_where_the_row_says(row: Architecture, 
     for dtype in (DType.F16, DType.BF16, DType.F32):
         with default_dtype(DTYPES[dtype]):
             model = tiny_model(row.model_type, task, device="meta")
-        assert bool(facts_of(model, DTYPES[dtype]).wide) == (dtype in row.wide_in)
+        assert bool(facts_of(model, DTYPES[dtype]).keep_in_fp32) == (dtype in row.wide_in)
 
 
 @pytest.mark.parametrize(("row", "task"), CLASSES)
