@@ -71,14 +71,17 @@ class MergeInputs:
 
     def described(self, fingerprints: Sequence[str]) -> dict[str, Any]:
         """Return the manifest's entry of each input; `fingerprints` are the adapters'."""
-        same = isinstance(self.adapter_origin, HubOrigin)
-        origins = (self.adapter_origin,) * len(self.adapters) if same else tuple(self.adapter_origin)
-        weights = (self.base, fingerprint(self.base.weights), self.base_origin)
-        adapters = zip(self.adapters, fingerprints, origins, strict=True)
+        origins = self.adapter_origin
+        origins = (origins,) * len(self.adapters) if isinstance(origins, HubOrigin) else tuple(origins)
+        adapters = zip(self.adapter_names, self.adapters, origins, fingerprints, strict=True)
         return {
-            name: describe_input(each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_)
-            for name, (each, print_, origin) in zip(("base", *self.adapter_names), (weights, *adapters), strict=True)
+            "base": self._entry(self.base, self.base_origin, fingerprint(self.base.weights)),
+            **{name: self._entry(each, origin, print_) for name, each, origin, print_ in adapters},
         }
+
+    @staticmethod
+    def _entry(each: ModelDir | AdapterDir, origin: HubOrigin, print_: str) -> dict[str, Any]:
+        return describe_input(each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_)
 
 
 def build_plan(

@@ -243,9 +243,7 @@ def disk_name(view: ConvertedBase, module: str) -> str | None:
     return next((at for at in held if at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
-def require_whole_experts(
-    view: ConvertedBase, per_expert: PerExpert, precision: Precision
-) -> None:
+def require_whole_experts(view: ConvertedBase, per_expert: PerExpert, precision: Precision) -> None:
     """Return unless some experts of a layer have no LoRA, or PEFT would scale it otherwise than it was trained."""
     for parameter in {view.mapping.place(name) for name in per_expert}:
         pieces = view.mapping.parameters[parameter].pieces or ()

@@ -78,9 +78,7 @@ def class_for_task(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
     if found is None:
         raise errors[0] if errors else _unknown_type(config, what)
     classifies = task in CLASSIFIERS
-    return ClassCandidates(
-        base=base, generator=None if classifies else found, classifier=found if classifies else None
-    )
+    return ClassCandidates(base=base, generator=None if classifies else found, classifier=found if classifies else None)
 
 
 def _fitting(

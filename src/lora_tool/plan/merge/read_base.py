@@ -83,9 +83,7 @@ def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Ar
     return row if one_end and all(_all_found(base, adapter, row) for adapter in adapters) else None
 
 
-def _is_certain(
-    base: ModelDir, adapters: Sequence[AdapterDir], row: Architecture, task: Task, *, exact: bool
-) -> bool:
+def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architecture, task: Task, *, exact: bool) -> bool:
     """Return whether the names of a plainly stored base are its model's, all and no others, and each is one tensor.
 
     So they are taken where the config has no sizes, of which transformers would build some other model.
