@@ -10,8 +10,9 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import LoraTerm, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.core.terms import LoraTerm
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
 """Tensor on disk → the deltas that it alone has, as a part of a fused parameter."""

@@ -12,7 +12,7 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join, require_saved_in_first
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import LoraDelta, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.base_view import BaseView
@@ -21,7 +21,7 @@ from lora_tool.plan.merge.context import merge_context
 from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base, require_full_precision
-from lora_tool.plan.merge.steps import added_steps, base_steps, require_whole_inits
+from lora_tool.plan.merge.steps import added_steps, base_steps
 from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
@@ -85,7 +85,6 @@ def plan_merge(
     steps = view.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     leftovers = (*dropped_from_base(merge), *view.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
-    require_whole_inits(steps)
     _require_same_everywhere(steps, precision)
     options = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     plan = build_plan(
@@ -95,7 +94,7 @@ def plan_merge(
 
 
 def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
-    inits = [step.op.init for step in steps if isinstance(step.op, LoraDelta) and step.op.init]
+    inits = [step.op.taken_out for step in steps if step.op.taken_out]
     if inits and precision is Precision.FLOAT64:
         raise UnsupportedAdapter(
             f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine: "
