@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_tool.checkpoint import DcpDir
+from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CorruptFile, NotACheckpoint
 from lora_tool.formats.dcp import DcpFolder, assemble_dcp, read_dcp, read_pieces, stamps
 from lora_tool.formats.partitions import Entry, Role
@@ -12,16 +12,15 @@ from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
 from lora_tool.sharded.value_check import ValueCheck
 
 
-def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
-    """Return the state of the module in a folder of torch distributed checkpoints; `part` is the sub-folder.
+def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - nothing points at a part
+    """Return the state of the module in a folder of torch distributed checkpoints; see `training_state`.
 
-    Raises `NotACheckpoint` where it is not clear which sub-folder is the model's, `UnsupportedCheckpoint` for layouts
-    that are refused.
+    `tag` is the sub-folder of the model; of several that may be its no one is the newest, so `or_newest` helps nothing.
     """
     # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
-    parts = [name for name in checkpoint.parts if not name.startswith("optimizer")] if part is None else [part]
-    if len(parts) != 1 or parts[0] not in checkpoint.parts:
-        listed = ", ".join(checkpoint.parts)
+    parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")] if tag is None else [tag]
+    if len(parts) != 1 or parts[0] not in checkpoint.rank_files:
+        listed = ", ".join(checkpoint.rank_files)
         raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
     try:
@@ -33,7 +32,7 @@ def dcp_state(checkpoint: DcpDir, *, part: str | None = None) -> TrainingState:
     return _dcp_state(checkpoint, parts[0], found)
 
 
-def _dcp_state(checkpoint: DcpDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
+def _dcp_state(checkpoint: ShardedDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
     pieces, problems = read_pieces(found)
     lost = zero_checks.base_layers_left_out(found.tensors)
 

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from lora_tool.checkpoint import ZeroDir
+from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
@@ -19,15 +19,12 @@ from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
 from lora_tool.sharded.value_check import ValueCheck
 
 
-def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state that the tag `tag` of a DeepSpeed checkpoint holds; by default the one that `latest` names.
-
-    Raises `NotACheckpoint` where there is no such tag, `UnsupportedCheckpoint` for layouts that are refused.
-    """
-    name = _choose_tag(checkpoint, tag)
+def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state that one tag of a DeepSpeed checkpoint holds; see `training_state`."""
+    name = _choose_tag(checkpoint, tag, or_newest=or_newest)
     folder = checkpoint.root if name == "." else checkpoint.root / name
     found = read_tag(folder, name)
-    older = zero_checks.latest_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
+    older = zero_checks.latest_tag(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
     first = found.first
     known = entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found), *zero_checks.base_layers_left_out(known))))
@@ -63,12 +60,14 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
     )
 
 
-def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
+def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
     tags = tuple(checkpoint.rank_files)
     wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
     listed = ", ".join(tags)
     if wanted in tags:
         return str(wanted)
+    if or_newest:
+        return tags[-1]
     if wanted is None:
         raise NotACheckpoint(
             f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T"

@@ -9,13 +9,13 @@ from pathlib import Path
 from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
-    DcpDir,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
     open_sharded,
 )
+from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.files import inside
 from lora_tool.progress import Watch
@@ -136,11 +136,11 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels, task=asked.task)
-    elif isinstance(checkpoint, ZeroDir | DcpDir):
+    elif isinstance(checkpoint, ShardedDir):
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)
-    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.training_state:
+    if isinstance(checkpoint, AdapterDir | ModelDir) and piece_folders(checkpoint.folder):
         yield from _beside(checkpoint, asked)
 
 
