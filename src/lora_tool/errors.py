@@ -25,7 +25,8 @@
     │   ├── HubRefused             who asks may not, or what is asked is not accepted
     │   ├── HubConflict            somebody else's change is in the way
     │   └── HubUnreachable         network, overload or limit: a later try may do
-    ├── UnknownRule                no rule has the code that was given
+    ├── WrongValue                 an argument has a value that is not allowed
+    │   └── UnknownRule            no rule has the code that was given
     └── MissingDependency          an extra is not installed
 
 A message says what is wrong, where, what was expected and what was found; `hint` says what to type.
@@ -189,7 +190,11 @@ class HubUnreachable(HubError):
     """Network, overload or rate limit. Whether the request was carried out may be unknown; a later try may do."""
 
 
-class UnknownRule(LoraToolError, ValueError):
+class WrongValue(LoraToolError, ValueError):
+    """An argument has a value that is not allowed; the message names it and those that are."""
+
+
+class UnknownRule(WrongValue):
     """A code or the beginning of codes that no rule has; the message names the closest."""
 
 

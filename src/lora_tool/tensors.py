@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
+from lora_tool.choices import wrong_value
+
 MAX_BYTES = 2**63 - 1
 """No file is larger than this, so no tensor is: shape products beyond it are lies, not sizes."""
 
@@ -59,6 +61,22 @@ class DType(str, enum.Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+FLOAT_NAMES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}
+"""The float types, and what torch and a transformers config call them."""
+
+
+def float_type(asked: object) -> DType:
+    """Return the float type that is asked for: a `DType`, torch's type, or a name such as "bfloat16", "bf16", "fp16".
+
+    Raises `WrongValue` for everything else.
+    """
+    word = str(asked).lower().removeprefix("torch.").replace("float", "f").replace("fp", "f")
+    found = next((dtype for dtype in FLOAT_NAMES if dtype.value.lower() == word), None)
+    if found is None:
+        raise wrong_value("dtype", asked, FLOAT_NAMES.values())
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration
 
 _TYPED_ONLY = frozenset({"config", "help", "json", "quiet"})
@@ -54,8 +54,7 @@ def _names(command: click.Command) -> Mapping[str, click.Option]:
 def _unknown(where: str, key: str, names: Mapping[str, click.Option]) -> str:
     if key in _TYPED_ONLY or key == "checkpoint":
         return f"{where}: {key!r} is for the command line alone"
-    close = difflib.get_close_matches(key.replace("_", "-"), names, n=1)
-    return f"{where}: unknown key {key!r}." + (f" Did you mean {close[0]!r}?" if close else "")
+    return f"{where}: unknown key {key!r}. {suggestion(key.replace('_', '-'), names)}"
 
 
 def _typed(option: click.Option, value: object, where: str) -> object:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import click
 
 from lora_tool.errors import CorruptFile, UnknownRule
+from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
@@ -101,84 +101,37 @@ def _table(path: Path) -> Mapping[str, Any] | None:
 
 
 def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
-    for key in table:
-        if key not in KEYS:
-            close = difflib.get_close_matches(key.replace("_", "-"), KEYS, n=1)
-            nearest = f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(KEYS)}."
-            raise _Wrong(f"{path}: unknown key {key!r}.{nearest}")
-    reader = _Reader(path, table)
-    return Configuration(
+    fields = Fields(table, path)
+    fields.only(KEYS)
+    read = Configuration(
         path=path,
-        select=reader.codes("select"),
-        ignore=reader.ignore(),
-        fail_on=reader.choice("fail-on", (Severity.ERROR.value, Severity.WARNING.value)),
-        servers=reader.choices("for", tuple(server.value for server in Server)),
-        reports=reader.strings("report"),
-        strict=reader.boolean("strict"),
-        form=reader.choice("format", tuple(form.value for form in Form)),
-        ci=reader.table_of("ci"),
+        select=_codes(fields, "select", fields.listed("select")),
+        ignore=_ignored(fields),
+        fail_on=fields.choice("fail-on", (Severity.ERROR.value, Severity.WARNING.value)),
+        servers=fields.listed("for", [server.value for server in Server]),
+        reports=fields.listed("report"),
+        strict=fields.optional_boolean("strict"),
+        form=fields.choice("format", [form.value for form in Form]),
+        ci=fields.inner("ci").table,
     )
+    fields.require(_Wrong)
+    return read
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Typed access to the settings; a wrong one raises with its name."""
+def _codes(fields: Fields, name: str, codes: Collection[str]) -> tuple[str, ...]:
+    try:
+        expand(codes)
+    except UnknownRule as error:
+        fields.note(name, str(error))
+    return tuple(codes)
 
-    path: Path
-    table: Mapping[str, Any]
 
-    def wrong(self, key: str, what: str) -> _Wrong:
-        return _Wrong(f"{self.path}: {key}: expected {what}, found {self.table[key]!r}")
-
-    def strings(self, key: str) -> tuple[str, ...]:
-        value = self.table.get(key, [])
-        listed = [value] if isinstance(value, str) else value
-        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise self.wrong(key, "a list of strings")
-        return tuple(listed)
-
-    def codes(self, key: str) -> tuple[str, ...]:
-        codes = self.strings(key)
-        self._known(key, codes)
-        return codes
-
-    def _known(self, key: str, codes: Iterable[str]) -> None:
-        try:
-            expand(codes)
-        except UnknownRule as error:
-            raise _Wrong(f"{self.path}: {key}: {error}") from error
-
-    def ignore(self) -> Mapping[str, str | None]:
-        value = self.table.get("ignore", {})
-        if not isinstance(value, dict):
-            return dict.fromkeys(self.codes("ignore"))
-        if not all(isinstance(reason, str) and reason.strip() for reason in value.values()):
-            raise self.wrong("ignore", 'a reason for each code: LT215 = "served unmerged"')
-        self._known("ignore", value)
-        return {code: " ".join(reason.split()) for code, reason in value.items()}
-
-    def boolean(self, key: str) -> bool | None:
-        value = self.table.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
-
-    def table_of(self, key: str) -> Mapping[str, Any]:
-        value = self.table.get(key, {})
-        if not isinstance(value, dict):
-            raise self.wrong(key, "a table")
-        return value
-
-    def choices(self, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
-        values = self.strings(key)
-        for value in values:
-            if value not in known:
-                close = difflib.get_close_matches(value, known, n=1)
-                nearest = f" Did you mean {close[0]!r}?" if close else ""
-                raise _Wrong(f"{self.path}: {key}: {value!r} is none of {', '.join(known)}.{nearest}")
-        return values
-
-    def choice(self, key: str, known: tuple[str, ...]) -> str | None:
-        if key in self.table and not isinstance(self.table[key], str):
-            raise self.wrong(key, "a string")
-        return next(iter(self.choices(key, known)), None)
+def _ignored(fields: Fields) -> Mapping[str, str | None]:
+    value = fields.table.get("ignore")
+    if not isinstance(value, dict):
+        return dict.fromkeys(_codes(fields, "ignore", fields.listed("ignore")))
+    if not all(isinstance(reason, str) and reason.strip() for reason in value.values()):
+        fields.expected("ignore", 'reason for each code, LT215 = "served unmerged"', value)
+        return {}
+    _codes(fields, "ignore", value)
+    return {code: " ".join(reason.split()) for code, reason in value.items()}

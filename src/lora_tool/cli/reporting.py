@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import stat
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from lora_tool.choices import suggestion
 from lora_tool.report.forms import Form
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -50,17 +50,15 @@ def report_file(value: str, folder: Path | None = None) -> ReportFile:
     """Return what ``junit=report.xml`` means, relative to `folder`. Raises `click.BadParameter`."""
     name, equals, path = value.partition("=")
     known = [form.value for form in Form]
-    told = "--report" if folder is None else "report"  # typed, or in the configuration
+    option = "--report" if folder is None else "report"  # typed, or in the configuration
     if not equals or not path:
-        raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml", param_hint=told)
+        raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml", param_hint=option)
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        nearest = f" Did you mean {close[0]!r}?" if close else f" Known are {', '.join(known)}."
-        raise click.BadParameter(f"{name!r} is no format.{nearest}", param_hint=told)
+        raise click.BadParameter(f"unknown format {name!r}. {suggestion(name, known)}", param_hint=option)
     typed = Path(os.path.expanduser(path))  # noqa: PTH111 - Path raises where nobody lives
     at = typed if folder is None else folder / typed
     if at.is_dir():
-        raise click.BadParameter(f"{at} is a folder", param_hint=told)
+        raise click.BadParameter(f"{at} is a folder", param_hint=option)
     return ReportFile(form=Form(name), path=at)
 
 

@@ -75,7 +75,7 @@ def model_options(command: Decorated) -> Decorated:
             type=click.Choice([task.value for task in Task]),
             default=Task.AUTO.value,
             show_default=True,
-            help="What the merged model is; reward is seq-cls with one label, own-class what adapter or base name.",
+            help="What the merged model is; reward is seq-cls with one label, as-trained the class that adapter or base name.",
         ),
         click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have."),
         dtype_option("each as in the base"),

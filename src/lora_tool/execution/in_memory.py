@@ -16,8 +16,7 @@ from lora_tool.errors import ExecutionError, MissingDependency, UnsupportedAdapt
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import TORCH_SUFFIX
 from lora_tool.plan.merge.in_memory import InMemory
-
-_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+from lora_tool.tensors import FLOAT_NAMES
 
 
 def available_bytes() -> int | None:
@@ -83,7 +82,7 @@ def _merged(asked: InMemory, beside: Path) -> Any:  # noqa: ANN401 - a transform
     import transformers  # noqa: PLC0415
     from peft import PeftModel  # noqa: PLC0415 - heavy, and only here
 
-    choices: dict[str, Any] = {"dtype": _TYPES[asked.dtype.value] if asked.dtype else "auto", "local_files_only": True}
+    choices: dict[str, Any] = {"dtype": FLOAT_NAMES[asked.dtype] if asked.dtype else "auto", "local_files_only": True}
     if asked.num_labels is not None:
         choices["num_labels"] = asked.num_labels
     # the class by its name where it is known: an auto class may take another one
@@ -114,7 +113,7 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
     for name, key in adapter.keys.items():
         stored = adapter.tensors[name]
         data = bytearray(read_part(stored, 0, stored.nbytes))
-        tensor = torch.frombuffer(data, dtype=getattr(torch, _TYPES[stored.dtype.value])).reshape(stored.shape)
+        tensor = torch.frombuffer(data, dtype=getattr(torch, FLOAT_NAMES[stored.dtype])).reshape(stored.shape)
         if not torch.equal(tensors.setdefault(key.canonical, tensor), tensor):
             raise UnsupportedAdapter(f"{stored.path}: `{name}`: has other values than another of the same module")
     folder.mkdir()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.choices import Choice
 from lora_tool.errors import BadConfig, Defect, Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_json
@@ -25,16 +26,13 @@ _LAYOUT = "lora_B_layout"
 
 
 @enum.unique
-class ExpertLayout(str, enum.Enum):
+class ExpertLayout(Choice):
     """How the columns of a fused lora_B belong to experts. Both have the same shape: only the writer knows."""
 
     RANK_MAJOR = "rank_major"
     """Column c is of expert c mod experts: PEFT's, vLLM's and everybody's."""
     GROUPED_BY_EXPERT = "grouped_by_expert"
     """Column c is of expert c div r: Unsloth's before 2026-09 (https://github.com/unslothai/unsloth-zoo/pull/1269)."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @enum.unique

@@ -1,12 +1,13 @@
-"""Typed access to the fields of a JSON object, collecting every wrong one with its path: `r: expected int, found "8"`."""
+"""Typed access to the fields of a JSON, TOML or YAML table, collecting every wrong one: `r: expected int, found "8"`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from lora_tool.choices import suggestion
 from lora_tool.errors import Defect, Problem
 
 _LARGEST = 2**63 - 1
@@ -14,9 +15,12 @@ _LARGEST = 2**63 - 1
 
 
 class Fields:
-    """One JSON object of the file `path`. A field of the wrong type is noted in `problems` and read as its default."""
+    """One table of the file `path`. A field of the wrong type is noted in `problems` and read as its default.
 
-    def __init__(self, table: Mapping[str, Any], path: Path, context: str = "") -> None:
+    `context` stands before the names of the fields: ``text_config.``. Who wants no wrong field calls `require` at last.
+    """
+
+    def __init__(self, table: Mapping[str, Any], path: Path | str, context: str = "") -> None:
         self.table = table
         self.path = path
         self.context = context
@@ -30,6 +34,27 @@ class Fields:
     def expected(self, name: str, what: str, found: object) -> None:
         """Record that the field `name` should have been a `what`."""
         self.note(name, f"expected {what}, found {shown(found)}")
+
+    def require(self, error: Callable[[str], Exception]) -> None:
+        """Return if nothing was noted. Raises the first problem as an `error`."""
+        if self.problems:
+            raise error(str(self.problems[0]))
+
+    def only(self, known: Collection[str]) -> None:
+        """Note every field that is none of `known`."""
+        for name in self.table:
+            if name not in known:
+                self.note(name, f"unknown key. {suggestion(str(name), known)}")
+
+    def inner(self, name: str) -> Fields:
+        """Return the table in the field `name`, {} if absent; what is wrong in it is noted here."""
+        value = self.table.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            self.expected(name, "table", value)
+            value = None
+        inner = Fields(value or {}, self.path, f"{self.context}{name}.")
+        inner.problems = self.problems
+        return inner
 
     def integer(self, name: str, default: int, *, least: int | None = None) -> int:
         value = self.table.get(name, default)
@@ -63,6 +88,9 @@ class Fields:
             return default
         return value
 
+    def optional_boolean(self, name: str) -> bool | None:
+        return None if self.table.get(name) is None else self.boolean(name)
+
     def text(self, name: str) -> str | None:
         value = self.table.get(name)
         if value is not None and not isinstance(value, str):
@@ -79,6 +107,20 @@ class Fields:
             self.expected(name, "list of strings", value)
             return None
         return tuple(value)
+
+    def listed(self, name: str, known: Collection[str] = ()) -> tuple[str, ...]:
+        """Return one string or a list of strings as a tuple, () if absent; with `known` each has to be one of those."""
+        value = self.table.get(name)
+        words = (value,) if isinstance(value, str) else self.names(name) or ()
+        for word in words:
+            if known and word not in known:
+                self.note(name, f"{word!r} is none of {', '.join(known)}. {suggestion(word, known)}")
+        return words
+
+    def choice(self, name: str, known: Collection[str]) -> str | None:
+        """Return the word of `known` in the field, None if absent."""
+        word = self.text(name)
+        return word if word is None or self.listed(name, known) else None
 
     def names_or_pattern(self, name: str) -> tuple[str, ...] | str | None:
         """Return a list of strings, one string (which PEFT reads as a regular expression), or None."""

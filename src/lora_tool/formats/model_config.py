@@ -58,7 +58,7 @@ def read_model_config(path: Path) -> ModelConfig:
         pad_token_id=_pad_token_id(fields, text),
         vocab_size=text.optional_integer("vocab_size"),
         num_hidden_layers=_layers(text),
-        tie_word_embeddings=_optional_boolean(fields, "tie_word_embeddings"),
+        tie_word_embeddings=fields.optional_boolean("tie_word_embeddings"),
         quantization=_quantization(fields),
         custom_code=bool(raw.get("auto_map")),
     )
@@ -96,10 +96,6 @@ def _layers(text: Fields) -> int | None:
         if name in text.table:
             return text.optional_integer(name)
     return None
-
-
-def _optional_boolean(fields: Fields, name: str) -> bool | None:
-    return fields.boolean(name) if fields.table.get(name) is not None else None
 
 
 def _quantization(fields: Fields) -> str | None:

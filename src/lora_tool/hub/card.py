@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lora_tool.choices import Choice
 from lora_tool.hub.metadata import Card, changed, read_card
 from lora_tool.hub.origin import Origin, is_hub_id
 
@@ -29,7 +30,7 @@ _UNFILLED = "[More Information Needed]"
 
 
 @enum.unique
-class Readme(str, enum.Enum):
+class Readme(Choice):
     """Which README is kept where the folder and the Hub have different ones."""
 
     AUTO = "auto"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lora_tool.choices import Choice
 from lora_tool.tensors import FileStamp
 
 MAIN = "main"
@@ -26,7 +27,7 @@ class Change(str, enum.Enum):
 
 
 @enum.unique
-class Check(str, enum.Enum):
+class Check(Choice):
     """How a push is checked afterwards: by the hashes that the Hub lists, or by reading every file back."""
 
     TREE = "tree"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lora_tool.choices import Choice
+
 
 @enum.unique
-class Severity(str, enum.Enum):
+class Severity(Choice):
     """How bad a finding is. ERROR: it will not work, or not do what was trained. They compare by weight."""
 
     ERROR = "error"
@@ -30,9 +32,6 @@ class Severity(str, enum.Enum):
 
     def __ge__(self, other: str) -> bool:
         return self.weight >= Severity(other).weight
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 _WEIGHTS = {Severity.ERROR: 3, Severity.WARNING: 2, Severity.INFO: 1}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_tool.choices import Choice
 from lora_tool.display import json_text
 from lora_tool.report.findings import Severity
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @enum.unique
-class Form(str, enum.Enum):
+class Form(Choice):
     """How a report is written down."""
 
     TEXT = "text"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.display import size
-from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
     lt2_config,
@@ -19,7 +20,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_hazards,
 )
 from lora_tool.rules.engine.registry import RULES, Need, Rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Server, Subject, bare_path, layers_of
+from lora_tool.rules.engine.subjects import AdapterSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_headers, lt6_outputs, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
@@ -53,17 +54,12 @@ def adapter_subject(
     task: str | None = None,
     servers: frozenset[Server] = frozenset(),
 ) -> AdapterSubject:
-    """Return what the adapter's rules look at: its layers, and its match with the base where names can tell."""
-    bare = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
-    paths = {name: bare[key.module] for name, key in adapter.keys.items()}
-    layers = layers_of(adapter, paths)
-    config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
-    match = None if base is None else match_base(base, config, [layer.target for layer in layers])
+    """Return what the adapter's rules look at: its view, and its match with the base where names can tell."""
+    view = view_of(adapter)
+    match = None if base is None else match_base(base, view.config, [layer.target for layer in view.layers])
     return AdapterSubject(
         checkpoint=adapter,
-        config=config,
-        layers=layers,
-        paths=paths,
+        view=view,
         base=base,
         match=match,
         num_labels=num_labels,

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from lora_tool.choices import Choice
 from lora_tool.cores import available_cores
 from lora_tool.plan.core.ops import DoraDelta, LoraDelta, Precision
 from lora_tool.plan.core.plan import Plan
@@ -36,16 +37,13 @@ _TASK_PARTS = 16
 
 
 @enum.unique
-class Level(str, enum.Enum):
+class Level(Choice):
     """How much is read."""
 
     SAMPLE = "sample"
     """Rows of what was changed and pieces of what was copied, from everywhere: a small part of the merge's time."""
     FULL = "full"
     """Every value of every tensor."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

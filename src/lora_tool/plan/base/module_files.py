@@ -24,7 +24,7 @@ from lora_tool.formats.sentence_transformers import (
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.steps import SideFile
 
-_EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.OWN_CLASS, Task.CAUSAL_LM})
+_EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.AS_TRAINED, Task.CAUSAL_LM})
 
 
 @dataclass(slots=True, kw_only=True)

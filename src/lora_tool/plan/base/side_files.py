@@ -12,16 +12,10 @@ from lora_tool.formats import model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
 from lora_tool.formats.tokenizer import TEMPLATES, PadToken, read_pad_token
 from lora_tool.plan.core.steps import SideFile
-from lora_tool.tensors import DType
+from lora_tool.tensors import FLOAT_NAMES, DType
 
 GENERATION_CONFIG = "generation_config.json"
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
-_CONFIG_DTYPES = {
-    DType.BF16: "bfloat16",
-    DType.F16: "float16",
-    DType.F32: "float32",
-    DType.F64: "float64",
-}
 
 
 def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> PadToken | None:
@@ -88,7 +82,7 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
         return {}
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
     name = "torch_dtype" if "torch_dtype" in base.config.raw else "dtype"
-    return {name: _CONFIG_DTYPES[dtype]}
+    return {name: FLOAT_NAMES[dtype]}
 
 
 def trained_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
@@ -203,7 +197,7 @@ def model_dtype(base: ModelDir) -> DType | None:
 def _named_dtype(base: ModelDir) -> DType | None:
     raw = base.config.raw if base.config else {}
     named = raw.get("dtype", raw.get("torch_dtype"))
-    by_name = {name: dtype for dtype, name in _CONFIG_DTYPES.items()}
+    by_name = {name: dtype for dtype, name in FLOAT_NAMES.items()}
     return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
 
 
@@ -212,7 +206,7 @@ def another_dtype(base: ModelDir) -> Iterator[str]:
     named = _named_dtype(base)
     held = {tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float}
     if named is not None and held and named not in held:
-        found, wanted = ", ".join(sorted(dtype.value for dtype in held)), _CONFIG_DTYPES[named]
+        found, wanted = ", ".join(sorted(dtype.value for dtype in held)), FLOAT_NAMES[named]
         yield (
             f"{base.root / model_config.FILE_NAME} says {wanted}, the weights are {found}: they keep their type; "
             f"--dtype {wanted} merges what transformers and PEFT would load"

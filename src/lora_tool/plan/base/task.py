@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 from lora_tool.architectures import CLASSIFICATION_HEADS, Architecture, architecture_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.choices import Choice
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 
 
 @enum.unique
-class Task(str, enum.Enum):
+class Task(Choice):
     """What `--task` takes. REWARD is SEQ_CLS with one label; AUTO is what adapter and base say.
 
-    OWN_CLASS is the class that the adapter was trained on, which PEFT writes where there is no task type, or else the
+    AS_TRAINED is the class that the adapter was trained on, which PEFT writes where there is no task type, or else the
     base's own.
     """
 
@@ -28,10 +29,11 @@ class Task(str, enum.Enum):
     QUESTION_ANS = "question-ans"
     SEQ_2_SEQ_LM = "seq-2-seq-lm"
     FEATURE_EXTRACTION = "feature-extraction"
-    OWN_CLASS = "own-class"
+    AS_TRAINED = "as-trained"
 
-    def __str__(self) -> str:
-        return str(self.value)
+    @classmethod
+    def _missing_(cls, value: object) -> Choice:
+        return cls.AS_TRAINED if value == "own-class" else super()._missing_(value)  # what manifests may still say
 
     @property
     def auto_class(self) -> str | None:
@@ -69,7 +71,7 @@ def is_classifier(class_names: tuple[str, ...]) -> bool:
 
 
 def trained_class(adapters: Sequence[AdapterDir], base: ModelDir) -> str | None:
-    """Return the class that OWN_CLASS means: of the first adapter that names one, else of the base."""
+    """Return the class that AS_TRAINED means: of the first adapter that names one, else of the base."""
     named = [adapter.config.trained_class for adapter in adapters if adapter.config]
     own = base.config.architectures if base.config else ()
     return next(filter(None, (*named, *own)), None)
@@ -84,13 +86,13 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
     told = {adapter.root: _told(adapter.config, base) for adapter in adapters if adapter.config}
     if task is not Task.AUTO:
         of_the_two = task in {Task.CAUSAL_LM, *CLASSIFIERS}
-        for adapter in adapters if task is not Task.OWN_CLASS else ():
+        for adapter in adapters if task is not Task.AS_TRAINED else ():
             said = adapter.config.task_type if adapter.config else None
             # where both are of the two, `decide_task` compares them
             if adapter.config and said and told[adapter.root] is not task and not (of_the_two and said in _TWO):
                 raise UnsupportedAdapter(
                     f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
-                    hint="leave --task and --rm out, or give --task own-class",
+                    hint="leave --task and --rm out, or give --task as-trained",
                 )
         return None if of_the_two else task
     heard = set(told.values()) - {None}
@@ -102,7 +104,7 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
     own = next(iter(base.config.architectures), None) if base.config else None
     # the head that an adapter brings is a sequence classifier's, if the base does not say that it has one of its own
     brought = not ("Classification" in (own or "") or "Answering" in (own or "")) and any(map(_carries_head, adapters))
-    return Task.OWN_CLASS if own is not None and not brought and not _is_of_the_two(own, base) else None
+    return Task.AS_TRAINED if own is not None and not brought and not _is_of_the_two(own, base) else None
 
 
 def _told(config: AdapterConfig | None, base: ModelDir) -> Task | None:
@@ -114,7 +116,7 @@ def _told(config: AdapterConfig | None, base: ModelDir) -> Task | None:
     name = config.trained_class
     if name is None or (_is_of_the_two(name, base) and not name.endswith(_CLASSIFIER)):
         return None  # which of the two, its tensors tell
-    return Task.SEQ_CLS if name.endswith(_CLASSIFIER) else Task.OWN_CLASS
+    return Task.SEQ_CLS if name.endswith(_CLASSIFIER) else Task.AS_TRAINED
 
 
 def _is_of_the_two(class_name: str, base: ModelDir) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir
+from lora_tool.choices import Choice
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
@@ -28,14 +29,13 @@ from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec
 
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
-_CONFIG_DTYPES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}
 
 
 @enum.unique
-class What(str, enum.Enum):
+class What(Choice):
     """What `--what` takes."""
 
     AUTO = "auto"
@@ -44,9 +44,6 @@ class What(str, enum.Enum):
     MODEL = "model"
     STATE = "state"
     """The training module's own state dict, names as saved."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +236,7 @@ def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ..
         return tokenizers, (f"no config.json in {places}: the folder needs one before transformers can load it",)
     raw: dict[str, Any] = dict(read_json(path))
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
-    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = _CONFIG_DTYPES[dtype]
+    raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = FLOAT_NAMES[dtype]
     reason = f"that of {path.parent}, with the type that the weights now have"
     config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
     generation = _find(state, GENERATION_CONFIG)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lora_tool.choices import Choice
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.tensors import StoredTensor
 
 
 @enum.unique
-class Precision(str, enum.Enum):
+class Precision(Choice):
     """The arithmetic of a merge; the manifest states it."""
 
     FLOAT32 = "float32"
@@ -19,9 +20,6 @@ class Precision(str, enum.Enum):
     """PEFT's own order of operations in torch: bit for bit its default `merge_and_unload` on the same machine."""
     FLOAT64 = "float64"
     """Accumulated in float64 without depending on the order of summation, rounded once: the same on every machine."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.view import MATRIX, LoraLayer
 from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.errors import CorruptFile
@@ -12,11 +13,8 @@ from lora_tool.formats.torch_weights import scan_torch_weights
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Layer
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.targeting import ranks_of
-
-_LORA_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
-_MATRIX = 2
 
 
 @rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
@@ -68,7 +66,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
         a, b = layer.a, layer.b
         if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
             continue
-        if len(a.shape) != len(b.shape) or len(a.shape) < _MATRIX:
+        if len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
             shapes = f"lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}: expected two matrices"
             yield Fault(subject=a.name, message=shapes)
         elif swapped_rank(subject.config, layer) is None:
@@ -105,7 +103,7 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=name, message=message)
 
 
-def _is_stacked(config: AdapterConfig, layer: Layer) -> bool:
+def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
     """LoRA on a parameter of fused experts stacks the experts: A is (r·E, in)."""
     return bool(config.target_parameters) and not config.targets(layer.target)
 
@@ -135,10 +133,10 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=layer.a.name, message=message)
 
 
-def swapped_rank(config: AdapterConfig, layer: Layer) -> int | None:
+def swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
     """Return the layer's rank where each factor has it in the other's place, None where they are not swapped."""
     pair = layer.pair
-    if pair is None or len(pair[0].shape) != _MATRIX or pair[0].shape[1] != pair[1].shape[0]:
+    if pair is None or len(pair[0].shape) != MATRIX or pair[0].shape[1] != pair[1].shape[0]:
         return None
     a, b = pair
     rank = min(ranks_of(config, layer))
@@ -210,12 +208,11 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Save the adapter in its training type: float32 or bfloat16.
     """
-    for name, key in subject.keys.items():
-        tensor = subject.tensors[name]
-        saved = key.part is Part.PLAIN and key.leaf == "weight" and len(tensor.shape) >= _MATRIX
-        if (key.part in _LORA_PARTS or saved) and not tensor.dtype.is_float:
-            message = f"is {tensor.dtype}: expected F32, BF16, F16 or F64"
-            yield Fault(subject=name, message=message)
+    lora = (tensor for layer in subject.layers for tensor in layer.parts.values())
+    plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf == "weight")
+    for tensor in (*lora, *(tensor for tensor in plain if len(tensor.shape) >= MATRIX)):
+        if not tensor.dtype.is_float:
+            yield Fault(subject=tensor.name, message=f"is {tensor.dtype}: expected F32, BF16, F16 or F64")
 
 
 @rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})

@@ -93,7 +93,7 @@ def _carries_head(subject: AdapterSubject) -> bool:
     if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
         return True
     trunks = {layer.target.partition(".")[0] for layer in subject.layers}
-    tops = {path.partition(".")[0] for _, path, _ in subject.plain() if not is_end(path)}
+    tops = {item.module.partition(".")[0] for item in subject.view.parts(Part.PLAIN) if not is_end(item.module)}
     return bool(tops - trunks - VALUE_HEADS)
 
 
@@ -126,7 +126,7 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
     """Return the lora_B of each head under LoRA whose own weight is neither in the adapter nor in the base."""
-    kept = {subject.paths[name] for name, key in subject.keys.items() if key.part is Part.BASE_LAYER}
+    kept = {item.module for item in subject.view.parts(Part.BASE_LAYER)}
     kept |= {name.rpartition(".")[0] for name in saved_heads(subject)}
     if subject.base is not None:
         kept |= {name.removesuffix(".weight") for name in subject.base.tensors}

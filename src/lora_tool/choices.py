@@ -1,0 +1,51 @@
+"""Words of closed lists: a wrong one is an error that names it, the list, and the closest word of the list."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+
+from lora_tool.errors import WrongValue
+
+
+class Choice(str, enum.Enum):
+    """The base of enums that users choose from. Upper and lower case, `_` and `-` make no difference."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> Choice:
+        """Return the member that `value` spells otherwise. Raises `WrongValue`."""
+        word = _plain(value)
+        found = next((member for member in cls if _plain(member.value) == word), None)
+        if found is None:
+            what = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
+            raise wrong_value(what, value, [str(member) for member in cls])
+        return found
+
+
+def wrong_value(what: str, value: object, known: Iterable[str]) -> WrongValue:
+    """Return the error for a `value` of `what`, say "task", that is none of `known`."""
+    listed = list(known)
+    hint = closest(str(value), listed)
+    return WrongValue(f"{what}: expected one of {', '.join(listed)}, found {value!r}", hint=hint and f"{hint!r}?")
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the one of `known` that `word` most resembles, None where none does."""
+    import difflib  # noqa: PLC0415 - only for what is misspelled
+
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return "Did you mean …?" with the closest of `known`, or all of them where none is close."""
+    listed = list(known)
+    found = closest(word, listed)
+    return f"Did you mean {found!r}?" if found else f"Known are {', '.join(listed)}."
+
+
+def _plain(value: object) -> str:
+    return str(value).lower().replace("_", "-")
