@@ -7,6 +7,7 @@ The keys are the same since 0.9.1, except where a comment says otherwise.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -44,6 +45,7 @@ class ModelStates:
     """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
 
     file: TorchFile
+    """Without the object that it holds, which may be of any class."""
     rank: int
     stage: int
     """The ZeRO stage, as the file's name and the config in it tell."""
@@ -60,7 +62,8 @@ class ModelStates:
     global_steps: int | None
     dp_world_size: int | None
     version: str | None
-    config: Mapping[str, Any]
+    config: str
+    """DeepSpeed's, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,7 @@ class OptimStates:
     partition_count: int | None
     step: float | None
     """How many steps the optimizer took, where it counts them."""
-    config: Mapping[str, Any]
+    config: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,7 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     ranks = max(rank for rank, _ in (*model, *optim)) + 1
     counts = Counter(states.partition_count for states in optims.values() if states.partition_count)
     told = first.dp_world_size if first and stage else None
-    tag = ZeroTag(
+    return ZeroTag(
         folder=folder,
         name=name,
         stage=stage,
@@ -131,8 +134,6 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
         optim_files=dict(optim),
         problems=tuple(reading.problems),
     )
-    _require_plain_data_parallel(tag)
-    return tag
 
 
 def _require_supported(folder: Path, names: Sequence[str]) -> None:
@@ -167,18 +168,15 @@ def _require_supported(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _require_plain_data_parallel(tag: ZeroTag) -> None:
-    first = tag.first
-    if first is None:
-        return
+def _require_plain_data_parallel(file: TorchFile) -> None:
     # the key is there since 0.19.5
-    parallel = first.file.value.get("checkpoint_parallel_dimensions")
+    parallel = file.value.get("checkpoint_parallel_dimensions")
     degrees = dict(parallel) if isinstance(parallel, dict) else {}
-    degrees["mp_world_size"] = first.file.value.get("mp_world_size")
+    degrees["mp_world_size"] = file.value.get("mp_world_size")
     for what, degree in degrees.items():
         if isinstance(degree, int) and degree > 1:
             raise UnsupportedCheckpoint(
-                f"{first.file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
+                f"{file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
                 hint=_USE_DEEPSPEED,
             )
 
@@ -195,15 +193,18 @@ class _Reading:
     ) -> dict[int, States]:
         """Return rank → what `interpret` makes of its file, without those that cannot be read.
 
-        It is also given the rank before.
+        It is also given the states of the rank before, where their files say the same.
         """
         found: dict[int, States] = {}
-        memory, before = PickleMemory(), None
+        memory, before, value = PickleMemory(), None, None
         for rank, name in files:
             try:
-                found[rank] = before = interpret(self._file(name, memory), rank, before)
+                file = self._file(name, memory)
+                found[rank] = before = interpret(file, rank, before if file.value is value else None)
             except CorruptFile as error:
                 self.problems.append(error.problem)
+            else:
+                value = file.value
         return found
 
     def _file(self, name: str, memory: PickleMemory) -> TorchFile:
@@ -217,9 +218,10 @@ class _Reading:
 
 
 def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
-    if before is not None and before.file.value is file.value:
-        return replace(before, file=file, rank=rank)
+    if before is not None:
+        return replace(before, file=replace(file, value=None), rank=rank)
     table = file.value
+    _require_plain_data_parallel(file)
     shapes = table.get("param_shapes")
     if shapes is None:
         shapes = []
@@ -236,7 +238,7 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
     trained = tuple(_as_in(module, _shapes(file, group, "param_shapes")) for group in groups)
     stored = {*buffers, *(frozen_shapes or ()), *(name for group in trained for name in group)}
     return ModelStates(
-        file=file,
+        file=replace(file, value=None),
         rank=rank,
         stage=3 if file.path.name.startswith("zero_") else _configured_stage(config),
         module=module,
@@ -254,8 +256,20 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
         global_steps=_integer(table.get("global_steps")),
         dp_world_size=_count_of_ranks(table.get("dp_world_size")),
         version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
-        config=config,
+        config=_as_text(config),
     )
+
+
+def _as_text(value: object) -> str:
+    """Return what a pickle says as JSON; objects that JSON has not are named by their class."""
+    return json.dumps(_with_names(value), sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
+
+
+def _with_names(value: object) -> object:
+    """Return the value with text for the keys of every dictionary, as JSON has them."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _with_names(inner) for key, inner in value.items()}
+    return [_with_names(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _configured_stage(config: Mapping[str, Any]) -> int:
@@ -281,13 +295,13 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
         refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
-        file=file,
+        file=replace(file, value=None),
         rank=rank,
         stage=stage,
         groups=tuple(groups),
         partition_count=_count_of_ranks(table.get("partition_count")),
         step=_step(file, optimizer),
-        config=file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {},
+        config=_as_text(file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {}),
     )
 
 
