@@ -91,8 +91,8 @@ def unaccounted(tag: ZeroTag, known: Mapping[str, Entry]) -> tuple[str, ...]:
 def assemble(tag: ZeroTag, known: Mapping[str, Entry], wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors of the tag whose names are in `wanted`, each as the spans that hold its elements.
 
-    `known` are its `entries`. Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes, `CorruptFile` where one is
-    broken.
+    `known` are its `entries`. Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes,
+    `CorruptFile` where one is broken.
     """
     require_all_ranks(tag)
     return {**_trained(tag, wanted), **_others(tag, known, wanted)}

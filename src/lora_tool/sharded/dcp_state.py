@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
+
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CorruptFile, NotACheckpoint
-from lora_tool.formats.dcp import DcpFolder, assemble_dcp, read_dcp, read_pieces, stamps
+from lora_tool.formats.dcp import DcpFolder, Pieces, assemble_dcp, read_dcp, read_pieces, stamps
 from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded import dcp_checks, zero_checks
-from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
-from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.sharded.state import Tensors, TrainingState
+from lora_tool.tensors import Span, StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpState(TrainingState):
+    """The state of a module in torch's distributed checkpoints."""
+
+    found: DcpFolder
+    pieces: Pieces
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `assemble_dcp`."""
+        return assemble_dcp(self.found, self.pieces, wanted)
+
+    def records(self, tensors: Tensors) -> frozenset[Record | Span]:
+        """Return the archive members that hold the tensors."""
+        return frozenset(piece.record for name in tensors for piece in self.pieces[name])
 
 
 def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - nothing points at a part
@@ -35,17 +55,11 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
 def _dcp_state(checkpoint: ShardedDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
     pieces, problems = read_pieces(found)
     lost = zero_checks.base_layers_left_out(found.tensors)
-
-    def value_check(tensors: Tensors) -> ValueCheck:
-        records = frozenset(piece.record for name in tensors for piece in pieces[name])
-        return check_of_files(tensors, records, masters=frozenset())
-
-    return TrainingState(
+    return DcpState(
         root=checkpoint.root,
         folder=found.folder,
         title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
         entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
-        shared={},
         beside=found.beside,
         without_values=lost,
         faults=(
@@ -53,8 +67,8 @@ def _dcp_state(checkpoint: ShardedDir, part: str, found: DcpFolder, faults: tupl
             *dcp_checks.structure_faults(found, pieces, problems),
             *zero_checks.frozen_not_saved(found.folder, lost),
         ),
-        assemble=lambda wanted: assemble_dcp(found, pieces, wanted),
-        value_check=value_check,
+        found=found,
+        pieces=pieces,
         stamps=stamps(found),
         facts={"format": "torch distributed checkpoint", "tag": part, "save_id": found.save_id},
     )
