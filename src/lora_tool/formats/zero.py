@@ -7,7 +7,6 @@ The keys are the same since 0.9.1, except where a comment says otherwise.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from lora_tool import keys
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
-from lora_tool.formats.pickle_objects import Stub
+from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
@@ -256,20 +255,8 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
         global_steps=_integer(table.get("global_steps")),
         dp_world_size=_count_of_ranks(table.get("dp_world_size")),
         version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
-        config=_as_text(config),
+        config=as_json(config),
     )
-
-
-def _as_text(value: object) -> str:
-    """Return what a pickle says as JSON; objects that JSON has not are named by their class."""
-    return json.dumps(_with_names(value), sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
-
-
-def _with_names(value: object) -> object:
-    """Return the value with text for the keys of every dictionary, as JSON has them."""
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): _with_names(inner) for key, inner in value.items()}
-    return [_with_names(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _configured_stage(config: Mapping[str, Any]) -> int:
@@ -301,7 +288,7 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
         groups=tuple(groups),
         partition_count=_count_of_ranks(table.get("partition_count")),
         step=_step(file, optimizer),
-        config=_as_text(file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {}),
+        config=as_json(file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {}),
     )
 
 
