@@ -76,7 +76,7 @@ class MergeJudge:
                 )
                 for each in adapters
             )
-            return joined(judge(subject, comparing) for subject in subjects)
+            return joined([judge_together(adapters, rules), *(judge(subject, comparing) for subject in subjects)])
 
         return self._refuse(judged)
 
