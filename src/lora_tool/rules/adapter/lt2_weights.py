@@ -94,8 +94,8 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
     Save the adapter again from the training state, or use another checkpoint.
     """
     for layer in subject.layers:
-        for tensor in (layer.a, layer.b):
-            if tensor is None or not tensor.dtype.is_float or tensor.spec.numel < _ENOUGH:
+        for tensor in layer.factors:
+            if not tensor.dtype.is_float or tensor.spec.numel < _ENOUGH:
                 continue
             found = subject.scan(tensor)
             if found.constant or (found.all_zero and tensor is not layer.zero_initialised):
