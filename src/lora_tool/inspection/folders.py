@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from lora_tool.adapter.view import LoraLayer, view_of
+from lora_tool.architectures.ends import OUTPUTS
+from lora_tool.architectures.heads import HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, DcpDir, Folder, ModelDir, ZeroDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -37,9 +39,6 @@ from lora_tool.tensors import StoredTensor, TensorTable
 
 NORM_BYTES = 512 << 20
 """Adapters up to this size have their norms computed without being asked."""
-
-HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs", "v_head", "lm_head", "embed_out"})
-"""Module names of output heads, in adapters and in models."""
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None) -> Inspection:
@@ -146,7 +145,7 @@ def _variants(config: AdapterConfig) -> Iterator[str]:
 
 
 def _is_head(module: str) -> bool:
-    return bool(HEADS & set(module.split(".")))
+    return head_of(module, HEADS | OUTPUTS) is not None
 
 
 def _info(tensor: StoredTensor) -> TensorInfo:

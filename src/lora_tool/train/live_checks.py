@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lora_tool.architectures.heads import TRAINABLE_HEADS
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import adapter_as_base, finding
 from lora_tool.train.leak_probe import probe
@@ -118,7 +119,7 @@ def _headless(model: Any) -> Iterator[Finding]:
         return
     task = getattr(config.task_type, "value", config.task_type)
     kept = set(config.modules_to_save or ())
-    if task != "SEQ_CLS" and not kept & {"score", "classifier", "classification_head", "head"}:
+    if task != "SEQ_CLS" and not kept & TRAINABLE_HEADS:
         yield finding(
             "task-type",
             Severity.ERROR,

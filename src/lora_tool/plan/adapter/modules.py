@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from lora_tool.adapter.support import ALLOW_IN_MEMORY
+from lora_tool.architectures.ends import PEFT_EMBEDDINGS
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig, ExpertLayout
@@ -52,8 +53,6 @@ class AdapterModules:
 _LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")})
 _EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)})
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
-_EMBEDDINGS = ("embed_tokens", "lm_head")
-"""What PEFT takes for embeddings by their names alone (`EMBEDDING_LAYER_NAMES`)."""
 
 
 def adapter_modules(
@@ -233,7 +232,7 @@ def _is_explained(config: AdapterConfig, key: AdapterKey, ends: frozenset[str]) 
     trained_bias = key.leaf == "bias" and (
         config.bias == "all" or (config.bias == "lora_only" and config.targets(key.module))
     )
-    resized = key.tensor in ends or (key.leaf == "weight" and key.module.endswith(_EMBEDDINGS))
+    resized = key.tensor in ends or (key.leaf == "weight" and key.module.endswith(PEFT_EMBEDDINGS))
     return trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)
 
 
@@ -303,7 +302,7 @@ def _require_target(
     adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, facts: ModelFacts | None
 ) -> None:
     ends = {name for pair in facts.tied.items() for name in pair} if facts else set()
-    tied = config.ensure_weight_tying and (module.endswith(_EMBEDDINGS) or f"{module}.weight" in ends)
+    tied = config.ensure_weight_tying and (module.endswith(PEFT_EMBEDDINGS) or f"{module}.weight" in ends)
     if not tied and not config.targets(module) and not config.targets(parse(a.name).module):
         raise _refuse(adapter, a.name, "is not matched by `target_modules`; PEFT would drop it without a word")
 

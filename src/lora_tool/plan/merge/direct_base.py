@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from lora_tool.architectures import Architecture, architecture_of
+from lora_tool.architectures.ends import embeddings
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
@@ -16,7 +17,7 @@ from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import LoraTerm, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
+from lora_tool.plan.merge.tied_embeddings import tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import computed_buffers, looks_plain
 
 _MAPPERS = ("torch", "transformers")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool.adapter.support import OTHER_BASE, WITH_PEFT, require_mergeable
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
@@ -30,7 +31,6 @@ from lora_tool.plan.merge.head import Head, count_labels, find_head
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.steps import MergeContext, added_steps, base_steps, require_whole_inits
 from lora_tool.plan.merge.tied_embeddings import (
-    end_names,
     other_vocabulary,
     tied_copies,
     tied_ends,

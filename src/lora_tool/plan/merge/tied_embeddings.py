@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.ends import embeddings, output_weight
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -90,7 +91,7 @@ def tied_ends(
     base: ModelDir, arch: Architecture, facts: ModelFacts | None, copies: Mapping[str, str]
 ) -> TiedEmbeddings | None:
     """Return the ends of a causal LM whose output layer is not on disk, or is a tied copy; None for any other."""
-    output = _output(arch)
+    output = output_weight(arch)
     if output is None or output in base.tensors.keys() - copies.keys():
         return None
     candidates = embeddings(base, arch)
@@ -117,22 +118,6 @@ def trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
         for part in adapted
         for name in ends.names & part.modules.saved.keys()
     )
-
-
-def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
-    """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
-    return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
-
-
-def _output(arch: Architecture) -> str | None:
-    return next((name for name in arch.causal_only if name.endswith(".weight")), None)
-
-
-def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
-    """Return the base's matrices with a row per token, the output layer aside."""
-    vocab_size = base.config.vocab_size if base.config else None
-    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
-    return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
 
 
 def without_tied_repeats(
@@ -232,7 +217,7 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
     for name, tensor in _whole(modules):
         home = base.tensors.get(name)
         same = home is not None and home.shape[1:] == tensor.shape[1:] and home.shape[0] == vocab_size
-        tied_output = home is None and name == _output(arch) and len(tensor.shape) == MATRIX
+        tied_output = home is None and name == output_weight(arch) and len(tensor.shape) == MATRIX
         if (same or tied_output) and tensor.shape[0] != vocab_size:
             rows[name] = tensor.shape[0]
     if not rows:

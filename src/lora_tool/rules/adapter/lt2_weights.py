@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
@@ -150,7 +149,7 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
     Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
     """
     tensors = saved_heads(subject) if isinstance(subject, AdapterSubject) else subject.tensors
-    head = head_weight(tensors, CLASSIFICATION_HEADS)
+    head = head_weight(tensors)
     if head is None or not head.dtype.is_float or not head.spec.numel:
         return
     if subject.scan(head).all_zero:
