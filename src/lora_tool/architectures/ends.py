@@ -37,7 +37,7 @@ def is_end(path: str) -> bool:
     return is_input(path) or is_output(path)
 
 
-def output_weight(arch: Architecture) -> str | None:
+def output_name(arch: Architecture) -> str | None:
     """Return the name of the output layer's weight; None where the row has no causal LM."""
     return next((name for name in arch.causal_only if name.endswith(".weight")), None)
 

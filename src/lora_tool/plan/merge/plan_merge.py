@@ -144,7 +144,7 @@ def named(
         return mapped(class_for_task(base, adapters, other), adapters, other)
     arch = plainly_stored(base, adapters, task)
     decided = _decide_task(task, adapters, base, arch) if arch is not None else None
-    if arch is not None and decided is not None and not must_ask(base, arch, decided, exact=exact):
+    if arch is not None and decided is not None and not must_ask(base, adapters, arch, decided, exact=exact):
         return direct_base(base, adapters, arch, decided)
     from lora_tool.plan.merge.converted_base import mapped  # noqa: PLC0415 - imports torch and transformers
     from lora_tool.plan.merge.model_class import class_candidates  # noqa: PLC0415

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import Architecture
-from lora_tool.architectures.ends import embeddings, output_weight
+from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -91,7 +91,7 @@ def tied_ends(
     base: ModelDir, arch: Architecture, facts: ModelFacts | None, copies: Mapping[str, str]
 ) -> TiedEmbeddings | None:
     """Return the ends of a causal LM whose output layer is not on disk, or is a tied copy; None for any other."""
-    output = output_weight(arch)
+    output = output_name(arch)
     if output is None or output in base.tensors.keys() - copies.keys():
         return None
     candidates = embeddings(base, arch)
@@ -217,7 +217,7 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
     for name, tensor in _whole(modules):
         home = base.tensors.get(name)
         same = home is not None and home.shape[1:] == tensor.shape[1:] and home.shape[0] == vocab_size
-        tied_output = home is None and name == output_weight(arch) and len(tensor.shape) == MATRIX
+        tied_output = home is None and name == output_name(arch) and len(tensor.shape) == MATRIX
         if (same or tied_output) and tensor.shape[0] != vocab_size:
             rows[name] = tensor.shape[0]
     if not rows:
