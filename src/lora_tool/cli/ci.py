@@ -15,6 +15,7 @@ from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
     UserPath,
+    config_option,
     fail_on_option,
     ignore_option,
     jobs_option,
@@ -26,6 +27,7 @@ from lora_tool.cli.options import (
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.push import repository
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
+from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import wants_colour
 from lora_tool.cli.writing import DTYPES, asked_task, model_options
 from lora_tool.display import printable
@@ -35,7 +37,7 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
-from lora_tool.rules.engine.registry import RULES, expand
+from lora_tool.rules.engine.registry import RULES
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -61,9 +63,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @report_option
 @overwrite_option
 @jobs_option
-@click.option(
-    "--config", "config_file", type=UserPath(dir_okay=False), help="Configuration.  [default: lora-tool.toml]"
-)
+@config_option
 @json_option
 @quiet_option("Nothing but the summary.")
 @click.pass_context
@@ -78,19 +78,19 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
 
     configured = configuration(options["config_file"], [str(options["checkpoint"])])
     options = with_table(ctx, configured)
-    codes, ignored = _ignored(options["ignore"], configured.ignore)
+    rules = rule_choice(ctx, options, configured)
     files = [report_file(value) for value in options["reports"]]
     folder = configured.path.parent if configured.path else None
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
-    job = _job(options, codes, files)
+    job = _job(options, rules, files)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
         told=lambda stage: None if quiet else click.echo(_line(stage, colour=wants_colour())),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
-    report = _report(outcome, job, ignored)
+    report = _report(outcome, job, rules.ignored)
     _write_reports(outcome, report, files, job)
     _tell_github(outcome)
     if options["as_json"]:
@@ -105,17 +105,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     return _exit_code(outcome)
 
 
-def _ignored(
-    typed: tuple[str, ...], configured: Mapping[str, str | None]
-) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
-    import lora_tool.validation.validating  # noqa: F401, PLC0415 - it registers the rules
-
-    codes = dict.fromkeys(sorted(expand(typed)))
-    codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
-    return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
-
-
-def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[ReportFile]) -> Job:
+def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile]) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
     repo, branch = options["push"] or (None, None)
@@ -134,8 +124,9 @@ def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[Re
         expert_layout=ExpertLayout(layout) if layout else None,
         tag=options["tag"],
         adapter_config=options["adapter_config"],
-        ignore=ignore,
-        fail_on=Severity(options["fail_on"]),
+        select=rules.select,
+        ignore=rules.ignore,
+        fail_on=rules.fail_on,
         overwrite=options["overwrite"],
         jobs=options["jobs"],
         push=repo,

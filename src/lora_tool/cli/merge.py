@@ -22,7 +22,9 @@ from lora_tool.checkpoint import (
     require_whole,
     unexpected,
 )
-from lora_tool.cli.options import UserPath
+from lora_tool.cli.configuration import configuration
+from lora_tool.cli.options import UserPath, config_option, fail_on_option, ignore_option
+from lora_tool.cli.rule_choice import rule_choice
 from lora_tool.cli.writing import DTYPES, asked_task, carry_out, model_options, writing_options
 from lora_tool.display import printable, size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
@@ -38,8 +40,14 @@ from lora_tool.sources import Source, Wanted, another_base, resolve
 @click.option(
     "--allow-in-memory", is_flag=True, help="Let PEFT merge what only it can, with the whole model in memory."
 )
+@ignore_option()
+@fail_on_option
+@config_option
 @writing_options("files as in the base", verify=True)
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     adapters: tuple[str, ...],
     output: Path | None,
     base: str | None,
@@ -51,6 +59,9 @@ def command(
     untie: bool,  # noqa: FBT001
     allow_in_memory: bool,  # noqa: FBT001
     moe_b_layout: str | None,
+    ignore: tuple[str, ...],
+    fail_on: str,
+    config_file: Path | None,
     max_shard_size: int | None,
     jobs: int | None,
     verify: bool,  # noqa: FBT001
@@ -68,12 +79,19 @@ def command(
     asked = asked_task(task, reward=reward, num_labels=num_labels)
     if len(adapters) > 1 and output is None:
         raise click.UsageError("of several adapters the output has no name of its own: give it with -o OUT")
+    configured = configuration(config_file, adapters or (".",))
+    rules = rule_choice(ctx, {"ignore": ignore, "fail_on": fail_on}, configured)
     adapter_sources = [resolve(name, download=True, wanted=Wanted.ADAPTER) for name in adapters or (".",)]
     adapter_dirs = [_open_adapter(source) for source in adapter_sources]
     base_source = _base_source(adapter_dirs, base)
     inputs = _Inputs(adapters=adapter_dirs, adapter_sources=adapter_sources, base_source=base_source)
     out = output or _default_output(adapter_sources[0])
-    choices = {"task": asked, "num_labels": num_labels, "dtype": DTYPES[dtype] if dtype else None}
+    choices = {
+        "task": asked,
+        "num_labels": num_labels,
+        "dtype": DTYPES[dtype] if dtype else None,
+        **rules.arguments(),
+    }
     writing = partial(
         carry_out,
         inputs=(*(source.path for source in adapter_sources), base_source.path),

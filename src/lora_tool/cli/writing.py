@@ -13,7 +13,7 @@ import click
 from lora_tool.cli.options import base_option, jobs_option, overwrite_option, quiet_option
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.read_back import ReadBack
-from lora_tool.cli.terminal import warn
+from lora_tool.cli.terminal import show_findings, warn
 from lora_tool.display import counted, json_text, printable, size
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.base.task import Task
@@ -153,6 +153,7 @@ def carry_out(
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
 
     check_output(out, overwrite=overwrite, inputs=tuple(inputs))
+    show_findings(plan.findings)
     for warning in (*plan.warnings, *warnings):
         warn(warning)
     if dry_run:
@@ -177,6 +178,7 @@ def _print_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
 def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: bool, quiet: bool) -> None:
     from lora_tool.formats.manifest import FILE_NAME  # noqa: PLC0415
     from lora_tool.plan.core import delta_retention  # noqa: PLC0415
+    from lora_tool.report.json import finding_json  # noqa: PLC0415
 
     manifest = json.loads((out / FILE_NAME).read_bytes())
     kept = manifest["fidelity"]
@@ -192,6 +194,7 @@ def _print_result(plan: Plan, out: Path, checked: ReadBack | None, *, as_json: b
             "verification": checked.summary if checked else None,
             "notes": list(plan.notes),
             "fidelity": kept,
+            "findings": [finding_json(finding) for finding in plan.findings],
             "warnings": manifest["warnings"],
         }
         click.echo(json.dumps(result, indent=2))

@@ -21,9 +21,10 @@ from lora_tool.checkpoint import (
     open_model,
     open_sharded,
 )
-from lora_tool.display import counted, size
+from lora_tool.display import size
 from lora_tool.errors import (
     CheckpointError,
+    FindingsFound,
     LoraToolError,
     NotACheckpoint,
     OnlyInMemory,
@@ -44,6 +45,7 @@ from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import Progress
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
+from lora_tool.report.text import counts
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, another_base, resolve
@@ -86,6 +88,10 @@ def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: Stag
 def _tried(name: str, step: Callable[[], Stage]) -> Stage:
     try:
         return step()
+    except FindingsFound as error:
+        if error.report is None:
+            return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
+        return Stage(name=name, status=Status.FAILED, summary=counts(error.report), report=error.report)
     except LoraToolError as error:
         return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
     except OSError as error:
@@ -135,7 +141,7 @@ class _Running:
 
     def _best(self, run: RunDir) -> tuple[Path, str]:
         """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = validate(run, ignore=self._job.ignore).runs
+        (table,) = validate(run, select=self._job.select, ignore=self._job.ignore).runs
         if table.best is not None:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
@@ -155,14 +161,14 @@ class _Running:
         beside = bool(failing) and _has_rank_files(opened)
         self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
         if failing and not (beside and _curable(failing)):
-            return Stage(name="validate", status=Status.FAILED, summary=_counted(report), report=report)
+            return Stage(name="validate", status=Status.FAILED, summary=counts(report), report=report)
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
         kept = replace(report, findings=()) if failing else report
-        return Stage(name="validate", status=Status.PASSED, summary=_counted(report) + what, report=kept)
+        return Stage(name="validate", status=Status.PASSED, summary=counts(report) + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
-        task = {"reward": "reward", "seq-cls": "seq-cls", "causal-lm": "causal-lm"}.get(self._job.task.value)
+        task = self._job.task.expected
         config = opened.config if isinstance(opened, AdapterDir) else None
         base: ModelDir | None = None
         try:
@@ -171,7 +177,8 @@ class _Running:
         except CheckpointError:
             if self._job.base:
                 raise
-        return validate(opened, base=base, task=task, num_labels=self._job.num_labels, ignore=self._job.ignore)
+        job = self._job
+        return validate(opened, base=base, task=task, num_labels=job.num_labels, select=job.select, ignore=job.ignore)
 
     def consolidate(self) -> Stage:
         """Put rank files together, where there is nothing better, and judge the result."""
@@ -200,7 +207,7 @@ class _Running:
         self._opened = open_checkpoint(folder)
         report = self._judged(self._opened)
         if report.at_least(self._job.fail_on):
-            return Stage(name="consolidate", status=Status.FAILED, summary=_counted(report), report=report)
+            return Stage(name="consolidate", status=Status.FAILED, summary=counts(report), report=report)
         return Stage(name="consolidate", status=status, summary=summary, report=report)
 
     def merge(self) -> Stage:
@@ -259,6 +266,9 @@ class _Running:
                 untie=job.untie,
                 expert_layout=job.expert_layout,
                 base_origin=HubOrigin(hub_id=base.hub_id, revision=base.revision),
+                select=job.select,
+                ignore=job.ignore,
+                fail_on=job.fail_on,
             )
         except OnlyInMemory as error:
             error.hint = f"with the whole model in memory: lora-tool merge {adapter.root} -o OUT --allow-in-memory"
@@ -367,10 +377,3 @@ def _has_rank_files(opened: Checkpoint) -> bool:
 def _curable(findings: Iterable[Finding]) -> bool:
     """Return whether rank files can mend what was found: everything but faults of their own."""
     return all(not finding.code.startswith("LT4") for finding in findings)
-
-
-def _counted(report: Report) -> str:
-    counts = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
-    told = [counted(count, what) for count, what in counts if count]
-    codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
-    return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"

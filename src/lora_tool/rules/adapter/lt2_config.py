@@ -108,7 +108,7 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=f"modules_to_save: {entry}", message=message, path=subject.config_path)
 
 
-@rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     """A tensor that the config does not explain.
 
@@ -281,7 +281,7 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(message=f"has no LoRA tensor, {held}: loading it gives the base model")
 
 
-@rule("LT217", Severity.ERROR, on=AdapterSubject)
+@rule("LT217", Severity.ERROR, on=AdapterSubject, unmergeable=True)
 def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of another kind.
 

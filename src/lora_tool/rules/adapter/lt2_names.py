@@ -17,7 +17,7 @@ _HEADERS_ONLY = frozenset({Need.WEIGHTS})
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
 
-@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY)
+@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
 def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     """A name that does not begin as PEFT's do.
 

@@ -33,7 +33,7 @@ _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
 
 
-@rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     """The trained head is not in the adapter.
 
@@ -104,7 +104,7 @@ def _carries_head(subject: AdapterSubject) -> bool:
     return bool(tops - trunks - VALUE_HEADS)
 
 
-@rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a head whose frozen weight was never saved.
 
@@ -140,7 +140,7 @@ def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
     return {module: lora_b for module, lora_b in lora_heads(subject).items() if module not in kept}
 
 
-@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE)
+@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE, unmergeable=True)
 def labels_disagree(subject: Subject) -> Iterator[Fault]:
     """The head has another number of rows than there are labels.
 
@@ -183,7 +183,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
 
 
-@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """The task type contradicts the head.
 

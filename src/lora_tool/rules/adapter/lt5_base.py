@@ -73,7 +73,7 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
             yield module, name
 
 
-@rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
@@ -103,7 +103,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
 
 
-@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
@@ -165,7 +165,7 @@ def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str,
             yield item.tensor, item.module, item.leaf
 
 
-@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer that the base does not reach.
 
@@ -283,7 +283,7 @@ def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
     return own or split_layer(path)[0] is not None
 
 
-@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base has no place for.
 
