@@ -10,16 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from lora_tool.checkpoint import Checkpoint, RunDir, open_checkpoint
+from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.model import RunCheckpoint
-from lora_tool.rules.engine.registry import RULES
+from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened
-from lora_tool.rules.training.run_table import Judged, run_table
-from lora_tool.validation.validating import validate
+from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
+from lora_tool.validation.bases import named_base
+from lora_tool.validation.validating import Criteria, judge_checkpoint, validate
 
 
 @enum.unique
@@ -71,20 +73,25 @@ class Inventory:
     checkpoints: tuple[Listed, ...]
 
 
-def inventory(root: Path) -> Iterator[Inventory]:
-    """Yield what lies under `root`, run by run: reads names, JSON and headers, never a weight. Links are not followed.
+def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:  # noqa: B008 - immutable
+    """Yield what lies under `root`, run by run, each checkpoint judged by `criteria` as `validate` judges its run.
 
-    A run's `checkpoint-N` folders come together; other folders with weights alone. Raises `NotACheckpoint` where
-    `root` is no folder.
+    Reads names, JSON, headers and adapters' weights. Links are not followed. A run's `checkpoint-N` folders come
+    together, finished weights beside them last; other folders with weights alone. Raises `NotACheckpoint` where `root`
+    is no folder, `UnknownRule` for criteria that mean no rule.
     """
     runs: dict[Path, _Run] = defaultdict(_Run)
     for folder in _checkpoints_under(root):
-        one = _judged(folder)
+        run = runs[folder.parent if _STEP.match(folder.name) else folder]
+        one = _judged(folder, run, criteria)
         if one is not None:
-            runs[folder.parent if _STEP.match(folder.name) else folder].add(*one)
+            run.add(*one)
     pointed_at = set(_link_targets(root))
     for parent, run in runs.items():
-        judged = [item for item, _ in run.found]
+        found = sorted(run.found, key=lambda each: each[0].root == parent)
+        if not found:
+            continue
+        judged = [item for item, _ in found]
         table = run_table(parent, judged)
         yield Inventory(
             root=parent,
@@ -98,7 +105,7 @@ def inventory(root: Path) -> Iterator[Inventory]:
                     best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
                 )
-                for row, item, kind in zip(table.checkpoints, judged, (kind for _, kind in run.found), strict=True)
+                for row, (item, kind) in zip(table.checkpoints, found, strict=True)
             ),
         )
 
@@ -113,6 +120,16 @@ class _Run:
 
     found: list[tuple[Judged, str]] = field(default_factory=list)
     furthest: int | None = None
+    base: ModelDir | Literal["unknown"] | None = "unknown"
+
+    def base_of(self, parent: Path) -> ModelDir | None:
+        """Return the base that the run's folder names, looked for once."""
+        if self.base == "unknown":
+            try:
+                self.base = named_base(open_checkpoint(parent))[0]
+            except (LoraToolError, PermissionError):
+                self.base = None
+        return self.base
 
     def add(self, item: Judged, kind: str) -> None:
         self.found.append((item, kind))
@@ -179,24 +196,29 @@ def _may_be_one(folder: Path) -> bool:
         return False
 
 
-def _judged(folder: Path) -> tuple[Judged, str] | None:
+def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] | None:
+    if _STEP.match(folder.name):
+        item, opened = judge_checkpoint(folder, criteria, run.base_of(folder.parent))
+        return item, "unreadable" if opened is None else str(opened.kind)
+    name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
     try:
-        opened: Checkpoint = open_checkpoint(folder)
-        if isinstance(opened, RunDir):
+        whole: Checkpoint = open_checkpoint(folder)
+        if isinstance(whole, RunDir):
             return None
-        report = validate(opened, deep=False)
-    except (LoraToolError, PermissionError) as error:
-        if not isinstance(error, CheckpointError | UnsupportedCheckpoint | PermissionError) and not _STEP.match(
-            folder.name
-        ):
-            return None
-        return Judged(
-            root=folder,
-            name=folder.name,
-            state=None,
-            report=unopened(str(folder), f"cannot be opened: {error}", RULES.values()),
-        ), "unreadable"
-    return Judged(root=folder, name=folder.name, state=opened.folder.trainer, report=report), str(opened.kind)
+        report = validate(
+            whole,
+            base=named_base(whole)[0],
+            select=criteria.select,
+            ignore=criteria.ignore,
+            deep=criteria.deep,
+            servers=criteria.servers,
+        )
+    except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
+        report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
+        return Judged(root=folder, name=name, state=None, report=report), "unreadable"
+    except LoraToolError:
+        return None
+    return Judged(root=folder, name=name, state=whole.folder.trainer, report=report), str(whole.kind)
 
 
 def sizes_of(folder: Path) -> dict[Content, int]:

@@ -49,6 +49,7 @@ from lora_tool.report.text import counts
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, another_base, resolve
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -141,7 +142,7 @@ class _Running:
 
     def _best(self, run: RunDir) -> tuple[Path, str]:
         """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = validate(run, select=self._job.select, ignore=self._job.ignore).runs
+        (table,) = self._judged(run).runs
         if table.best is not None:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
@@ -168,17 +169,22 @@ class _Running:
         return Stage(name="validate", status=Status.PASSED, summary=counts(report) + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
-        task = self._job.task.expected
-        config = opened.config if isinstance(opened, AdapterDir) else None
-        base: ModelDir | None = None
-        try:
-            reference = self._job.base or (config.base_model if config else None)
-            base = open_model(resolve(reference, near=self._root).path) if reference else None
-        except CheckpointError:
-            if self._job.base:
-                raise
         job = self._job
-        return validate(opened, base=base, task=task, num_labels=job.num_labels, select=job.select, ignore=job.ignore)
+        if job.base is None:
+            base, why_not = named_base(opened, near=self._root)
+        else:
+            base, why_not = open_base(resolve(job.base, near=self._root).path), ""
+        return validate(
+            opened,
+            base=base,
+            why_no_base=why_not,
+            task=job.task.expected,
+            num_labels=job.num_labels,
+            select=job.select,
+            ignore=job.ignore,
+            deep=job.deep,
+            servers=job.servers,
+        )
 
     def consolidate(self) -> Stage:
         """Put rank files together, where there is nothing better, and judge the result."""
