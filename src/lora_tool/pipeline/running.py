@@ -10,13 +10,12 @@ from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.checkpoint import (
+    TRAINED_MODEL,
     AdapterDir,
     Checkpoint,
-    DcpDir,
-    Kind,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
     open_model,
     open_sharded,
@@ -160,7 +159,7 @@ class _Running:
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
         beside = bool(failing) and _has_rank_files(opened)
-        self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
+        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
         if failing and not (beside and _curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=counts(report), report=report)
         what = "; put together from the rank files beside it" if failing else ""
@@ -222,7 +221,7 @@ class _Running:
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
             self._require_task(opened)
-            whole = "a whole model" if opened.kind is Kind.TRAINER_CHECKPOINT else f"a {opened.kind}"
+            whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         base = self._base(opened)

@@ -9,10 +9,9 @@ from pathlib import Path
 from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
-    DcpDir,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
 )
 from lora_tool.errors import LoraToolError, NotACheckpoint
@@ -164,7 +163,7 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels, task=asked.task)
-    elif isinstance(checkpoint, ZeroDir | DcpDir):
+    elif isinstance(checkpoint, ShardedDir):
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)
