@@ -18,14 +18,6 @@ class Negate(_RowOperation):
 
     source: StoredTensor
 
-    @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return (self.source,)
-
-    @property
-    def sums(self) -> Sums:
-        return Sums()
-
     def __str__(self) -> str:
         return "negated"
 

@@ -160,7 +160,7 @@ def cut_at(rows: int, block: int) -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(DRAWN, st.sampled_from(Precision), st.integers(1, 60), st.integers(1, 60))
 def test_what_is_written_is_what_the_operation_means(drawn: Drawn, precision: Precision, unit: int, block: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def test_what_is_written_is_what_the_operation_means(drawn: Drawn, precision: Pr
         assert all(found.compared == found.numel for found in evidence.values())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(DRAWN, st.data())
 def test_the_rows_of_an_operation_mean_its_rows(drawn: Drawn, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,9 +50,9 @@ class Operation(ABC):
     """Whether the output has the source's values, as far as its dtype holds them."""
 
     @property
-    @abstractmethod
     def inputs(self) -> tuple[StoredTensor, ...]:
         """The tensors that it computes with, the source first."""
+        return tuple(_stored_in(self))
 
     @abstractmethod
     def __str__(self) -> str:
@@ -93,6 +93,18 @@ def rows_of(tensor: StoredTensor, start: int, rows: int) -> StoredTensor:
     spec = replace(tensor.spec, shape=(rows, *tensor.shape[-1:]) if len(tensor.shape) > 1 else (rows,))
     each = spec.nbytes // rows if rows else 0
     return StoredTensor(spec=spec, spans=tuple(tensor.part(start * each, spec.nbytes)))
+
+
+def _stored_in(value: object) -> Iterator[StoredTensor]:
+    """Yield the tensors in the fields of an operation, and of what it consists of."""
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _stored_in(item)
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from _stored_in(getattr(value, item.name))
 
 
 def input_of(tensor: StoredTensor, input_names: InputNames) -> dict[str, str]:
