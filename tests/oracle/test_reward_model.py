@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from lora_tool.checkpoint import AdapterDir, Kind, open_checkpoint, open_model
+from lora_tool.checkpoint import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from tests.oracle.peft_merge import (
@@ -81,18 +81,20 @@ def test_it_is_pefts_reward_model(
     assert layout(saved_tensors(ours)) == layout(saved_tensors(theirs))
     assert not different(saved_tensors(ours), saved_tensors(theirs))
     assert config_of(ours) == config_of(theirs)
-    model = load_whole(ours)
+    model, other = load_whole(ours), load_whole(theirs)
     assert model.config.num_labels == num_labels
+    assert not different(dict(model.state_dict()), dict(other.state_dict()))
     logits = scores(model)
     assert logits.shape == (2, num_labels)
-    assert torch.equal(logits, scores(load_whole(theirs)))
+    # the same weights: where they lie in memory decides which kernel torch takes, and with it the last bits
+    torch.testing.assert_close(logits, scores(other), rtol=1e-5, atol=1e-6)
     assert not (ours / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("precision", ["float32", "peft", "float64"])
 def test_the_fixture_merges_into_a_model_that_prefers_the_better_answer(precision: str, tmp_path: Path) -> None:
     merged = merge_with_ours(FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", precision, task="reward")
-    assert open_checkpoint(merged).kind is Kind.MERGED_MODEL
+    assert open_checkpoint(merged).kind is MERGED_MODEL
     assert not open_checkpoint(merged).problems
     model = load_whole(merged)
     tokenizer = AutoTokenizer.from_pretrained(merged)

@@ -38,6 +38,7 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.engine.registry import RULES
+from lora_tool.validation.validating import Criteria
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -83,7 +84,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     folder = configured.path.parent if configured.path else None
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
-    job = _job(options, rules, files)
+    job = _job(options, rules, files, configured.criteria)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
@@ -105,7 +106,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     return _exit_code(outcome)
 
 
-def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile]) -> Job:
+def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile], criteria: Criteria) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
     repo, branch = options["push"] or (None, None)
@@ -126,6 +127,8 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFi
         adapter_config=options["adapter_config"],
         select=rules.select,
         ignore=rules.ignore,
+        deep=criteria.deep,
+        servers=criteria.servers,
         fail_on=rules.fail_on,
         overwrite=options["overwrite"],
         jobs=options["jobs"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.cli.options import UserPath, ignore_option, require_rules
 from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
 from lora_tool.execution.folder import check_output
@@ -86,6 +86,6 @@ def command(
     )
 
 
-def _default_output(opened: ZeroDir | DcpDir, what: str) -> Path:
+def _default_output(opened: ShardedDir, what: str) -> Path:
     folder = opened.root.resolve()
     return folder.parent / f"{folder.name}-{what}"

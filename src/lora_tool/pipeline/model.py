@@ -12,6 +12,7 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
+from lora_tool.rules.engine.subjects import Server
 from lora_tool.tensors import DType
 
 
@@ -34,6 +35,8 @@ class Job:
     """For rank files that have no `adapter_config.json` beside them."""
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    deep: bool | None = None
+    servers: frozenset[Server] = frozenset()
     fail_on: Severity = Severity.ERROR
     overwrite: bool = False
     jobs: int | None = None

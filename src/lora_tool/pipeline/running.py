@@ -11,13 +11,12 @@ from pathlib import Path
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
+    TRAINED_MODEL,
     AdapterDir,
     Checkpoint,
-    DcpDir,
-    Kind,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
     open_model,
     open_sharded,
@@ -50,6 +49,7 @@ from lora_tool.report.text import counts
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, another_base, resolve
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -142,7 +142,7 @@ class _Running:
 
     def _best(self, run: RunDir) -> tuple[Path, str]:
         """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = validate(run, select=self._job.select, ignore=self._job.ignore).runs
+        (table,) = self._judged(run).runs
         if table.best is not None:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
@@ -160,7 +160,7 @@ class _Running:
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
         beside = bool(failing) and _has_rank_files(opened)
-        self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
+        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
         if failing and not (beside and _curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=counts(report), report=report)
         what = "; put together from the rank files beside it" if failing else ""
@@ -169,17 +169,22 @@ class _Running:
         return Stage(name="validate", status=Status.PASSED, summary=counts(report) + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
-        task = self._job.task.expected
-        config = opened.config if isinstance(opened, AdapterDir) else None
-        base: ModelDir | None = None
-        try:
-            reference = self._job.base or (config.base_model if config else None)
-            base = open_model(resolve(reference, near=self._root).path) if reference else None
-        except CheckpointError:
-            if self._job.base:
-                raise
         job = self._job
-        return validate(opened, base=base, task=task, num_labels=job.num_labels, select=job.select, ignore=job.ignore)
+        if job.base is None:
+            base, why_not = named_base(opened, near=self._root)
+        else:
+            base, why_not = open_base(resolve(job.base, near=self._root).path), ""
+        return validate(
+            opened,
+            base=base,
+            why_no_base=why_not,
+            task=job.task.expected,
+            num_labels=job.num_labels,
+            select=job.select,
+            ignore=job.ignore,
+            deep=job.deep,
+            servers=job.servers,
+        )
 
     def consolidate(self) -> Stage:
         """Put rank files together, where there is nothing better, and judge the result."""
@@ -217,7 +222,7 @@ class _Running:
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
             self._require_task(opened)
-            whole = "a whole model" if opened.kind is Kind.TRAINER_CHECKPOINT else f"a {opened.kind}"
+            whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         base = self._base(opened)

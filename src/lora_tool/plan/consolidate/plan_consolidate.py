@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir
 from lora_tool.choices import Choice
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
@@ -59,7 +59,7 @@ class _Choice:
 
 
 def plan_consolidate(
-    checkpoint: ZeroDir | DcpDir,
+    checkpoint: ShardedDir,
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
@@ -88,7 +88,7 @@ def plan_consolidate(
 
 
 def prepare_consolidate(
-    checkpoint: ZeroDir | DcpDir,
+    checkpoint: ShardedDir,
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
