@@ -85,6 +85,8 @@ def test_a_merge_in_another_process_writes_the_same_bytes(tmp_path: Path) -> Non
 def test_values_are_checked_in_another_process(tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(ROOT / "fixtures/zero/stage2-reward", tmp_path / "run"))
     plan, values = prepare_consolidate(open_sharded(checkpoint))
+    assert values is not None
+    assert pickle.loads(pickle.dumps((plan, values.parts))) == (plan, values.parts)
     execute(plan, tmp_path / "sent", engine=ProcessEngine(), values=values)
     execute(plan, tmp_path / "here", values=values)
     assert content(tmp_path / "sent") == content(tmp_path / "here")
