@@ -73,6 +73,11 @@ class LoraLayer:
         return self.a if self.embedding else self.b
 
     @property
+    def factors(self) -> tuple[StoredTensor, ...]:
+        """A and B, those that are there."""
+        return tuple(factor for factor in (self.a, self.b) if factor is not None)
+
+    @property
     def any_tensor(self) -> StoredTensor:
         """The first of its tensors, to name the layer by."""
         return next(iter(self.parts.values()))

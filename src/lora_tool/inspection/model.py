@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from lora_tool.tensors import StoredTensor
-
-_MATRIX = 2
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,23 +26,8 @@ class Norms:
     """None where the scaling is not known, because the config cannot be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraModule:
-    """The factors on one module. `a` or `b` is None where the file does not hold it."""
-
-    path: str
-    adapter: str | None
-    """The adapter's name, where the tensors' names still have it."""
-    a: StoredTensor | None
-    b: StoredTensor | None
-    scaling: float | None
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that both factors have; None where they disagree or one is missing."""
-        if self.a is None or self.b is None or min(len(self.a.shape), len(self.b.shape)) < _MATRIX:
-            return None
-        return self.a.shape[0] if self.a.shape[0] == self.b.shape[1] else None
+Measured: TypeAlias = tuple[float, float, float | None]
+"""‖A‖, ‖B‖ and ‖ΔW‖ of one module; the last is None where its scaling is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

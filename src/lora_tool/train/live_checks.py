@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.architectures.heads import TRAINABLE_HEADS
 from lora_tool.report import Finding
 from lora_tool.train.codes import adapter_as_base, error, warning
 from lora_tool.train.leak_probe import probe
@@ -109,7 +109,7 @@ def _headless(model: Any) -> Iterator[Finding]:
     if config is None or not name.endswith("ForSequenceClassification"):
         return
     task = getattr(config.task_type, "value", config.task_type)
-    if task != "SEQ_CLS" and not CLASSIFICATION_HEADS & set(config.modules_to_save or ()):
+    if task != "SEQ_CLS" and not TRAINABLE_HEADS & set(config.modules_to_save or ()):
         message = f"{name} is trained with task_type {task}: its head would not be saved"
         yield error("task-type", message, hint='LoraConfig(task_type="SEQ_CLS", …)', where="model", subject="task_type")
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lora_tool.architectures.heads import TRAINABLE_HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.fingerprint import fingerprint
@@ -26,7 +27,6 @@ from lora_tool.version import __version__
 
 REJECTED = "rejected"
 SUPERSEDED = "superseded"
-_HEADS = ("score", "classifier", "classification_head", "head", "sequence_summary", "logits_proj")
 _STAGING = ".lora-tool-saving"
 _WEIGHTS = ("adapter_model*", "model*.safetensors*", "pytorch_model*.bin*")
 
@@ -144,7 +144,7 @@ def _model_heads(model: ModelDir) -> Iterator[tuple[str, int]]:
     labels = model.config.num_labels if model.config else None
     for name, tensor in model.tensors.items():
         module = name.removesuffix(".weight")
-        if module != name and tensor.shape[:1] == (labels,) and module.split(".")[0] in _HEADS:
+        if module != name and tensor.shape[:1] == (labels,) and head_of(module, TRAINABLE_HEADS):
             yield module, tensor.shape[0]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from lora_tool.adapter.support import ALLOW_IN_MEMORY
+from lora_tool.architectures.ends import PEFT_EMBEDDINGS
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig, ExpertLayout
@@ -50,8 +51,6 @@ class AdapterModules:
 
 
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
-_EMBEDDINGS = ("embed_tokens", "lm_head")
-"""What PEFT takes for embeddings by their names alone (`EMBEDDING_LAYER_NAMES`)."""
 
 
 def adapter_modules(
@@ -189,7 +188,7 @@ def _is_explained(config: AdapterConfig, key: AdapterKey, ends: frozenset[str]) 
     trained_bias = key.leaf == "bias" and (
         config.bias == "all" or (config.bias == "lora_only" and config.targets(key.module))
     )
-    resized = key.tensor in ends or (key.leaf == "weight" and key.module.endswith(_EMBEDDINGS))
+    resized = key.tensor in ends or (key.leaf == "weight" and key.module.endswith(PEFT_EMBEDDINGS))
     return trained_bias or resized or config.saves(key.module) or config.saves(key.tensor)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lora_tool.adapter.support import require_mergeable
+from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -22,7 +23,6 @@ from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base, require_full_precision
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined

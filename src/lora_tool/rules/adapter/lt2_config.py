@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+from lora_tool.adapter import targeting
 from lora_tool.adapter.support import refusals
 from lora_tool.adapter.view import MATRIX, WholeTensor
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
 from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
@@ -15,7 +18,6 @@ from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
-from lora_tool.rules.shared import targeting
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
@@ -107,7 +109,7 @@ def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
-    entries = [entry for entry in config.modules_to_save if targeting.head_of(entry) is None]
+    entries = [entry for entry in config.modules_to_save if head_of(entry) is None]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
         if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
@@ -157,7 +159,7 @@ def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collec
             return "it belongs to no target and to none of `modules_to_save`"
         case Part.TOKENS_DELTA if not subject.config.token_indices:
             return "`trainable_token_indices` is not set"
-        case Part.BASE_LAYER if item.module not in adapted and not targeting.is_end(item.module):
+        case Part.BASE_LAYER if item.module not in adapted and not is_end(item.module):
             return "its module has no LoRA"
         case _:
             return None
@@ -180,7 +182,7 @@ def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
 def _explains(config: AdapterConfig, item: WholeTensor) -> bool:
     """Whether the config says what a plain tensor is for."""
     path = item.module
-    if targeting.is_saved_whole(config, path) or targeting.is_end(path) or targeting.head_of(path):
+    if targeting.is_saved_whole(config, path) or is_end(path) or head_of(path):
         return True
     variant = _VARIANT.match(item.name) if config.refused else None
     return bool(variant and config.targets(variant["module"])) or (item.leaf == "bias" and config.bias != "none")

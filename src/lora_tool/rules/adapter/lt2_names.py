@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.adapter.view import drift
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
 from lora_tool.display import size
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.targeting import head_of, is_end
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
