@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from lora_tool.adapter.view import LoraLayer
+from lora_tool.adapter.view import LoraLayer, WholeTensor
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, head_of
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 
 ALL_LINEAR = "all-linear"
 """What `target_modules` may say instead of names; PEFT replaces it by names when it saves, older ones did not."""
+
+
+_VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
+"""A tensor of a variant of LoRA that has parameters of its own, such as KaSA's `lora_diag`."""
 
 
 def is_all_linear(config: AdapterConfig) -> bool:
@@ -60,6 +65,15 @@ def is_saved_whole(config: AdapterConfig, path: str) -> bool:
     if config.saves(path):
         return True
     return head_of(path) in ADDED_BY_PEFT.get(config.task_type or "", ())
+
+
+def explains(config: AdapterConfig, item: WholeTensor) -> bool:
+    """Return whether the config, or what PEFT saves by itself, says what a plain tensor is for."""
+    path = item.module
+    if is_saved_whole(config, path) or is_end(path) or head_of(path):
+        return True
+    variant = _VARIANT.match(item.name) if config.refused else None
+    return bool(variant and config.targets(variant["module"])) or (item.leaf == "bias" and config.bias != "none")
 
 
 def ancestors(path: str) -> Iterator[str]:

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.actions import TensorAction
+from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.adapter.combine import Adapted, config_of_adapter
+from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, Precision
@@ -137,9 +138,7 @@ def plan_in_memory(
     is_tied = staged.config is not None and staged.config.tie_word_embeddings
     merge = MergeContext(
         base=asked.base,
-        adapted=tuple(
-            Adapted(adapter=adapter, config=config_of_adapter(adapter), modules=_NOTHING) for adapter in asked.adapters
-        ),
+        adapted=tuple(Adapted(view=view_of(adapter), modules=_NOTHING) for adapter in asked.adapters),
         arch=asked.arch,
         task=asked.task,
         modules=_NOTHING,
