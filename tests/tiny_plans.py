@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join
@@ -18,7 +19,6 @@ from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.context import MergeContext, merge_context
 from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.read_base import read_base
-from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.tensors import DType
 from tests.property.strategies import write_weights
 
