@@ -52,7 +52,8 @@ def accounted(view: AdapterView) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "scaling"), [("causal-llama/adapter", 8.0), ("reward-qwen2/adapter", 2.0), ("reward-run/checkpoint-4", 2.0)]
+    ("name", "scaling"),
+    [("causal-llama/adapter", 8.0), ("reward-qwen2/adapter", 2.0), ("reward-run/checkpoint-4", 2.0)],
 )
 def test_every_tensor_of_a_real_adapter_has_one_place(name: str, scaling: float) -> None:
     view = opened(FIXTURES / name)
