@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,17 +53,21 @@ def accounted(view: AdapterView) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "scalings"),
-    [("causal-llama/adapter", {4.0, 8.0}), ("reward-qwen2/adapter", {2.0}), ("reward-run/checkpoint-4", {2.0})],
+    ("name", "expected"),
+    [
+        ("causal-llama/adapter", {(4, 4.0), (4, 8.0), (2, 8 / math.sqrt(2))}),
+        ("reward-qwen2/adapter", {(4, 2.0)}),
+        ("reward-run/checkpoint-4", {(4, 2.0)}),
+    ],
 )
-def test_every_tensor_of_a_real_adapter_has_one_place(name: str, scalings: set[float]) -> None:
+def test_every_tensor_of_a_real_adapter_has_one_place(name: str, expected: set[tuple[int, float]]) -> None:
     view = opened(FIXTURES / name)
     assert accounted(view) == sorted(view.adapter.tensors)
     for layer in view.layers:
         assert layer.pair is not None
-        assert (layer.rank, layer.strays) == (4, ())
+        assert layer.strays == ()
         assert layer.target == layer.module
-    assert {layer.scaling for layer in view.layers} == scalings
+    assert {(layer.rank, layer.scaling) for layer in view.layers} == expected
 
 
 def test_the_reward_head_is_a_saved_module() -> None:
