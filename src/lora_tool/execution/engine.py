@@ -30,7 +30,7 @@ from lora_tool.plan.core.manifest import manifest_bytes
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
-from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.sharded.value_check import ValueCheck, refuse_errors
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""
@@ -80,7 +80,7 @@ def execute(
         work = Work(plan=plan, folder=folder, shards=missing, checks=values.parts if values else ())
         with _refusals(journal):
             done = (engine or LocalEngine(jobs=jobs)).run(work, finished=on_disk, progress=advance)
-            kept = values.judge(list(done.findings)) if values else []
+            kept = refuse_errors(done.findings, values.ignored) if values else []
         for file in plan.side_files:
             _write_side_file(folder, file)
         with _refusals(journal):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import abc
 import math
-from collections import defaultdict
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.formats.torch_zip import Record
-from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.value_checks import value_faults
+from lora_tool.sharded.value_checks import check_of_files
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
@@ -53,7 +51,7 @@ class TrainingState(abc.ABC):
     def value_check(self, tensors: Tensors) -> ValueCheck:
         """Return the look at the values of `tensors`, which are some of its own, that is still to be taken."""
         masters = frozenset(name for name in tensors if self.entries[name].role is Role.TRAINED)
-        return check_of_files(tensors, self.records(tensors), masters=masters)
+        return check_of_files(tensors.values(), self.records(tensors), masters=masters)
 
     def records(self, tensors: Tensors) -> frozenset[Record | Span]:
         """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
@@ -68,33 +66,3 @@ class TrainingState(abc.ABC):
     def near(self) -> tuple[Path, ...]:
         """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside."""
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileValues:
-    """The check of the values in one file: see `value_faults`."""
-
-    path: Path
-    records: tuple[Record | Span, ...]
-    pieces: tuple[tuple[Span, StoredTensor], ...]
-    masters: frozenset[str]
-
-    def run(self, advance: Progress) -> list[Finding]:
-        """See `ValuePart`."""
-        return value_faults(self.path, self.records, self.pieces, masters=self.masters, advance=advance)
-
-
-def check_of_files(tensors: Tensors, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:
-    """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
-    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
-    for record in records:
-        by_path[record.path].append(record)
-    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
-    for tensor in tensors.values():
-        for span in tensor.spans:
-            pieces[span.path].append((span, tensor))
-    parts = tuple(
-        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
-        for path in sorted(by_path)
-    )
-    return ValueCheck(nbytes=sum(record.nbytes for record in records), parts=parts)

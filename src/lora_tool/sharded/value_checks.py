@@ -7,7 +7,9 @@ memory that happened to be there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +18,7 @@ from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
+from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import DType, Span, StoredTensor
 
 try:
@@ -40,22 +43,41 @@ class _Piece(NamedTuple):
     dtype: DType
 
 
-def value_faults(
-    path: Path,
-    records: Iterable[Record | Span],
-    pieces: Iterable[tuple[Span, StoredTensor]],
-    *,
-    masters: frozenset[str],
-    advance: Progress,
-) -> list[Finding]:
-    """Return what is wrong with the values in a file: LT411 CRC, LT412 not finite, LT413 its masters all zero.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileValues:
+    """The check of the values in one file."""
 
-    `records` are the archive members to read, or spans where nothing has a CRC, `pieces` the parts of tensors that they
-    hold, `masters` the names of the trained tensors; `advance` is told of each block.
-    """
-    spans = sorted(_Piece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype) for span, tensor in pieces)
-    values = _Values(spans, masters)
-    return [*_file_faults(path, records, values, advance), *values.faults(path)]
+    path: Path
+    records: tuple[Record | Span, ...]
+    """The archive members to read, or spans where nothing has a CRC."""
+    pieces: tuple[tuple[Span, StoredTensor], ...]
+    """The parts of tensors in them."""
+    masters: frozenset[str]
+    """Names of the trained tensors."""
+
+    def run(self, advance: Progress) -> list[Finding]:
+        """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero. `advance` is told of each block."""
+        places = ((span.offset, span.offset + span.nbytes, of) for span, of in self.pieces)
+        values = _Values(sorted(_Piece(begin, end, of.name, of.dtype) for begin, end, of in places), self.masters)
+        return [*_file_faults(self.path, self.records, values, advance), *values.faults(self.path)]
+
+
+def check_of_files(
+    tensors: Iterable[StoredTensor], records: Collection[Record | Span], *, masters: frozenset[str]
+) -> ValueCheck:
+    """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
+    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
+    for record in records:
+        by_path[record.path].append(record)
+    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
+    for tensor in tensors:
+        for span in tensor.spans:
+            pieces[span.path].append((span, tensor))
+    parts = tuple(
+        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
+        for path in sorted(by_path)
+    )
+    return ValueCheck(nbytes=sum(record.nbytes for record in records), parts=parts)
 
 
 def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Finding]:
