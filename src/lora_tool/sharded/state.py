@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lora_tool.formats.partitions import Entry, Role
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.value_checks import check_of_files
+from lora_tool.sharded.value_checks import FileValues
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
@@ -51,7 +52,7 @@ class TrainingState(abc.ABC):
     def value_check(self, tensors: Tensors) -> ValueCheck:
         """Return the look at the values of `tensors`, which are some of its own, that is still to be taken."""
         masters = frozenset(name for name in tensors if self.entries[name].role is Role.TRAINED)
-        return check_of_files(tensors.values(), self.records(tensors), masters=masters)
+        return check_of_files(tensors, self.records(tensors), masters=masters)
 
     def records(self, tensors: Tensors) -> frozenset[Record | Span]:
         """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
@@ -66,3 +67,19 @@ class TrainingState(abc.ABC):
     def near(self) -> tuple[Path, ...]:
         """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside."""
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
+
+
+def check_of_files(tensors: Tensors, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:
+    """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
+    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
+    for record in records:
+        by_path[record.path].append(record)
+    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
+    for tensor in tensors.values():
+        for span in tensor.spans:
+            pieces[span.path].append((span, tensor))
+    parts = tuple(
+        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
+        for path in sorted(by_path)
+    )
+    return ValueCheck(nbytes=sum(record.nbytes for record in records), parts=parts)

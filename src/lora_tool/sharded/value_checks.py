@@ -7,8 +7,7 @@ memory that happened to be there.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +17,6 @@ from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import DType, Span, StoredTensor
 
 try:
@@ -45,39 +43,21 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileValues:
-    """The check of the values in one file."""
+    """The check of the values in one file, a `ValuePart`."""
 
     path: Path
     records: tuple[Record | Span, ...]
     """The archive members to read, or spans where nothing has a CRC."""
     pieces: tuple[tuple[Span, StoredTensor], ...]
-    """The parts of tensors in them."""
+    """The parts of tensors that they hold."""
     masters: frozenset[str]
     """Names of the trained tensors."""
 
     def run(self, advance: Progress) -> list[Finding]:
-        """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero. `advance` is told of each block."""
-        places = ((span.offset, span.offset + span.nbytes, of) for span, of in self.pieces)
-        values = _Values(sorted(_Piece(begin, end, of.name, of.dtype) for begin, end, of in places), self.masters)
+        """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero."""
+        spans = (_Piece(at.offset, at.offset + at.nbytes, tensor.name, tensor.dtype) for at, tensor in self.pieces)
+        values = _Values(sorted(spans), self.masters)
         return [*_file_faults(self.path, self.records, values, advance), *values.faults(self.path)]
-
-
-def check_of_files(
-    tensors: Iterable[StoredTensor], records: Collection[Record | Span], *, masters: frozenset[str]
-) -> ValueCheck:
-    """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
-    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
-    for record in records:
-        by_path[record.path].append(record)
-    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
-    for tensor in tensors:
-        for span in tensor.spans:
-            pieces[span.path].append((span, tensor))
-    parts = tuple(
-        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
-        for path in sorted(by_path)
-    )
-    return ValueCheck(nbytes=sum(record.nbytes for record in records), parts=parts)
 
 
 def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Finding]:
