@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_tool.checkpoint import Checkpoint, open_checkpoint
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
@@ -42,15 +43,28 @@ class Source:
     revision: str | None = None
 
 
+def source_of(path: Path, reference: str | None = None) -> Source:
+    """Return the source that a local folder is; a path into the Hub cache tells Hub id and commit."""
+    real = Path(os.path.realpath(path))  # models--owner--name/snapshots/<commit>
+    repo = real.parent.parent.name
+    in_cache = real.parent.name == "snapshots" and repo.startswith("models--")
+    return Source(
+        path=path,
+        reference=reference or str(path),
+        hub_id=repo.removeprefix("models--").replace("--", "/", 1) if in_cache else None,
+        revision=real.name if in_cache else None,
+    )
+
+
 def resolve(
-    reference: str,
+    reference: str | os.PathLike[str],
     *,
     near: Path | None = None,
     revision: str | None = None,
     download: bool = False,
     wanted: Wanted = Wanted.MODEL,
 ) -> Source:
-    """Return the local folder that `reference` means.
+    """Return the local folder that `reference`, a path or a Hub id, means.
 
     An existing path is local; ``hf://`` is the Hub; a bare ``owner/name`` is local if such a folder exists, else the
     Hub. A relative path is looked for in the working directory and in `near` (PEFT writes the path as it was typed
@@ -58,18 +72,29 @@ def resolve(
     it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was
     looked for, `IncompleteCheckpoint` where the Hub could not give it.
     """
+    reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
         raise NotACheckpoint("an empty name: no such folder, and no Hub id")
     if not reference.startswith(_URI):
         local = _local(reference, near)
         if local is not None:
-            return _cached_source(local, reference)
+            return source_of(local, reference)
         _require_no_file(reference)
     match = _HUB_ID.match(reference.removeprefix(_URI))
     if match is None:
         looked_in = f"looked in {Path.cwd()}{f' and {near}' if near else ''}"
         raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
     return _from_hub(match["id"], match["revision"] or revision, reference, download=download, wanted=wanted)
+
+
+def opened(checkpoint: str | os.PathLike[str] | Checkpoint, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpoint:
+    """Return the checkpoint that is given, or the one at a path, or of a Hub id, whose `wanted` weights are downloaded.
+
+    Raises as `resolve` and `open_checkpoint` do.
+    """
+    if not isinstance(checkpoint, str | os.PathLike):
+        return checkpoint
+    return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
 
 
 def _local(reference: str, near: Path | None) -> Path | None:
@@ -99,16 +124,6 @@ def _tidy(path: Path) -> Path:
     """Return the path without `..` where that is the same folder; through a link it may not be."""
     tidy = Path(os.path.normpath(path))
     return tidy if tidy.is_dir() and tidy.samefile(path) else path
-
-
-def _cached_source(path: Path, reference: str) -> Source:
-    """Return a local source; a path into the Hub cache (`models--owner--name/snapshots/<commit>`) tells id and commit."""
-    real = Path(os.path.realpath(path))
-    repo = real.parent.parent.name
-    if real.parent.name == "snapshots" and repo.startswith("models--"):
-        hub_id = repo.removeprefix("models--").replace("--", "/", 1)
-        return Source(path=path, reference=reference, hub_id=hub_id, revision=real.name)
-    return Source(path=path, reference=reference)
 
 
 def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:

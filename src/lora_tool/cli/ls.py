@@ -21,9 +21,9 @@ def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes f
 
     The verdict is that of `validate` from headers; the best one of a run that is whole has a star.
     """
-    from lora_tool.inventory import inventory  # noqa: PLC0415 - the rules, only now
+    from lora_tool.pipeline.looking import ls  # noqa: PLC0415 - the rules, only now
 
-    runs = list(inventory(root))
+    runs = ls(root)
     if as_json:
         found = [dataclasses.asdict(run) for run in runs]
         click.echo(json.dumps({"schema_version": 1, "root": json_data(root), "runs": json_data(found)}, indent=2))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.errors import LoraToolError
-from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
-from lora_tool.tensors import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,21 +18,13 @@ class Job:
 
     checkpoint: Path
     output: Path
-    base: str | None = None
-    task: Task = Task.AUTO
-    num_labels: int | None = None
-    dtype: DType | None = None
-    precision: Precision = Precision.FLOAT32
-    untie: bool = False
-    expert_layout: ExpertLayout | None = None
+    options: MergeOptions = field(default_factory=MergeOptions)
     tag: str | None = None
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
-    overwrite: bool = False
-    jobs: int | None = None
     push: str | None = None
     private: bool | None = None
     revision: str | None = None

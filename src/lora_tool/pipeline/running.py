@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -27,43 +25,38 @@ from lora_tool.errors import (
     CheckpointError,
     LoraToolError,
     NotACheckpoint,
-    OnlyInMemory,
     OutputExists,
     UnsupportedCheckpoint,
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.formats.manifest import FILE_NAME, read_manifest
+from lora_tool.pipeline.merging import MergeInputs, named_base, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
+from lora_tool.pipeline.writing import Written, farthest, unwatched, write
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.consolidate.plan_consolidate import prepare_consolidate
-from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.build_plan import HubOrigin
-from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.progress import Progress
+from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sources import Source, another_base, resolve
+from lora_tool.sources import Source, another_base, resolve, source_of
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
-StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
-"""Given what is done and how many bytes of it there are, a progress bar."""
 
-
-def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: StageWatch | None = None) -> Outcome:
-    """Run the pipeline and return what became of every stage; `told` is called with each as it ends.
+def run(job: Job, *, on_stage: Callable[[Stage], None] = lambda _: None, watch: StageWatch = unwatched) -> Outcome:
+    """Run the pipeline and return what became of every stage; `on_stage` is called with each as it ends, `watch` for
+    the progress of what takes long.
 
     A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
     stops the pipeline is in the outcome, not raised; an interrupt is.
     """
-    running = _Running(job, watch or (lambda _what, _nbytes: nullcontext(lambda _: None)))
+    running = _Running(job, watch)
     stages: list[Stage] = []
     steps = {
         "open": running.open,
@@ -79,7 +72,7 @@ def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: Stag
             continue
         began = time.monotonic()
         stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
-        told(stages[-1])
+        on_stage(stages[-1])
     passed = all(stage.status is not Status.FAILED for stage in stages)
     return Outcome(stages=tuple(stages), output=running.result if passed else None)
 
@@ -90,8 +83,8 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
     except LoraToolError as error:
         return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
     except OSError as error:
-        told = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
-        return Stage(name=name, status=Status.FAILED, summary=str(told), error=told)
+        reported = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
+        return Stage(name=name, status=Status.FAILED, summary=str(reported), error=reported)
 
 
 class _Running:
@@ -100,7 +93,7 @@ class _Running:
     def __init__(self, job: Job, watch: StageWatch) -> None:
         self._job = job
         self._watch = watch
-        self._proofs = StageCache(job.output)
+        self._cache = StageCache(job.output)
         self._root = job.checkpoint
         self._opened: Checkpoint | None = None
         self._needs_consolidation = False
@@ -129,7 +122,7 @@ class _Running:
             opened = open_checkpoint(self._root)
             summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
         if not isinstance(opened, ModelDir):
-            ours = job.overwrite or bool(self._proofs)
+            ours = job.options.overwrite or bool(self._cache)
             check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
         self._opened = opened
         return Stage(name="open", status=Status.PASSED, summary=summary)
@@ -163,16 +156,18 @@ class _Running:
         return Stage(name="validate", status=Status.PASSED, summary=_counted(report) + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
-        task = {"reward": "reward", "seq-cls": "seq-cls", "causal-lm": "causal-lm"}.get(self._job.task.value)
+        options = self._job.options
+        task = {"reward": "reward", "seq-cls": "seq-cls", "causal-lm": "causal-lm"}.get(str(options.task))
         config = opened.config if isinstance(opened, AdapterDir) else None
-        base: ModelDir | None = None
+        base = options.base if isinstance(options.base, ModelDir) else None
         try:
-            reference = self._job.base or (config.base_model if config else None)
-            base = open_model(resolve(reference, near=self._root).path) if reference else None
+            reference = options.base or (config.base_model if config else None)
+            if reference and not isinstance(reference, ModelDir):
+                base = open_model(resolve(reference, near=self._root).path)
         except CheckpointError:
-            if self._job.base:
+            if options.base:
                 raise
-        return validate(opened, base=base, task=task, num_labels=self._job.num_labels, ignore=self._job.ignore)
+        return validate(opened, base=base, task=task, num_labels=options.num_labels, ignore=self._job.ignore)
 
     def consolidate(self) -> Stage:
         """Put rank files together, where there is nothing better, and judge the result."""
@@ -183,7 +178,7 @@ class _Running:
         config = [job.adapter_config.parent] if job.adapter_config else []
         key = key_of(options, [self._root, *config], own=job.own)
         for folder in (job.consolidated, job.output):
-            done = self._proofs.summary("consolidate", key, folder)
+            done = self._cache.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
         plan, values = prepare_consolidate(
@@ -194,7 +189,7 @@ class _Running:
         summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
         stage = self._put_together(folder, Status.PASSED, summary)
         if stage.status is Status.PASSED:
-            self._proofs.keep("consolidate", key, folder, stage.summary)
+            self._cache.keep("consolidate", key, folder, stage.summary)
         return stage
 
     def _put_together(self, folder: Path, status: Status, summary: str) -> Stage:
@@ -214,28 +209,33 @@ class _Running:
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         base = self._base(opened)
-        options = ("merge", job.task, job.num_labels, job.dtype, job.precision, job.untie, job.expert_layout)
-        key = key_of(options, [opened.root, base.path], own=job.own)
+        options = replace(job.options, out=None, base=None, jobs=None, overwrite=False)
+        key = key_of(("merge", options), [opened.root, base.path], own=job.own)
         self._adapter, self.result = opened, job.output
-        done = self._proofs.summary("merge", key, job.output)
+        done = self._cache.summary("merge", key, job.output)
         if done is not None:
-            kept = self._proofs.warnings("merge")
+            kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
-        plan = self._merge_plan(opened, base)
-        self._write("merge", key, plan, job.output)
-        fates = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items() if fate != "consumed")
-        summary = f"{fates}: {job.output}, {size(plan.data_bytes)}"
+        inputs = MergeInputs(
+            adapters=(opened,), sources=(source_of(opened.root),), base=open_model(base.path), base_source=base
+        )
+        notes: list[str] = []
+        with planned(inputs, job.options, job.output, note=notes.append) as plan:
+            if plan is None:
+                raise AssertionError("only a dry run has no plan")
+            written = self._write("merge", key, plan, job.output)
+        counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
+        summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
         named = opened.config.base_model if opened.config else None
-        lost = delta_retention.warning(read_manifest(job.output / FILE_NAME).raw.get("fidelity"), plan)
-        warnings = (*another_base(named, self._root, base), *plan.warnings, *filter(None, [lost]))
-        self._proofs.keep("merge", key, job.output, summary, warnings)
+        warnings = (*another_base(named, self._root, base), *notes, *written.warnings)
+        self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
         """Return unless a model that needs no merge is of another class than was asked for."""
         if not isinstance(opened, ModelDir):
             return
-        asked, config = self._job.task, opened.config
+        asked, config = Task(self._job.options.task), opened.config
         name = config.architectures[0] if config and config.architectures else ""
         generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFICATION_HEADS))
         if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
@@ -247,62 +247,33 @@ class _Running:
                 hint="leave --task and --rm out, or give the checkpoint of that task",
             )
 
-    def _merge_plan(self, adapter: AdapterDir, base: Source) -> Plan:
-        job = self._job
-        try:
-            return plan_merge(
-                open_model(base.path),
-                adapter,
-                task=job.task,
-                num_labels=job.num_labels,
-                dtype=job.dtype,
-                precision=job.precision,
-                untie=job.untie,
-                expert_layout=job.expert_layout,
-                base_origin=HubOrigin(hub_id=base.hub_id, revision=base.revision),
-            )
-        except OnlyInMemory as error:
-            error.hint = f"with the whole model in memory: lora-tool merge {adapter.root} -o OUT --allow-in-memory"
-            raise
-
     def _base(self, adapter: AdapterDir) -> Source:
-        config = adapter.config
-        reference = self._job.base or (config.base_model if config else None)
-        if reference is None:
-            raise NotACheckpoint(
-                f"{adapter.root}: adapter_config.json names no base model", hint="give it: --base MODEL"
-            )
-        revision = config.revision if config and not self._job.base else None
-        # what was put together lies elsewhere than the config that names the base by a relative path
-        try:
-            return resolve(reference, near=self._root, revision=revision, download=True)
-        except NotACheckpoint as error:
-            error.hint = error.hint or OTHER_BASE
-            raise
+        base = self._job.options.base
+        if base is None:
+            # what was put together lies elsewhere than the config that names the base by a relative path
+            return named_base(adapter, near=self._root)
+        return source_of(base.root) if isinstance(base, ModelDir) else resolve(base, near=self._root, download=True)
 
-    def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> None:
+    def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> Written:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
-        from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
-        from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415
-
-        def check(written: Path) -> dict[str, object]:
-            found = check_written(plan, written, jobs=self._job.jobs)
-            found.raise_for_errors()
-            return summary_json(found)
-
-        overwrite = self._job.overwrite or self._proofs.begun(name, key)
-        if folder.exists() and not overwrite and self._proofs:
+        options = self._job.options
+        overwrite = options.overwrite or self._cache.begun(name, key)
+        if folder.exists() and not overwrite and self._cache:
             raise OutputExists(
                 f"{folder} was made by an earlier run from other inputs or with other options",
                 hint="--overwrite replaces it, or give another folder: -o OUT",
             )
         if not folder.exists():
-            self._proofs.begin(name, key)
-        total = plan.data_bytes + (values.nbytes if values else 0)
-        with self._watch(name, total) as advance:
-            execute(
-                plan, folder, jobs=self._job.jobs, overwrite=overwrite, progress=advance, check=check, values=values
-            )
+            self._cache.begin(name, key)
+        watch = self._watch
+        return write(
+            plan,
+            folder,
+            jobs=options.jobs,
+            overwrite=overwrite,
+            values=values,
+            watch=lambda _, nbytes: watch(name, nbytes),
+        )
 
     def verify(self) -> Stage:
         """Compare every value of the merged model with base and adapter."""
@@ -314,21 +285,19 @@ class _Running:
 
         base = self._base(adapter)
         key = key_of(("verify", job.ignore, job.fail_on), [adapter.root, base.path, self.result], own=job.own)
-        done = self._proofs.summary("verify", key, self.result)
+        done = self._cache.summary("verify", key, self.result)
         if done is not None:
             return Stage(name="verify", status=Status.REUSED, summary=done)
         inputs = find_inputs(self.result, base=str(base.path), adapters=[str(adapter.root)])
         with self._watch("verify", inputs.merged.weights.nbytes) as advance:
-            found = verify_inputs(inputs, ignore=job.ignore, jobs=job.jobs, progress=advance)
-        told = summary_json(found)
-        ulps = told["largest_ulps"]
-        farthest = "" if ulps is None else f", at most {ulps:.2f} units in the last place off"
-        summary = f"{told['right']} of {told['tensors']} tensors right, every value compared{farthest}"
+            found = verify_inputs(inputs, ignore=job.ignore, jobs=job.options.jobs, progress=advance)
+        seen = summary_json(found)
+        summary = f"{seen['right']} of {seen['tensors']} tensors right, every value compared{farthest(seen)}"
         failing = found.report.at_least(job.fail_on)
         if failing:
             error = VerificationFailed(str(failing[0]), hint=failing[0].hint)
             return Stage(name="verify", status=Status.FAILED, summary=summary, report=found.report, error=error)
-        self._proofs.keep("verify", key, self.result, summary)
+        self._cache.keep("verify", key, self.result, summary)
         return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report)
 
     def push(self) -> Stage:
@@ -372,6 +341,6 @@ def _curable(findings: Iterable[Finding]) -> bool:
 
 def _counted(report: Report) -> str:
     counts = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
-    told = [counted(count, what) for count, what in counts if count]
+    found = [counted(count, what) for count, what in counts if count]
     codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
-    return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"
+    return f"{', '.join(found)}: {', '.join(codes)}" if found else "no findings"

@@ -42,7 +42,7 @@ def _annotations(report: Report, pages: Mapping[str, Page], root: Path) -> Itera
         left = mine[max(0, CAP - 1 - len(unread)) :]
         codes = spans(sorted({group[0].code for group in left}))
         number = len(commands) - CAP + 1
-        yield _command(kind, {"title": f"{number} more"}, f"{number} more annotations do not fit here: {codes}")
+        yield _command(kind, {"title": f"{number} more"}, f"{number} more annotations omitted: {codes}")
 
 
 def _annotation(kind: str, group: Sequence[Finding], pages: Mapping[str, Page], root: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_tool.errors import BadRunConfig, CorruptFile
 from lora_tool.formats.files import read_text
+from lora_tool.plan.merge.options import MergeArguments, keys
 from lora_tool.train.codes import CODES
 from lora_tool.train.methods import Method
 from lora_tool.train.options import Names, option_names, preset_path, presets
@@ -245,10 +246,7 @@ def _guard(block: Mapping[str, Any]) -> GuardSettings:
     return GuardSettings(mode=mode, window=window, ignore=tuple(ignore))
 
 
-_MERGE = (
-    *("output", "dtype", "precision", "base", "max_shard_size", "overwrite", "verify"),
-    *("untie", "moe_b_layout", "allow_in_memory", "jobs"),
-)
+_MERGE = keys(MergeArguments)
 _PUSH = ("repo", "private", "revision", "create_pr", "tag", "message", "what")
 _PUSHED = ("merged", "adapter")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir, open_sharded
 from lora_tool.choices import Choice
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
@@ -29,7 +30,7 @@ from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
 
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
@@ -59,12 +60,12 @@ class _Choice:
 
 
 def plan_consolidate(
-    checkpoint: ZeroDir | DcpDir,
+    checkpoint: ZeroDir | DcpDir | str | os.PathLike[str],
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
-    adapter_config: Path | None = None,
-    dtype: DType | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    dtype: DType | str | None = None,
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
 ) -> Plan:
@@ -88,12 +89,12 @@ def plan_consolidate(
 
 
 def prepare_consolidate(
-    checkpoint: ZeroDir | DcpDir,
+    checkpoint: ZeroDir | DcpDir | str | os.PathLike[str],
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
-    adapter_config: Path | None = None,
-    dtype: DType | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    dtype: DType | str | None = None,
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
 ) -> tuple[Plan, ValueCheck | None]:
@@ -106,12 +107,14 @@ def prepare_consolidate(
     together at all.
     """
     ignored = tuple(code.upper() for code in ignore)
-    state = training_state(checkpoint, tag=tag)
+    dtype = None if dtype is None else float_type(dtype)
+    opened = checkpoint if isinstance(checkpoint, ZeroDir | DcpDir) else open_sharded(checkpoint)
+    state = training_state(opened, tag=tag)
     kept = _refuse_errors(state.faults, ignored)
     decided = What(what)
     if decided is What.AUTO:
         decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
-    choice = _choose(decided, state, adapter_config, dtype)
+    choice = _choose(decided, state, Path(adapter_config) if adapter_config else None, dtype)
     kept += _refuse_errors(choice.faults, ignored)
     tensors = state.assemble(frozenset(choice.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)

@@ -21,7 +21,7 @@ from lora_tool.plan.merge.build_plan import HubOrigin, assembled
 from lora_tool.plan.merge.head import Head, count_labels, head_names
 from lora_tool.plan.merge.plan_merge import config_of_adapter, named, require_not_merged_before
 from lora_tool.plan.merge.steps import MergeContext
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
     lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
@@ -64,7 +64,7 @@ def ask_in_memory(
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
 ) -> InMemory:
     """Return what PEFT is to be asked for. Raises as `plan_merge` does where it could not be right either."""
     require_not_merged_before(base, adapters)
@@ -92,7 +92,7 @@ def ask_in_memory(
         arch=found.arch,
         task=found.task,
         num_labels=rows,
-        dtype=dtype,
+        dtype=None if dtype is None else float_type(dtype),
         facts=facts,
     )
 

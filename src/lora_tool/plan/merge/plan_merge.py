@@ -41,7 +41,7 @@ from lora_tool.plan.merge.tied_embeddings import (
     without_tied_repeats,
 )
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
-from lora_tool.tensors import DType
+from lora_tool.tensors import DType, float_type
 
 if TYPE_CHECKING:
     from lora_tool.plan.merge.converted_base import ConvertedBase
@@ -53,11 +53,11 @@ def plan_merge(
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
     precision: Precision | str = Precision.FLOAT32,
     untie: bool = False,
     max_shard_bytes: int | None = None,
-    expert_layout: ExpertLayout | None = None,
+    expert_layout: ExpertLayout | str | None = None,
     base_origin: HubOrigin = LOCAL,
     adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL,
 ) -> Plan:
@@ -72,6 +72,8 @@ def plan_merge(
     `UnsupportedAdapter` for what cannot be merged exactly, `IncompatibleBase` where base and adapter do not fit.
     """
     adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
+    dtype = None if dtype is None else float_type(dtype)
+    expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
     require_whole(base)
     for each in adapters:
         require_whole(each)

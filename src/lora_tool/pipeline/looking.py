@@ -1,0 +1,25 @@
+"""Looking at what lies on the disk: what a folder holds, which checkpoints there are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lora_tool.checkpoint import Checkpoint
+from lora_tool.inspection.folders import inspect_checkpoint
+from lora_tool.inspection.model import Inspection
+from lora_tool.inventory import Inventory, inventory
+from lora_tool.sources import opened
+
+
+def inspect(checkpoint: str | os.PathLike[str] | Checkpoint, *, norms: bool | None = None) -> Inspection:
+    """Return what `checkpoint`, a path, a Hub id or an opened one, is and holds.
+
+    `norms` True computes the norms of an adapter, None those of an adapter up to 512 MiB. Raises `CheckpointError`.
+    """
+    return inspect_checkpoint(opened(checkpoint), norms=norms)
+
+
+def ls(root: str | os.PathLike[str] = ".") -> tuple[Inventory, ...]:
+    """Return every checkpoint under `root`, run by run, each with its verdict. Raises `NotACheckpoint`."""
+    return tuple(inventory(Path(root)))
