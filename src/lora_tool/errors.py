@@ -38,6 +38,7 @@ from __future__ import annotations
 import enum
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 
 @enum.unique
@@ -171,7 +172,11 @@ class TrainingFailed(TrainingError):
 
 
 class FindingsFound(LoraToolError):
-    """A report holds findings at or above the level that was asked for."""
+    """Findings at or above the level that was asked for; `report` is the report that holds them, None without one."""
+
+    def __init__(self, message: str, *, hint: str | None = None, report: Any = None) -> None:  # noqa: ANN401 - a `Report`
+        super().__init__(message, hint=hint)
+        self.report = report
 
 
 class HubError(LoraToolError):

@@ -140,8 +140,6 @@ def test_an_unknown_command_names_the_closest(call: Caller) -> None:
         ),
         ([LLAMA, "--base", "fixtures/reward-run/checkpoint-2"], ["is a trainer checkpoint: expected a model"]),
         ([LLAMA, "--base", ""], ["no such folder"]),
-        ([LLAMA, "--rm"], ["task_type is CAUSAL_LM, but --task reward was asked for", "SEQ_CLS"]),
-        ([QWEN, "--num-labels", "4"], ["has 1 rows", "asked for were 4"]),
     ],
 )
 def test_what_cannot_be_done_is_told_with_exit_code_3(
@@ -244,6 +242,54 @@ def test_several_adapters_need_a_name_and_are_all_in_the_manifest(copies: Path, 
     assert "this very adapter" in again.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([LLAMA, "--rm"], ["LT304", "a reward model was asked for, this is the adapter of a causal LM"]),
+        ([QWEN, "--num-labels", "4"], ["LT303", "has 1 rows, asked for: 4 labels"]),
+    ],
+)
+def test_findings_refuse_with_exit_code_1(arguments: list[str], words: list[str], tmp_path: Path, call: Caller) -> None:
+    called = call("merge", *arguments, "-o", tmp_path / "out")
+    assert (called.code, called.out) == (1, "")
+    for word in (*words, "hint:", "1 error: "):
+        assert word in called.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_ignoring_goes_on_where_there_is_something_to_compute(copies: Path, call: Caller) -> None:
+    adapter, out = copies / "causal-llama" / "adapter", copies / "out"
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name in tensors:
+        if ".lora_B." in name:
+            tensors[name].zero_()
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    (copies / "lora-tool.toml").write_text('[ignore]\nLT208 = "a control"\n')
+    assert call("merge", adapter, "-o", out).code == 1
+    configured = call("merge", adapter, "-o", out, "--config", copies / "lora-tool.toml", "--dry-run")
+    assert (configured.code, configured.err) == (0, "")
+    ignored = call("merge", adapter, "-o", out, "--ignore", "LT208", "--json")
+    assert (ignored.code, json.loads(ignored.out)["findings"]) == (0, [])
+    tensors.popitem()
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    halved = call("merge", adapter, "-o", copies / "other", "--ignore", "LT2")
+    assert halved.code == 1
+    assert "LT201" in halved.err
+    assert "ignoring the rule does not help" in halved.err
+    assert not (copies / "other").exists()
+
+
+def test_warnings_are_shown_counted_and_may_fail(copies: Path, call: Caller) -> None:
+    adapter, out = copies / "causal-llama" / "adapter", copies / "out"
+    (adapter / "non_lora_trainables.bin").write_bytes(b"PK")
+    assert call("merge", adapter, "-o", out, "--fail-on", "warning").code == 1
+    assert not out.exists()
+    done = call("merge", adapter, "-o", out, "--json")
+    assert done.code == 0
+    assert [finding["code"] for finding in json.loads(done.out)["findings"]] == ["LT222"]
+    assert "1 warning: LT222" in done.err
+
+
 def test_peft_precision_without_torch_names_the_extra(
     copies: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +327,16 @@ def test_a_value_that_no_weight_may_have_is_refused(
                 # with r = 4 and a scaling of 4 the delta is 1.5 · 2^119: float32 holds the sum, and bfloat16 does not
                 tensor.fill_(2.0**58 if "lora_A" in name else 2.0**58 * 0.75)
         save_file(tensors, path, {"format": "pt"})
-    called = call("merge", llama / "adapter", "--base", llama / "base", "-o", copies / "out", "--precision", precision)
+    arguments: list[str | Path] = [
+        llama / "adapter",
+        "--base",
+        llama / "base",
+        "-o",
+        copies / "out",
+        "--precision",
+        precision,
+    ]
+    called = call("merge", *arguments, "--ignore", "LT209,LT219,LT220")
     assert called.code == 3
     assert refusal in called.err
     assert not (copies / "out").exists()
@@ -294,7 +349,8 @@ def test_a_damaged_head_is_not_published(precision: str, dtype: str, copies: Pat
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors["base_model.model.score.weight"][0, 3] = float("nan")
     save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
-    called = call("merge", "--rm", adapter, "-o", copies / "out", "--precision", precision, "--dtype", dtype)
+    arguments: list[str | Path] = ["--rm", adapter, "-o", copies / "out", "--precision", precision, "--dtype", dtype]
+    called = call("merge", *arguments, "--ignore", "LT209")
     assert called.code == 3
     assert "`score.weight` would hold NaN or infinity" in called.err
     assert not (copies / "out").exists()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -16,8 +18,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_tool.architectures import ARCHITECTURES, Architecture, architecture_of, is_computed
 from lora_tool.names.meta import DTYPES, default_dtype, facts_of
+from lora_tool.plan.base.known_names import KNOWN_NAMES, SWITCH, names_digest
 from lora_tool.tensors import DType
-from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
+from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_config, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls")
 KNOWN = {task: frozenset(buildable(task)) for task in TASKS}
@@ -92,6 +95,27 @@ def test_the_head_is_where_the_row_says(row: Architecture, task: Task) -> None:
         labels = {name for name, shape in shapes.items() if shape and shape[0] == NUM_LABELS}
         assert labels
         assert all(name.startswith(f"{row.head}.") for name in labels)
+
+
+def saved_names(row: Architecture, task: Task, **switches: bool) -> str | None:
+    """Return the digest of what a model with these switches of its config saves, the output layer aside."""
+    model = tiny_model(row.model_type, task, device="meta", **switches)
+    unsaved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ()), *row.causal_only}
+    return names_digest(type(model).__name__, model.config.to_dict(), model.state_dict().keys() - unsaved)
+
+
+def test_the_names_that_each_class_saves_are_known() -> None:
+    classes = [(row, task) for row in ROWS for task in TASKS if class_name(row, task) and row.model_type in KNOWN[task]]
+    found: dict[str, str | None] = {}
+    for row, task in classes:
+        found[f"{row.model_type} {task}"] = saved_names(row, task)
+        for name, value in tiny_config(row.model_type, task).to_dict().items():
+            if type(value) is bool and SWITCH.search(name):
+                with contextlib.suppress(StrictDataclassError, ValueError):  # a switch that the class forbids
+                    found[f"{row.model_type} {task} {name}"] = saved_names(row, task, **{name: not value})
+    unknown = {case: digest for case, digest in found.items() if digest is not None and digest not in KNOWN_NAMES}
+    assert unknown == {}, "add these to lora_tool.plan.base.known_names"
+    assert sum(digest is not None for digest in found.values()) > len(classes)
 
 
 @pytest.mark.parametrize("row", CONVERTIBLE)

@@ -69,6 +69,12 @@ def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
     assert not seen & {"torch", "transformers", "peft", "safetensors"}
 
 
+@pytest.mark.parametrize("options", [["--untie"], ["--precision", "peft"]], ids=" ".join)
+def test_a_plainly_stored_model_is_verified_without_torch(options: list[str], tmp_path: Path) -> None:
+    modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out"), *options]))
+    assert not loaded(CALL.format(arguments=["verify", str(tmp_path / "out")])) & {"torch", "transformers", "peft"}
+
+
 def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     seen = modules(CALL.format(arguments=["validate", ADAPTER]))
     assert not seen & {"lora_tool.plan.core.plan", "lora_tool.plan.adapter.modules", "lora_tool.names.model"}

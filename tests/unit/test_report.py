@@ -42,7 +42,7 @@ def test_worst_counts_and_at_least() -> None:
 
 def test_raise_for_errors_names_the_first_and_counts_the_rest() -> None:
     report(finding(severity=Severity.WARNING)).raise_for_errors()
-    with pytest.raises(FindingsFound, match=r"LT206 .*`x.lora_A.weight`: is wrong \(and 1 more errors\)") as raised:
+    with pytest.raises(FindingsFound, match=r"LT206 .*`x.lora_A.weight`: is wrong \(and 1 more error\)") as raised:
         report(finding(), finding()).raise_for_errors()
     assert raised.value.hint == "mend it"
 

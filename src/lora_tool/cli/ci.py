@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
     UserPath,
-    fail_on_option,
-    ignore_option,
+    config_option,
     json_option,
     quiet_option,
     report_option,
@@ -24,6 +24,7 @@ from lora_tool.cli.options import (
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.push import repository
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
+from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import wants_colour
 from lora_tool.cli.writing import asked, merge_options
 from lora_tool.display import printable
@@ -32,7 +33,7 @@ from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
-from lora_tool.rules.engine.registry import RULES, expand
+from lora_tool.rules.engine.registry import RULES
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -48,16 +49,12 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
     type=UserPath(exists=True),
     help="adapter_config.json, for rank files.  [default: beside them]",
 )
-@ignore_option()
-@fail_on_option
 @click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
 @click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
 @click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")
 @report_option
-@click.option(
-    "--config", "config_file", type=UserPath(dir_okay=False), help="Configuration.  [default: lora-tool.toml]"
-)
+@config_option
 @json_option
 @quiet_option("Nothing but the summary.")
 @click.pass_context
@@ -72,19 +69,19 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
 
     configured = configuration(options["config_file"], [str(options["checkpoint"])])
     options = with_table(ctx, configured)
-    codes, ignored = _ignored(options["ignore"], configured.ignore)
+    rules = rule_choice(ctx, options, configured)
     files = [report_file(value) for value in options["reports"]]
     folder = configured.path.parent if configured.path else None
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
-    job = _job(options, codes, files)
+    job = _job(options, rules, files)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
         on_stage=lambda stage: None if quiet else click.echo(_line(stage, colour=wants_colour())),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
-    report = _report(outcome, job, ignored)
+    report = _report(outcome, job, rules.ignored)
     _write_reports(outcome, report, files, job)
     _set_github_output(outcome)
     if options["as_json"]:
@@ -99,31 +96,19 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     return _exit_code(outcome)
 
 
-def _ignored(
-    typed: tuple[str, ...], configured: Mapping[str, str | None]
-) -> tuple[tuple[str, ...], tuple[Ignored, ...]]:
-    import lora_tool.validation.validating  # noqa: F401, PLC0415 - it registers the rules
-
-    codes = dict.fromkeys(sorted(expand(typed)))
-    codes |= {known: reason for code, reason in configured.items() for known in sorted(expand([code]))}
-    return tuple(codes), tuple(Ignored(code=code, reason=reason) for code, reason in sorted(codes.items()))
-
-
-def _job(options: Mapping[str, Any], ignore: tuple[str, ...], files: Sequence[ReportFile]) -> Job:
+def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile]) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
     repo, branch = options["push"] or (None, None)
     if branch and options["revision"] not in (None, branch):
         raise click.UsageError(f"--push says @{branch}, --revision says {options['revision']}")
-    merging = asked(MergeOptions, options)
+    merging = replace(asked(MergeOptions, options), **rules.arguments())
     return Job(
         checkpoint=checkpoint,
         output=Path(merging.out) if merging.out else real.with_name(f"{real.name}-merged"),
         options=merging,
         tag=options["tag"],
         adapter_config=options["adapter_config"],
-        ignore=ignore,
-        fail_on=Severity(options["fail_on"]),
         push=repo,
         private=options["private"],
         revision=options["revision"] or branch,

@@ -9,7 +9,7 @@ import click
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.cli.options import UserPath, ignore_option, jobs_option, overwrite_option, require_rules
-from lora_tool.cli.terminal import warn
+from lora_tool.cli.terminal import show_findings, warn
 from lora_tool.cli.writing import Parsed, Word, run_options, show_plan, show_written, size_option, written
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
@@ -77,6 +77,7 @@ def command(
     plan, values = prepare_consolidate(opened, max_shard_bytes=max_shard_size, ignore=ignore, **asked)
     out = output or default_output(opened, str(plan.manifest["what"]))
     check_output(out, overwrite=overwrite, inputs=(opened.root,))
+    show_findings(plan.findings)
     for warning in plan.warnings:
         warn(warning)
     if dry_run:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lora_tool.cli.terminal import warn
+from lora_tool.cli.configuration import configuration
+from lora_tool.cli.options import config_option
+from lora_tool.cli.rule_choice import rule_choice
+from lora_tool.cli.terminal import show_findings, warn
 from lora_tool.cli.writing import asked, merge_options, run_options, show_plan, show_written, written
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments
@@ -16,14 +20,27 @@ from lora_tool.plan.merge.options import MergeArguments
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
 @click.argument("adapters", nargs=-1, metavar="[ADAPTER]...")
 @merge_options(MergeArguments)
+@config_option
 @run_options
-def command(adapters: tuple[str, ...], *, dry_run: bool, as_json: bool, quiet: bool, **typed: Any) -> None:  # noqa: ANN401 - the declared options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    adapters: tuple[str, ...],
+    *,
+    config_file: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **typed: Any,  # noqa: ANN401 - the declared options
+) -> None:
     """Merge ADAPTER (a folder or Hub id; by default this folder) into its base model.
 
     If several are given, their ΔW are summed. The result is of the class that the adapter is for: a causal LM, a
     classifier, whatever its config says. The output folder appears only when it is complete.
     """
-    options = asked(MergeArguments, typed)
+    rules = rule_choice(ctx, typed, configuration(config_file, adapters or (".",)))
+    options = replace(asked(MergeArguments, typed), **rules.arguments())
     if len(adapters) > 1 and options.out is None:
         raise click.UsageError("of several adapters the output has no name of its own: give it with -o OUT")
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
@@ -40,6 +57,7 @@ def command(adapters: tuple[str, ...], *, dry_run: bool, as_json: bool, quiet: b
         if plan is None:
             click.echo(f"would write {printable(str(out))}, merged by PEFT in memory")
             return
+        show_findings(plan.findings)
         for warning in (*plan.warnings, *inputs.warnings):
             warn(warning)
         if dry_run:

@@ -80,6 +80,12 @@ def ignore_option(help_text: str = "Not these rules.") -> Callable[[Decorated], 
     return codes_option("--ignore", help_text)
 
 
+def config_option(command: Decorated) -> Decorated:
+    """Add ``--config``: the file to read instead of the nearest `lora-tool.toml`."""
+    help_text = "Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]"
+    return click.option("--config", "config_file", type=UserPath(dir_okay=False), help=help_text)(command)
+
+
 def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
     """Add an option of codes with commas between them, which may be given again; the command gets one tuple of all."""
     return click.option(

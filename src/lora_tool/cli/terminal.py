@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 
 import click
 
 from lora_tool.display import printable, shortened
-from lora_tool.errors import LoraToolError
+from lora_tool.errors import FindingsFound, LoraToolError
+from lora_tool.report.findings import Finding, Severity
 
 _COLOURS = {"error": "red", "warning": "yellow", "hint": "cyan"}
 
@@ -34,8 +36,23 @@ def warn(text: str) -> None:
     tell("warning", text)
 
 
+def show_findings(findings: Iterable[Finding]) -> None:
+    """Write errors and warnings to stderr as `validate` prints them, and how many there are."""
+    from lora_tool.report.model import Report  # noqa: PLC0415 - where there are findings
+    from lora_tool.report.text import counts, findings_lines  # noqa: PLC0415
+
+    shown = tuple(finding for finding in findings if finding.severity > Severity.INFO)
+    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    for line in findings_lines(shown, color=colour):
+        click.echo(line, err=True)
+    if shown:
+        click.echo(counts(Report(findings=shown)), err=True)
+
+
 def show_error(error: LoraToolError) -> None:
-    """Write the error and its hint to stderr."""
+    """Write the error and its hint to stderr, and the findings that it is about."""
+    if isinstance(error, FindingsFound) and error.report is not None:
+        show_findings(error.report.findings)
     tell("error", str(error))
     if error.hint:
         tell("hint", error.hint)

@@ -15,8 +15,8 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
-    UserPath,
     base_option,
+    config_option,
     fail_on_option,
     format_option,
     ignore_option,
@@ -27,14 +27,15 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
+from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import show_error, wants_colour
 from lora_tool.errors import CheckpointError, LoraToolError
 from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
-from lora_tool.report.model import Ignored, Report, Unread, joined
-from lora_tool.rules.engine.registry import RULES, expand
+from lora_tool.report.model import Report, Unread, joined
+from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import Source, Wanted, resolve
@@ -74,12 +75,7 @@ _LONG = 1 << 30
 )
 @format_option
 @report_option
-@click.option(
-    "--config",
-    "config_file",
-    type=UserPath(dir_okay=False),
-    help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
-)
+@config_option
 @json_option
 @quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
 @click.pass_context
@@ -107,7 +103,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
             continue
         errors.append(error)
         reports.append(Report(unread=(Unread(path=path, message=str(error), hint=error.hint),)))
-    report = replace(joined(reports), ignored=asked.ignored)
+    report = replace(joined(reports), ignored=asked.rules.ignored)
     _show(report, asked)
     return _exit_code(report, errors, asked)
 
@@ -119,10 +115,8 @@ class _Asked:
     reward: bool
     num_labels: int | None
     deep: bool | None
-    select: tuple[str, ...]
-    ignored: tuple[Ignored, ...]
+    rules: RuleChoice
     servers: frozenset[Server]
-    fail_on: Severity
     strict: bool
     form: Form
     files: tuple[ReportFile, ...]
@@ -144,21 +138,13 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
     strict = bool(chosen("strict", configured.strict))
-    typed = options["ignore"]
-    ignored = dict.fromkeys(sorted(expand(typed))) | {
-        known: reason for code, reason in configured.ignore.items() for known in sorted(expand([code]))
-    }
-    select = options["select"] or configured.select
-    expand(select)
     return _Asked(
         reward=reward,
         num_labels=num_labels,
         # strict means that everything is checked
         deep=True if strict and options["deep"] is None else options["deep"],
-        select=select,
-        ignored=tuple(Ignored(code=code, reason=reason) for code, reason in sorted(ignored.items())),
+        rules=rule_choice(ctx, options, configured),
         servers=frozenset(map(Server, options["servers"] or configured.servers)),
-        fail_on=Severity(chosen("fail_on", configured.fail_on)),
         strict=strict,
         form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
         files=tuple(files),
@@ -177,8 +163,8 @@ def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tup
             adapters=adapters,
             num_labels=1 if asked.reward else asked.num_labels,
             task="reward" if asked.reward else None,
-            select=asked.select,
-            ignore=[ignored.code for ignored in asked.ignored],
+            select=asked.rules.select,
+            ignore=asked.rules.ignore,
             deep=asked.deep,
             servers=asked.servers,
             checkpoints=True,
@@ -243,7 +229,7 @@ def _show(report: Report, asked: _Asked) -> None:
     pages = {code: rule.page for code, rule in RULES.items()}
 
     def text(form: Form, *, color: bool = False) -> str:
-        return rendered(report, form, pages=pages, fail_on=asked.fail_on, color=color)
+        return rendered(report, form, pages=pages, fail_on=asked.rules.fail_on, color=color)
 
     nothing = not report.subjects and asked.form is Form.TEXT  # the errors on stderr say all there is
     quiet = asked.quiet and not report.findings and asked.form in (Form.TEXT, Form.GITHUB)
@@ -261,5 +247,7 @@ def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> in
         show_error(error)
     if errors:
         return max(map(exit_code, errors), default=CANNOT)
-    failed = report.at_least(Severity.WARNING if asked.strict else asked.fail_on) or (asked.strict and report.skipped)
+    failed = report.at_least(Severity.WARNING if asked.strict else asked.rules.fail_on) or (
+        asked.strict and report.skipped
+    )
     return FINDINGS if failed else DONE

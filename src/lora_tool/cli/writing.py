@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lora_tool.choices import Choice, number_of_bytes, positive
-from lora_tool.cli.options import UserPath, quiet_option
+from lora_tool.cli.options import UserPath, codes_option, quiet_option
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.terminal import warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.options import MergeOptions, Option, declared
+from lora_tool.plan.merge.options import MergeOptions, Option, codes, declared
 from lora_tool.report.findings import Finding
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decor
         spelling |= {"default": default, "is_flag": True}
         typed, shown = (f"{typed}/--no-{typed[2:]}", True) if default else (typed, False)
         return click.option(typed, name, show_default=shown, **spelling)
+    if how.parse is codes:
+        return codes_option(typed, how.help)
     if isinstance(how.parse, type) and issubclass(how.parse, Choice):
         kind: Any = Word(how.parse)
     elif how.parse is positive:

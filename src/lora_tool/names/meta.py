@@ -172,7 +172,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
         modules=frozenset(modules),
         layers=frozenset(path for path, module in modules.items() if isinstance(module, _LAYERS)),
         conv1d=frozenset(path for path, module in modules.items() if isinstance(module, Conv1D)),
-        transposed=frozenset(path for path, module in modules.items() if getattr(module, "stack_is_transposed", False)),
+        transposed=frozenset(path for path, module in modules.items() if getattr(module, "is_transposed", False)),
         tied=dict(model.all_tied_weights_keys),
         output=paths.get(id(output)) if output is not None else None,
         head=heads[0].removesuffix(".weight") if len(heads) == 1 else None,

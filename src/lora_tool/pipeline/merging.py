@@ -167,7 +167,12 @@ def planned(
         if not options.allow_in_memory:
             raise
         asked = ask_in_memory(
-            inputs.base, inputs.adapters, task=options.task, num_labels=options.num_labels, dtype=options.dtype
+            inputs.base,
+            inputs.adapters,
+            task=options.task,
+            num_labels=options.num_labels,
+            dtype=options.dtype,
+            **options.rules(),
         )
         note(f"PEFT merges it in memory, which takes about {size(asked.needed_bytes)}: {why}")
         reason = str(why)
@@ -191,6 +196,7 @@ def _plan(inputs: MergeInputs, options: MergeOptions) -> Plan:
         expert_layout=options.expert_layout,
         base_origin=_origin(inputs.base_source),
         adapter_origin=[_origin(source) for source in inputs.sources],
+        **options.rules(),
     )
 
 

@@ -23,14 +23,27 @@ class Job:
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
-    ignore: tuple[str, ...] = ()
-    fail_on: Severity = Severity.ERROR
     push: str | None = None
     private: bool | None = None
     revision: str | None = None
     create_pr: bool = False
     reports: tuple[Path, ...] = ()
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
+
+    @property
+    def select(self) -> tuple[str, ...]:
+        """The codes of the only rules that judge, all where it is empty."""
+        return tuple(self.options.select)
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """The codes of the rules that do not judge."""
+        return tuple(self.options.ignore)
+
+    @property
+    def fail_on(self) -> Severity:
+        """The severity at which a finding stops the pipeline."""
+        return Severity(self.options.fail_on)
 
     @property
     def consolidated(self) -> Path:

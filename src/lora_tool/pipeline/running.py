@@ -20,9 +20,10 @@ from lora_tool.checkpoint import (
     open_model,
     open_sharded,
 )
-from lora_tool.display import counted, size
+from lora_tool.display import size
 from lora_tool.errors import (
     CheckpointError,
+    FindingsFound,
     LoraToolError,
     NotACheckpoint,
     OutputExists,
@@ -40,6 +41,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
+from lora_tool.report.text import counts
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, another_base, resolve, source_of
@@ -80,6 +82,10 @@ def run(job: Job, *, on_stage: Callable[[Stage], None] = lambda _: None, watch: 
 def _tried(name: str, step: Callable[[], Stage]) -> Stage:
     try:
         return step()
+    except FindingsFound as error:
+        if error.report is None:
+            return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
+        return Stage(name=name, status=Status.FAILED, summary=counts(error.report), report=error.report)
     except LoraToolError as error:
         return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
     except OSError as error:
@@ -129,7 +135,7 @@ class _Running:
 
     def _best(self, run: RunDir) -> tuple[Path, str]:
         """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = validate(run, ignore=self._job.ignore).runs
+        (table,) = validate(run, select=self._job.select, ignore=self._job.ignore).runs
         if table.best is not None:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
@@ -149,15 +155,15 @@ class _Running:
         beside = bool(failing) and _has_rank_files(opened)
         self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
         if failing and not (beside and _curable(failing)):
-            return Stage(name="validate", status=Status.FAILED, summary=_counted(report), report=report)
+            return Stage(name="validate", status=Status.FAILED, summary=counts(report), report=report)
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
         kept = replace(report, findings=()) if failing else report
-        return Stage(name="validate", status=Status.PASSED, summary=_counted(report) + what, report=kept)
+        return Stage(name="validate", status=Status.PASSED, summary=counts(report) + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
         options = self._job.options
-        task = {"reward": "reward", "seq-cls": "seq-cls", "causal-lm": "causal-lm"}.get(str(options.task))
+        task = Task(options.task).expected
         config = opened.config if isinstance(opened, AdapterDir) else None
         base = options.base if isinstance(options.base, ModelDir) else None
         try:
@@ -196,7 +202,7 @@ class _Running:
         self._opened = open_checkpoint(folder)
         report = self._judged(self._opened)
         if report.at_least(self._job.fail_on):
-            return Stage(name="consolidate", status=Status.FAILED, summary=_counted(report), report=report)
+            return Stage(name="consolidate", status=Status.FAILED, summary=counts(report), report=report)
         return Stage(name="consolidate", status=status, summary=summary, report=report)
 
     def merge(self) -> Stage:
@@ -284,7 +290,11 @@ class _Running:
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
 
         base = self._base(adapter)
-        key = key_of(("verify", job.ignore, job.fail_on), [adapter.root, base.path, self.result], own=job.own)
+        key = key_of(
+            ("verify", job.ignore, job.fail_on),
+            [adapter.root, base.path, self.result],
+            own=job.own,
+        )
         done = self._cache.summary("verify", key, self.result)
         if done is not None:
             return Stage(name="verify", status=Status.REUSED, summary=done)
@@ -337,10 +347,3 @@ def _has_rank_files(opened: Checkpoint) -> bool:
 def _curable(findings: Iterable[Finding]) -> bool:
     """Return whether rank files can mend what was found: everything but faults of their own."""
     return all(not finding.code.startswith("LT4") for finding in findings)
-
-
-def _counted(report: Report) -> str:
-    counts = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
-    found = [counted(count, what) for count, what in counts if count]
-    codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
-    return f"{', '.join(found)}: {', '.join(codes)}" if found else "no findings"

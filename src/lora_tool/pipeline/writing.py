@@ -16,6 +16,7 @@ from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding
+from lora_tool.report.json import finding_json
 from lora_tool.sharded.value_check import ValueCheck
 
 
@@ -72,6 +73,7 @@ class Written:
             "verification": self.verification,
             "notes": list(plan.notes),
             "fidelity": self.fidelity,
+            "findings": [finding_json(finding) for finding in plan.findings],
             "warnings": list(self.warnings),
         }
 

@@ -24,7 +24,7 @@ def report_json(report: Report) -> dict[str, Any]:
             {"path": printable(subject.path), "kind": subject.kind, "rules": list(subject.rules)}
             for subject in report.subjects
         ],
-        "findings": [_finding(finding) for finding in report.findings],
+        "findings": [finding_json(finding) for finding in report.findings],
         "skipped": [
             {"code": skipped.code, "path": printable(skipped.path), "reason": printable(skipped.reason)}
             for skipped in report.skipped
@@ -59,7 +59,8 @@ def schema() -> dict[str, Any]:
     return parsed
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding as JSON data. Names from files are escaped as in the text form."""
     return {
         "code": finding.code,
         "severity": finding.severity.value,

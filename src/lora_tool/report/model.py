@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lora_tool.display import counted
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
 
@@ -128,10 +129,20 @@ class Report:
 
     def raise_for_errors(self) -> None:
         """Return if there is no error. Raises `FindingsFound` naming the first one and how many there are."""
-        errors = self.at_least(Severity.ERROR)
-        if errors:
-            more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
-            raise FindingsFound(f"{errors[0]}{more}", hint=errors[0].hint)
+        self.raise_at(Severity.ERROR)
+
+    def raise_at(self, severity: Severity, *, hint: str | None = None) -> None:
+        """Return if no finding is of that severity or worse.
+
+        Raises `FindingsFound`, which holds this report, names the first of the worst and says how many there are;
+        `hint` takes the place of the finding's own.
+        """
+        found = self.at_least(severity)
+        if found:
+            first = next(finding for finding in found if finding.severity is self.worst)
+            what = f"more {first.severity}" if len({finding.severity for finding in found}) == 1 else "more finding"
+            more = f" (and {counted(len(found) - 1, what)})" if len(found) > 1 else ""
+            raise FindingsFound(f"{first}{more}", hint=hint or first.hint, report=self)
 
 
 def joined(reports: Iterable[Report]) -> Report:

@@ -147,3 +147,11 @@ def summary(report: Report) -> str:
     ]
     skipped = [f"{counted(len(report.skipped), 'rule')} skipped"] if report.skipped else []
     return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
+
+
+def counts(report: Report) -> str:
+    """Return how many errors and warnings there are, and their codes: ``2 errors, 1 warning: LT201, LT205``."""
+    found = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
+    told = [counted(count, what) for count, what in found if count]
+    codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
+    return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"

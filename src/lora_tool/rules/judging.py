@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.adapter.view import view_of
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
 from lora_tool.display import size
-from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.progress import Watch
 from lora_tool.report import Checked, Finding, Report, Skipped
+from lora_tool.report.model import joined
 from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
     lt2_config,
     lt2_layers,
@@ -19,7 +23,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_hazards,
 )
 from lora_tool.rules.engine.registry import RULES, Need, Rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Server, Subject, bare_path, layers_of
+from lora_tool.rules.engine.subjects import AdapterSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_headers, lt6_outputs, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
@@ -27,7 +31,7 @@ from lora_tool.rules.model import lt3_model_head, lt3_vocabulary  # noqa: F401
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
-from lora_tool.rules.training.sharded_subject import ShardedSubject
+from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
@@ -53,23 +57,80 @@ def adapter_subject(
     task: str | None = None,
     servers: frozenset[Server] = frozenset(),
 ) -> AdapterSubject:
-    """Return what the adapter's rules look at: its layers, and its match with the base where names can tell."""
-    bare = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
-    paths = {name: bare[key.module] for name, key in adapter.keys.items()}
-    layers = layers_of(adapter, paths)
-    config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
-    match = None if base is None else match_base(base, config, [layer.target for layer in layers])
+    """Return what the adapter's rules look at: its view, and its match with the base where names can tell."""
+    view = view_of(adapter)
+    match = None if base is None else match_base(base, view.config, [layer.target for layer in view.layers])
     return AdapterSubject(
         checkpoint=adapter,
-        config=config,
-        layers=layers,
-        paths=paths,
+        view=view,
         base=base,
         match=match,
         num_labels=num_labels,
         task=task,
         servers=servers,
     )
+
+
+def judge_adapter(
+    adapter: AdapterDir,
+    rules: Iterable[Rule],
+    *,
+    base: ModelDir | None = None,
+    num_labels: int | None = None,
+    task: str | None = None,
+    servers: frozenset[Server] = frozenset(),
+    deep: bool | None = None,
+    progress: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
+    why_no_base: str = NO_BASE,
+) -> Report:
+    """Return what the rules find in an adapter's folder: in the adapter, in a base that cannot be read, in rank files
+    beside. Whoever validates or merges an adapter asks this, so that all of them say the same.
+
+    `num_labels` and `task` ("reward", "seq-cls", …) are what is expected of it; `watch` is asked, with their number,
+    for what is told of the bytes of rank files; the others are those of `judge`.
+    """
+    asked = tuple(rules)
+    subject = adapter_subject(adapter, base=base, num_labels=num_labels, task=task, servers=servers)
+    own = judge(subject, asked, deep=deep, servers=servers, progress=progress, why_no_base=why_no_base)
+    beside = (
+        found if isinstance(found, Report) else judge(found, asked, deep=deep, progress=progress)
+        for found in rank_files_beside(adapter, asked, watch)
+    )
+    return joined([own, *([unreadable(base, asked)] if base else []), *beside])
+
+
+def rank_files_beside(
+    checkpoint: AdapterDir | ModelDir, rules: tuple[Rule, ...], watch: Watch | None = None
+) -> Iterator[Subject | Report]:
+    """Yield the training checkpoint in the folder of an adapter or model, as HF Trainer writes it, or why it cannot be
+    opened.
+    """
+    if not checkpoint.folder.training_state:
+        return
+    try:
+        yield sharded_subject(open_sharded(checkpoint.root), watch=watch)
+    except NotACheckpoint:  # folders of that name without rank files
+        return
+    except (CheckpointError, UnsupportedCheckpoint) as error:
+        reason = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
+        yield Report(skipped=(reason,) if RULES["LT402"] in rules else ())
+
+
+def unreadable(checkpoint: AdapterDir | ModelDir, rules: Iterable[Rule]) -> Report:
+    """Return the findings that keep a folder's config and weights from being believed, and nothing else about it."""
+    wrong = fatal_problems(checkpoint)
+    if not wrong:
+        return Report()
+    of_files = [rule for rule in rules if rule.code.startswith("LT1") or rule.code == "LT214"]
+    report = judge(Subject(checkpoint=replace(checkpoint, problems=wrong)), of_files, deep=False)
+    return replace(report, subjects=())
+
+
+def fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
+    """Return the problems of config and weights after which nothing can be computed from them."""
+    beside = checkpoint.folder.problems
+    return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

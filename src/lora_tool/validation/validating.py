@@ -14,16 +14,15 @@ from lora_tool.checkpoint import (
     RunDir,
     ZeroDir,
     open_checkpoint,
-    open_sharded,
 )
-from lora_tool.errors import CheckpointError, LoraToolError, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import LoraToolError, NotACheckpoint
 from lora_tool.formats.files import inside
 from lora_tool.progress import Watch
-from lora_tool.report import Report, Skipped
+from lora_tool.report import Report
 from lora_tool.report.model import joined
-from lora_tool.rules.engine.registry import RULES, Rule, chosen
+from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server, Subject
-from lora_tool.rules.judging import NO_BASE, adapter_subject, judge, unopened
+from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, rank_files_beside, unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 
@@ -99,6 +98,19 @@ class _Asked:
 
 
 def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
+    if isinstance(checkpoint, AdapterDir):
+        return judge_adapter(
+            checkpoint,
+            asked.rules,
+            base=asked.base,
+            num_labels=asked.num_labels,
+            task=asked.task,
+            servers=asked.servers,
+            deep=asked.deep,
+            progress=asked.progress,
+            watch=asked.watch,
+            why_no_base=asked.why_no_base,
+        )
     return joined(
         subject if isinstance(subject, Report) else _judge(subject, asked) for subject in _subjects(checkpoint, asked)
     )
@@ -123,11 +135,7 @@ def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | 
 
 def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Report]:
     """Yield what is to be judged: the folder, and the rank files in it; what cannot be judged has its report."""
-    if isinstance(checkpoint, AdapterDir):
-        yield adapter_subject(
-            checkpoint, base=asked.base, num_labels=asked.num_labels, task=asked.task, servers=asked.servers
-        )
-    elif isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
+    if isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
         # the planner, only for merged models: importing it takes a fifth of the time of a check
         from lora_tool.plan.merge.provenance import Provenance  # noqa: PLC0415
         from lora_tool.validation.merged import merged_subject  # noqa: PLC0415
@@ -140,19 +148,8 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)
-    if isinstance(checkpoint, AdapterDir | ModelDir) and checkpoint.folder.training_state:
-        yield from _beside(checkpoint, asked)
-
-
-def _beside(checkpoint: AdapterDir | ModelDir, asked: _Asked) -> Iterator[Subject | Report]:
-    """Yield the training checkpoint that lies in the folder of an adapter or model, as HF Trainer writes it."""
-    try:
-        yield sharded_subject(open_sharded(checkpoint.root), watch=asked.watch)
-    except NotACheckpoint:  # folders of that name without rank files
-        return
-    except (CheckpointError, UnsupportedCheckpoint) as error:
-        unreadable = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
-        yield Report(skipped=(unreadable,) if RULES["LT402"] in asked.rules else ())
+    if isinstance(checkpoint, ModelDir):
+        yield from rank_files_beside(checkpoint, asked.rules, asked.watch)
 
 
 def _judge(subject: Subject, asked: _Asked) -> Report:

@@ -36,6 +36,11 @@ class Task(Choice):
         return cls.AS_TRAINED if value == "own-class" else super()._missing_(value)  # what manifests may still say
 
     @property
+    def expected(self) -> str | None:
+        """What the rules expect the merged model to be; None where adapter and base say it."""
+        return None if self in (Task.AUTO, Task.AS_TRAINED) else self.value
+
+    @property
     def auto_class(self) -> str | None:
         """The class of transformers that loads such a model; None where the model's own has to be named."""
         return _AUTO_CLASSES.get(self)

@@ -10,6 +10,8 @@ from typing import Any
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.report.findings import Finding
+from lora_tool.report.json import finding_json
 from lora_tool.tensors import FileStamp
 
 
@@ -27,6 +29,8 @@ class Plan:
     """Folder → its name in the manifest's `inputs`, where a tensor's name alone does not tell which adapter's it is."""
     hashed: tuple[Path, ...] = ()
     """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
+    findings: tuple[Finding, ...] = ()
+    """What the rules say of the inputs, nothing of which refused the plan."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -65,6 +69,7 @@ class Plan:
             "precision": self.precision.value,
             "total_size": self.data_bytes,
             "notes": list(self.notes),
+            "findings": [finding_json(finding) for finding in self.findings],
             "warnings": list(self.warnings),
             "counts": self.counts(),
             "shards": [shard_json(shard, self.input_names) for shard in self.shards],

@@ -17,7 +17,7 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import LoraTerm, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
-from lora_tool.plan.merge.unexpected_tensors import computed_buffers, looks_plain
+from lora_tool.plan.merge.unexpected_tensors import computed_buffers, looks_plain, names_are_known
 
 _MAPPERS = ("torch", "transformers")
 """What says where parameters are on disk."""
@@ -70,17 +70,22 @@ def direct_base(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architectu
     )
 
 
-def must_ask(base: ModelDir, arch: Architecture, task: Task, *, exact: bool) -> bool:
+def must_ask(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task, *, exact: bool) -> bool:
     """Return whether transformers is to say which names of a plainly stored base its model has.
 
-    No where it is not installed, and where the config has no sizes, of which it would build some other model.
+    No where the config has no sizes, of which it would build some other model. `exact` takes no name for the model's
+    that only looks like one. Raises `MissingDependency` where transformers is to be asked and is not installed.
     """
     if config_of(base).vocab_size is None:
         return False
-    doubtful = exact or not looks_plain(base, arch, classifier=task is not Task.CAUSAL_LM)
+    classifier = task is not Task.CAUSAL_LM
+    known = names_are_known(base, adapters, arch, classifier=classifier)
+    doubtful = not known and (exact or not looks_plain(base, arch, classifier=classifier))
     doubtful = doubtful or _is_tied_under_one_name(base, arch)
     doubtful = doubtful or len(embeddings(base, arch)) > 1  # an encoder's and a decoder's may be one
-    return doubtful and all(map(find_spec, _MAPPERS))
+    if doubtful:
+        require_transformers()
+    return doubtful
 
 
 def _is_tied_under_one_name(base: ModelDir, arch: Architecture) -> bool:

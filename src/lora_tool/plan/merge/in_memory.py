@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.actions import TensorAction
@@ -21,6 +21,8 @@ from lora_tool.plan.merge.build_plan import HubOrigin, assembled
 from lora_tool.plan.merge.head import Head, count_labels, head_names
 from lora_tool.plan.merge.plan_merge import config_of_adapter, named, require_not_merged_before
 from lora_tool.plan.merge.steps import MergeContext
+from lora_tool.report.findings import Finding, Severity
+from lora_tool.rules.merging import judge_merge
 from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
@@ -41,6 +43,8 @@ class InMemory:
     dtype: DType | None
     facts: ModelFacts | None = None
     """The class, where it was looked up: a language model that sees is none of `AutoModelForCausalLM`'s."""
+    findings: tuple[Finding, ...] = ()
+    """What the rules say of the inputs."""
 
     @property
     def needed_bytes(self) -> int:
@@ -65,8 +69,22 @@ def ask_in_memory(
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
     dtype: DType | str | None = None,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    fail_on: Severity | str = Severity.ERROR,
 ) -> InMemory:
-    """Return what PEFT is to be asked for. Raises as `plan_merge` does where it could not be right either."""
+    """Return what PEFT is to be asked for. Takes and raises what `plan_merge` does, where PEFT could not be right
+    either.
+    """
+    report = judge_merge(
+        adapters,
+        base,
+        task=Task(task).expected,
+        num_labels=num_labels,
+        select=select,
+        ignore=ignore,
+        fail_on=Severity(fail_on),
+    )
     require_not_merged_before(base, adapters)
     found = named(base, tuple(adapters), Task(task))
     wanted = 1 if found.task is Task.REWARD and num_labels is None else num_labels
@@ -94,6 +112,7 @@ def ask_in_memory(
         num_labels=rows,
         dtype=None if dtype is None else float_type(dtype),
         facts=facts,
+        findings=report.findings,
     )
 
 
@@ -142,7 +161,8 @@ def plan_in_memory(
         options={"tier": "in memory", "why": why},
     )
     stamps = {stamp.path: stamp for stamp in (*plan.inputs, *staged.weights.stamps)}
-    return replace(plan, inputs=tuple(stamps.values()), notes=(*plan.notes, f"in memory: {why}"))
+    notes = (*plan.notes, f"in memory: {why}")
+    return replace(plan, inputs=tuple(stamps.values()), notes=notes, findings=asked.findings)
 
 
 def _step(base: ModelDir, tensor: StoredTensor) -> Step:

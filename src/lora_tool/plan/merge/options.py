@@ -7,17 +7,30 @@ key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lora_tool.checkpoint import ModelDir
-from lora_tool.choices import number_of_bytes, positive
+from lora_tool.choices import number_of_bytes, positive, wrong_value
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
+from lora_tool.report.findings import Severity
 from lora_tool.tensors import DType, float_type
+
+
+def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
+    """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
+    return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
+
+
+def severity(asked: object) -> Severity:
+    """Return the severity at which findings fail. Raises `WrongValue` for everything but "error" and "warning"."""
+    if asked not in (Severity.ERROR, Severity.WARNING):
+        raise wrong_value("severity", asked, [Severity.ERROR.value, Severity.WARNING.value])
+    return Severity(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +95,11 @@ class MergeOptions:
     max_shard_size: int | str | None = option(
         None, "Largest weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
     )
+    select: Iterable[str] = option((), "Only these rules: LT206, or LT2 for all that begin so.", parse=codes)
+    ignore: Iterable[str] = option((), "Not these rules.", parse=codes)
+    fail_on: Severity | str = option(
+        Severity.ERROR, "Fail for findings of this severity or worse.", parse=severity, metavar="[error|warning]"
+    )
     jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
     overwrite: bool = option(default=False, text="Replace an output that lora-tool wrote, after success.", parse=bool)
 
@@ -89,6 +107,10 @@ class MergeOptions:
     def max_shard_bytes(self) -> int | None:
         """`max_shard_size` as a number."""
         return None if self.max_shard_size is None else number_of_bytes(self.max_shard_size)
+
+    def rules(self) -> dict[str, Any]:
+        """Return what is asked of the judge, as `plan_merge` takes it."""
+        return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}
 
     def __post_init__(self) -> None:
         for name, (how, _) in declared(type(self)).items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lora_tool.adapter.support import OTHER_BASE, WITH_PEFT, require_mergeable
 from lora_tool.architectures import Architecture
-from lora_tool.checkpoint import AdapterDir, ModelDir, require_whole
+from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.fingerprint import fingerprint
@@ -41,6 +42,8 @@ from lora_tool.plan.merge.tied_embeddings import (
     without_tied_repeats,
 )
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
+from lora_tool.report.findings import Severity
+from lora_tool.rules.merging import judge_merge
 from lora_tool.tensors import DType, float_type
 
 if TYPE_CHECKING:
@@ -60,23 +63,35 @@ def plan_merge(
     expert_layout: ExpertLayout | str | None = None,
     base_origin: HubOrigin = LOCAL,
     adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    fail_on: Severity | str = Severity.ERROR,
 ) -> Plan:
-    """Return the plan that merges `adapter`, or several of them, into `base`. Reads headers and a few KB of samples;
-    writes nothing.
+    """Return the plan that merges `adapter`, or several of them, into `base`. The rules judge the adapters first, as
+    `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
 
     The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
     every tensor's own. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps
     the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
     not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. `adapter_origin` has one
-    entry per adapter where there are several. Raises `CorruptFile` or `BadConfig` for a broken input,
-    `UnsupportedAdapter` for what cannot be merged exactly, `IncompatibleBase` where base and adapter do not fit.
+    entry per adapter where there are several. `select` and `ignore` are codes of rules, or their beginnings; an ignored
+    rule refuses all the same where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises
+    `FindingsFound` for the others, `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase`
+    where transformers finds no place for a tensor.
     """
     adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
     dtype = None if dtype is None else float_type(dtype)
     expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
-    require_whole(base)
+    report = judge_merge(
+        adapters,
+        base,
+        task=Task(task).expected,
+        num_labels=num_labels,
+        select=select,
+        ignore=ignore,
+        fail_on=Severity(fail_on),
+    )
     for each in adapters:
-        require_whole(each)
         require_mergeable(config_of_adapter(each))
     require_full_precision(base)
     found = named(base, adapters, Task(task), exact=untie or Precision(precision) is Precision.PEFT)
@@ -104,7 +119,7 @@ def plan_merge(
     require_all_consumed(merge, steps, leftovers)
     require_whole_inits(steps)
     _require_same_everywhere(steps, Precision(precision))
-    return assembled(
+    plan = assembled(
         merge,
         steps,
         leftovers,
@@ -118,6 +133,7 @@ def plan_merge(
         prints=prints,
         options={"untie": untie, "expert_layout": expert_layout.value if expert_layout else None},
     )
+    return replace(plan, findings=report.findings)
 
 
 def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
@@ -146,7 +162,7 @@ def named(
         return mapped(class_for_task(base, adapters, other), adapters, other)
     arch = plainly_stored(base, adapters, task)
     decided = _decide_task(task, adapters, base, arch) if arch is not None else None
-    if arch is not None and decided is not None and not must_ask(base, arch, decided, exact=exact):
+    if arch is not None and decided is not None and not must_ask(base, adapters, arch, decided, exact=exact):
         return direct_base(base, adapters, arch, decided)
     from lora_tool.plan.merge.converted_base import mapped  # noqa: PLC0415 - imports torch and transformers
     from lora_tool.plan.merge.model_class import class_candidates  # noqa: PLC0415

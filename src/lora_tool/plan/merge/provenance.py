@@ -43,7 +43,9 @@ class Provenance:
         return _known(Precision, (self.by_manifest or {}).get("precision"))
 
     def plan(self) -> Plan:
-        """Return the plan of the same merge, made now. Raises as `plan_merge` does."""
+        """Return the plan of the same merge, made now; what is wrong with its inputs was said when they were merged.
+        Raises as `plan_merge` does where nothing can be computed.
+        """
         record = self.by_manifest or {}
         labels = record.get("num_labels")
         return plan_merge(
@@ -55,6 +57,7 @@ class Provenance:
             precision=self.precision or Precision.FLOAT32,
             untie=self._untied(record),
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
+            ignore=("LT",),
         )
 
     def _untied(self, record: Mapping[str, Any]) -> bool:

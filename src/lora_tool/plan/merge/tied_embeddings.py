@@ -90,7 +90,7 @@ def tied_ends(
     base: ModelDir, arch: Architecture, facts: ModelFacts | None, copies: Mapping[str, str]
 ) -> TiedEmbeddings | None:
     """Return the ends of a causal LM whose output layer is not on disk, or is a tied copy; None for any other."""
-    output = _output(arch)
+    output = output_name(arch)
     if output is None or output in base.tensors.keys() - copies.keys():
         return None
     candidates = embeddings(base, arch)
@@ -124,7 +124,8 @@ def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
     return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
 
 
-def _output(arch: Architecture) -> str | None:
+def output_name(arch: Architecture) -> str | None:
+    """Return the name of the output layer's weight; None where the architecture has no causal LM."""
     return next((name for name in arch.causal_only if name.endswith(".weight")), None)
 
 
@@ -232,7 +233,7 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
     for name, tensor in _whole(modules):
         home = base.tensors.get(name)
         same = home is not None and home.shape[1:] == tensor.shape[1:] and home.shape[0] == vocab_size
-        tied_output = home is None and name == _output(arch) and len(tensor.shape) == MATRIX
+        tied_output = home is None and name == output_name(arch) and len(tensor.shape) == MATRIX
         if (same or tied_output) and tensor.shape[0] != vocab_size:
             rows[name] = tensor.shape[0]
     if not rows:

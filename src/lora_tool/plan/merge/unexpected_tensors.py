@@ -8,15 +8,19 @@ only says whether the names are those of a plain model, and it must be asked.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
-from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.keys import Part
+from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.core.steps import InputRecord
+from lora_tool.plan.merge.tied_embeddings import output_name
 from lora_tool.tensors import StoredTensor
 
+_WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
 _REASON = "a buffer that transformers computes by itself and does not load"
 
 
@@ -25,6 +29,26 @@ def computed_buffers(base: ModelDir) -> Iterator[InputRecord]:
     for name, tensor in base.tensors.items():
         if is_computed(name):
             yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=_REASON)
+
+
+def names_are_known(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, *, classifier: bool) -> bool:
+    """Return whether the base has the parameters of its class, all and no others, the head from base or adapters.
+
+    Then transformers has nothing to add. An output layer may be absent where the config ties it.
+    """
+    config = base.config
+    class_name = arch.sequence_classification if classifier else arch.causal_lm
+    if config is None or class_name is None or not config.architectures:
+        return False
+    held = {name for name in base.tensors if not is_computed(name)}
+    if classifier:
+        whole = {key.tensor for adapter in adapters for key in adapter.keys.values() if key.part in _WHOLE}
+        held |= {name for name in whole if name.startswith(f"{arch.head}.")}
+    else:
+        tied = {output_name(arch)} if config.tie_word_embeddings is True else set()
+        if not held.issuperset(set(arch.causal_only) - tied):
+            return False
+    return names_digest(class_name, config.raw, held.difference(arch.causal_only)) in KNOWN_NAMES
 
 
 def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool:

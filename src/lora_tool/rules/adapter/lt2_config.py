@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from lora_tool.adapter.support import refusals
+from lora_tool.adapter.view import MATRIX, WholeTensor
 from lora_tool.errors import Defect
-from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.keys import AdapterKey, Part
+from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
 from lora_tool.rules.shared import targeting
+from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_MATRIX = 2
 _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 _VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
@@ -78,11 +79,9 @@ def _is_left_out(subject: AdapterSubject, entry: str) -> bool:
 
 
 def _saved_whole(subject: AdapterSubject) -> Iterator[str]:
-    for name, key in subject.keys.items():
-        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and targeting.is_saved_whole(
-            subject.config, subject.paths[name]
-        ):
-            yield subject.paths[name]
+    for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE):
+        if targeting.is_saved_whole(subject.config, item.module):
+            yield item.module
 
 
 def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
@@ -100,14 +99,14 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
     entries = [entry for entry in config.modules_to_save if targeting.head_of(entry) is None]
-    whole = [subject.paths[name] for name, key in subject.keys.items() if key.part in (Part.PLAIN, Part.SAVED_MODULE)]
+    whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
         if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
             message = "no tensor of such a module is in the file"
             yield Fault(subject=f"modules_to_save: {entry}", message=message, path=subject.config_path)
 
 
-@rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT207", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     """A tensor that the config does not explain.
 
@@ -125,46 +124,54 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the config
     of the run that wrote the weights.
     """
-    dropped = {layer.module for layer in subject.layers if not targeting.layer_is_targeted(subject.config, layer)}
+    for layer in subject.layers:
+        if not targeting.layer_is_targeted(subject.config, layer):
+            for tensor in layer.parts.values():
+                yield _dropped(tensor, "no entry of `target_modules` matches its module")
     adapted = {layer.target for layer in subject.layers}
-    for name, key in subject.keys.items():
-        path = subject.paths[name]
-        if key.part is Part.PLAIN:
-            message = None if _repeats_base(subject, key, path) else _plain_unexplained(subject, key, path)
-        elif key.part is Part.TOKENS_DELTA:
-            message = None if subject.config.token_indices else "`trainable_token_indices` is not set"
-        elif key.part is Part.BASE_LAYER:
-            message = None if path in adapted or targeting.is_end(path) else "its module has no LoRA"
-        else:
-            message = "no entry of `target_modules` matches its module" if path in dropped else None
+    for item in subject.view.whole:
+        message = _why_unexplained(subject, item, adapted)
         if message:
-            yield Fault(subject=name, message=f"{message}: PEFT would drop it without a word")
+            yield _dropped(item.tensor, message)
 
 
-def _repeats_base(subject: AdapterSubject, key: AdapterKey, path: str) -> bool:
+def _dropped(tensor: StoredTensor, why: str) -> Fault:
+    return Fault(subject=tensor.name, message=f"{why}: PEFT would drop it without a word")
+
+
+def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collection[str]) -> str | None:
+    match item.part:
+        case Part.PLAIN if not _repeats_base(subject, item) and not _explains(subject.config, item):
+            return "it belongs to no target and to none of `modules_to_save`"
+        case Part.TOKENS_DELTA if not subject.config.token_indices:
+            return "`trainable_token_indices` is not set"
+        case Part.BASE_LAYER if item.module not in adapted and not targeting.is_end(item.module):
+            return "its module has no LoRA"
+        case _:
+            return None
+
+
+def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
     """Whether it is the base's own tensor: PEFT saves whatever the first layer holds with embeddings."""
-    if subject.base is None or not key.leaf:
+    if subject.base is None or not item.leaf:
         return False
-    module = path.replace(".base_layer.", ".")
+    module = item.module.replace(".base_layer.", ".")
     name = subject.match.name(module) if isinstance(subject.match, BaseMatch) else module
-    held = subject.base.tensors.get(f"{name}.{key.leaf}")
-    tensor, vocab_size = subject.tensors[key.text], subject.base.config.vocab_size if subject.base.config else None
-    for found in (tensor, held):  # an end of the model under whatever name, which may have been resized
+    held = subject.base.tensors.get(f"{name}.{item.leaf}")
+    vocab_size = subject.base.config.vocab_size if subject.base.config else None
+    for found in (item.tensor, held):  # an end of the model under whatever name, which may have been resized
         if found is not None and found.shape[:1] == (vocab_size,):
             return True
-    return held is not None and same_values(held, tensor)
+    return held is not None and same_values(held, item.tensor)
 
 
-def _plain_unexplained(subject: AdapterSubject, key: AdapterKey, path: str) -> str | None:
-    config = subject.config
+def _explains(config: AdapterConfig, item: WholeTensor) -> bool:
+    """Whether the config says what a plain tensor is for."""
+    path = item.module
     if targeting.is_saved_whole(config, path) or targeting.is_end(path) or targeting.head_of(path):
-        return None
-    variant = _VARIANT.match(f"{path}.{key.leaf}") if config.refused else None
-    if variant and config.targets(variant["module"]):
-        return None
-    if key.leaf == "bias" and config.bias != "none":
-        return None
-    return "it belongs to no target and to none of `modules_to_save`"
+        return True
+    variant = _VARIANT.match(item.name) if config.refused else None
+    return bool(variant and config.targets(variant["module"])) or (item.leaf == "bias" and config.bias != "none")
 
 
 @rule("LT210", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -186,7 +193,7 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     sources: dict[str, int] = {}
     for layer in subject.layers:
-        if config.scaling(layer.target) == 0:
+        if layer.scaling == 0:
             pattern = config.alpha_key(layer.target)
             source = "lora_alpha" if pattern is None else f"alpha_pattern: {pattern}"
             sources[source] = sources.get(source, 0) + 1
@@ -243,7 +250,7 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     """
     for refusal in refusals(subject.config):
         yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
-    if any(layer.a is not None and len(layer.a.shape) > _MATRIX for layer in subject.layers):
+    if any(layer.a is not None and len(layer.a.shape) > MATRIX for layer in subject.layers):
         yield Fault(message=f"{_REFUSES}: LoRA on convolutions")
 
 
@@ -265,14 +272,14 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
     Look for the training checkpoint (`global_stepN/`) of the run: the values are there; or save the adapter again.
     """
     config = subject.config
-    lora = subject.layers or any(key.part is Part.TOKENS_DELTA for key in subject.keys.values())
+    lora = subject.layers or subject.view.tokens
     wanted = bool(config.target_modules or config.target_parameters)
     if not lora and (wanted or not subject.tensors):
         held = f"only {', '.join(list(subject.tensors)[:2])}" if subject.tensors else "and no other tensor"
         yield Fault(message=f"has no LoRA tensor, {held}: loading it gives the base model")
 
 
-@rule("LT217", Severity.ERROR, on=AdapterSubject)
+@rule("LT217", Severity.ERROR, on=AdapterSubject, unmergeable=True)
 def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of another kind.
 

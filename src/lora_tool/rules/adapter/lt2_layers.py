@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.view import MATRIX, LoraLayer
 from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.errors import CorruptFile
@@ -12,14 +13,11 @@ from lora_tool.formats.torch_weights import scan_torch_weights
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Layer
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.targeting import ranks_of
 
-_LORA_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
-_MATRIX = 2
 
-
-@rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
     """Half of a LoRA pair.
 
@@ -46,7 +44,7 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=present.name, message=message)
 
 
-@rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """A pair that does not fit together.
 
@@ -68,7 +66,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
         a, b = layer.a, layer.b
         if layer.rank is not None or a is None or b is None or not (a.spec.numel and b.spec.numel):
             continue
-        if len(a.shape) != len(b.shape) or len(a.shape) < _MATRIX:
+        if len(a.shape) != len(b.shape) or len(a.shape) < MATRIX:
             shapes = f"lora_A has shape {list(a.shape)} and lora_B {list(b.shape)}: expected two matrices"
             yield Fault(subject=a.name, message=shapes)
         elif swapped_rank(subject.config, layer) is None:
@@ -76,7 +74,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=a.name, message=ranks)
 
 
-@rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+@rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     """Another rank than the config's.
 
@@ -105,12 +103,12 @@ def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=name, message=message)
 
 
-def _is_stacked(config: AdapterConfig, layer: Layer) -> bool:
+def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
     """LoRA on a parameter of fused experts stacks the experts: A is (r·E, in)."""
     return bool(config.target_parameters) and not config.targets(layer.target)
 
 
-@rule("LT204", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+@rule("LT204", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     """A and B are swapped.
 
@@ -135,17 +133,17 @@ def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=layer.a.name, message=message)
 
 
-def swapped_rank(config: AdapterConfig, layer: Layer) -> int | None:
+def swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
     """Return the layer's rank where each factor has it in the other's place, None where they are not swapped."""
     pair = layer.pair
-    if pair is None or len(pair[0].shape) != _MATRIX or pair[0].shape[1] != pair[1].shape[0]:
+    if pair is None or len(pair[0].shape) != MATRIX or pair[0].shape[1] != pair[1].shape[0]:
         return None
     a, b = pair
     rank = min(ranks_of(config, layer))
     return rank if a.shape[1] == rank and not a.shape[0] == b.shape[1] == rank else None
 
 
-@rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT206", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     """Tensors without values, saved under DeepSpeed ZeRO-3.
 
@@ -193,7 +191,7 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     return None
 
 
-@rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+@rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA tensors of a type that is no float.
 
@@ -210,15 +208,14 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Save the adapter in its training type: float32 or bfloat16.
     """
-    for name, key in subject.keys.items():
-        tensor = subject.tensors[name]
-        saved = key.part is Part.PLAIN and key.leaf == "weight" and len(tensor.shape) >= _MATRIX
-        if (key.part in _LORA_PARTS or saved) and not tensor.dtype.is_float:
-            message = f"is {tensor.dtype}: expected F32, BF16, F16 or F64"
-            yield Fault(subject=name, message=message)
+    lora = (tensor for layer in subject.layers for tensor in layer.parts.values())
+    plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf == "weight")
+    for tensor in (*lora, *(tensor for tensor in plain if len(tensor.shape) >= MATRIX)):
+        if not tensor.dtype.is_float:
+            yield Fault(subject=tensor.name, message=f"is {tensor.dtype}: expected F32, BF16, F16 or F64")
 
 
-@rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG})
+@rule("LT218", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """`use_dora` or `lora_bias` contradict the tensors.
 

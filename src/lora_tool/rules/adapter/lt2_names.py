@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.view import drift
 from lora_tool.display import size
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, drift
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.targeting import head_of, is_end
 
-_FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
 
-@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY)
+@rule("LT211", Severity.ERROR, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
 def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     """A name that does not begin as PEFT's do.
 
@@ -36,20 +36,20 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     """
     if subject.config.peft_type not in (None, "LORA"):
         return  # LT217 says so; a prompt's embeddings belong to no module
-    for name, key in subject.keys.items():
-        if key.prefixed and subject.paths[name] == key.module:
+    view = subject.view
+    for name, key in view.adapter.keys.items():
+        path = view.paths[key.module]
+        if key.prefixed and path == key.module:
             continue  # nothing was taken off its path
         wrong = drift(key)
         if wrong:
-            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{subject.paths[name]}…`")
+            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{path}…`")
     plain = _plain(subject)
-    for name, key in subject.keys.items():
-        if key.part is Part.SAVED_MODULE and f"{subject.paths[name]}.{key.leaf}" not in plain:
-            yield Fault(
-                subject=name, message=f"PEFT looks for `{PREFIX}{subject.paths[name]}.{key.leaf}` and would fail"
-            )
-    lora = [key for key in subject.keys.values() if key.part in _FACTORS]
-    adapter_names = sorted({key.adapter_name or "one without a name" for key in lora})
+    for copy in view.parts(Part.SAVED_MODULE):
+        if copy.name not in plain:
+            message = f"PEFT looks for `{PREFIX}{copy.name}` and would fail"
+            yield Fault(subject=copy.tensor.name, message=message)
+    adapter_names = sorted({layer.adapter_name or "one without a name" for layer in view.layers})
     if len(adapter_names) > 1:
         listed = ", ".join(adapter_names)
         yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")
@@ -77,24 +77,24 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     plain = _plain(subject)
     embeddings = {layer.target for layer in subject.layers if layer.embedding}
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
-    for name, key in subject.keys.items():
-        path, tensor = subject.paths[name], subject.tensors[name]
-        if key.part in copied and f"{path}.{key.leaf}" in plain:
-            message = f"{copied[key.part]}, {size(tensor.nbytes)} that nobody reads"
-            expected = is_end(path) or f".{key.leaf}".endswith(".bias")
+    for item in subject.view.whole:
+        name, held = item.tensor.name, size(item.tensor.nbytes)
+        if item.part in copied and item.name in plain:
+            message = f"{copied[item.part]}, {held} that nobody reads"
+            expected = is_end(item.module) or item.name.endswith(".bias")
             yield Fault(subject=name, message=message, severity=Severity.INFO if expected else None)
-        elif key.part is Part.BASE_LAYER and key.leaf != "bias" and not head_of(path):
+        elif item.part is Part.BASE_LAYER and item.leaf != "bias" and not head_of(item.module):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
-            expected = is_end(path) or path in embeddings
+            expected = is_end(item.module) or item.module in embeddings
             severity = Severity.INFO if expected else None
-            message = f"the frozen weight of the base, {size(tensor.nbytes)} that the base has too"
+            message = f"the frozen weight of the base, {held} that the base has too"
             hint = _KEPT_ON_PURPOSE if severity else None
             yield Fault(subject=name, message=message, severity=severity, hint=hint)
 
 
 def _plain(subject: AdapterSubject) -> frozenset[str]:
     """Return the names of the whole tensors; a saved head may be several layers deep."""
-    return frozenset(f"{path}.{key.leaf}" for _, path, key in subject.plain())
+    return frozenset(item.name for item in subject.view.parts(Part.PLAIN))
 
 
 @rule("LT222", Severity.WARNING, on=AdapterSubject)
@@ -114,7 +114,7 @@ def trained_beside(subject: AdapterSubject) -> Iterator[Fault]:
     `non_lora_trainables.bin` beside `adapter_model.safetensors`.
 
     ## What to do
-    MergeContext with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
+    Merge with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
     if only the policy is wanted.
     """
     for name in subject.checkpoint.folder.trained_beside:

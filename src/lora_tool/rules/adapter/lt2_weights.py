@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject
@@ -123,7 +124,7 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
     again if the values were good where it was made.
     """
     factors = [tensor for layer in subject.layers for tensor in layer.parts.values()]
-    plain = [tensor for tensor, _, _ in subject.plain()]
+    plain = [item.tensor for item in subject.view.parts(Part.PLAIN)]
     for tensor in (*factors, *plain):
         largest = subject.scan(tensor).largest
         if largest:

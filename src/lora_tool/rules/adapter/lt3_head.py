@@ -26,7 +26,7 @@ _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_type": "SEQ_CLS"'
 
 
-@rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT301", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     """The trained head is not in the adapter.
 
@@ -93,11 +93,11 @@ def _carries_head(subject: AdapterSubject) -> bool:
     if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
         return True
     trunks = {layer.target.partition(".")[0] for layer in subject.layers}
-    tops = {path.partition(".")[0] for _, path, _ in subject.plain() if not is_end(path)}
+    tops = {item.module.partition(".")[0] for item in subject.view.parts(Part.PLAIN) if not is_end(item.module)}
     return bool(tops - trunks - VALUE_HEADS)
 
 
-@rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a head whose frozen weight was never saved.
 
@@ -126,14 +126,14 @@ def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
     """Return the lora_B of each head under LoRA whose own weight is neither in the adapter nor in the base."""
-    kept = {subject.paths[name] for name, key in subject.keys.items() if key.part is Part.BASE_LAYER}
+    kept = {item.module for item in subject.view.parts(Part.BASE_LAYER)}
     kept |= {name.rpartition(".")[0] for name in saved_heads(subject)}
     if subject.base is not None:
         kept |= {name.removesuffix(".weight") for name in subject.base.tensors}
     return {module: lora_b for module, lora_b in lora_heads(subject).items() if module not in kept}
 
 
-@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE)
+@rule("LT303", Severity.ERROR, on=Subject, needs=_WHOLE, unmergeable=True)
 def labels_disagree(subject: Subject) -> Iterator[Fault]:
     """The head has another number of rows than there are labels.
 
@@ -176,7 +176,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
         yield Fault(subject=weight.name, message=message, path=str(weight.path), severity=severity)
 
 
-@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
+@rule("LT304", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """The task type contradicts the head.
 

@@ -6,15 +6,15 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
+from lora_tool.adapter.view import MATRIX, LoraLayer
 from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Layer
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared import targeting
 from lora_tool.tensors import StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
-_MATRIX = 2
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
 """Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
@@ -37,11 +37,8 @@ def _may_be_absent(match: BaseMatch, module: str) -> bool:
 
 def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
     """Return each module with LoRA or trained tokens, and the name of one of its tensors."""
-    modules = {layer.target: next(iter(layer.parts.values())).name for layer in subject.layers}
-    for name, key in subject.keys.items():
-        if key.part is Part.TOKENS_DELTA:
-            modules.setdefault(subject.paths[name], name)
-    return modules
+    tokens = {module: trained.rows.name for module, trained in subject.view.tokens.items()}
+    return {**tokens, **{layer.target: layer.any_tensor.name for layer in subject.layers}}
 
 
 def _held_indices(match: BaseMatch) -> Mapping[str, int]:
@@ -74,7 +71,7 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
             yield module, name
 
 
-@rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
@@ -104,7 +101,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
 
 
-@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
@@ -130,7 +127,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
             continue
         needed = _delta_shape(match, layer, pair)
         rows_only = _is_vocabulary(layer.target) and needed[1:] == weight.shape[1:]
-        if len(needed) == len(weight.shape) == _MATRIX and needed != weight.shape and not rows_only:
+        if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
             message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
 
@@ -142,14 +139,14 @@ def _score_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
     table = nested if isinstance(nested, dict) else raw
     widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
     for tensor, module, leaf in _whole_tensors(subject):
-        if (module, leaf) == ("score", "weight") and widths and len(tensor.shape) == _MATRIX:
+        if (module, leaf) == ("score", "weight") and widths and len(tensor.shape) == MATRIX:
             columns = tensor.shape[1]
             if columns not in widths:
                 listed = " or ".join(map(str, sorted(widths)))
                 yield Fault(subject=tensor.name, message=f"is {columns} wide, the base's hidden states are {listed}")
 
 
-def _delta_shape(match: BaseMatch, layer: Layer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:
+def _delta_shape(match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:
     a, b = pair
     transposed = layer.embedding or layer.target.rpartition(".")[2] in match.arch.conv1d
     return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
@@ -161,12 +158,12 @@ def _is_vocabulary(module: str) -> bool:
 
 def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
     """Yield the tensors that replace, or repeat, one of the base's: tensor, module path, parameter."""
-    for name, key in subject.keys.items():
-        if key.part in (Part.PLAIN, Part.BASE_LAYER) and key.leaf:
-            yield subject.tensors[name], subject.paths[name], key.leaf
+    for item in subject.view.parts(Part.PLAIN, Part.BASE_LAYER):
+        if item.leaf:
+            yield item.tensor, item.module, item.leaf
 
 
-@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer that the base does not reach.
 
@@ -214,7 +211,7 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     severity = Severity.INFO if _is_extended(subject) else None
     for tensor, module, rows in _vocabularies(subject):
         base = match.tensor(module)
-        if base is not None and len(base.shape) == _MATRIX and base.shape[0] != rows:
+        if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
             message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
             yield Fault(subject=tensor.name, message=message, severity=severity)
 
@@ -225,12 +222,12 @@ def _is_extended(subject: AdapterSubject) -> bool:
     whole = {
         match.name(module): tensor.shape[0]
         for tensor, module, leaf in _whole_tensors(subject)
-        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == _MATRIX
+        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == MATRIX
     }
     held = {
         name.removesuffix(".weight"): tensor.shape[0]
         for name, tensor in match.base.tensors.items()
-        if name.endswith(".weight") and _is_vocabulary(name.removesuffix(".weight")) and len(tensor.shape) == _MATRIX
+        if name.endswith(".weight") and _is_vocabulary(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
     }
     ends = held if subject.config.task_type == "CAUSAL_LM" else held.keys() & whole.keys()
     rows = {whole.get(end) for end in ends}
@@ -239,7 +236,7 @@ def _is_extended(subject: AdapterSubject) -> bool:
 
 def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
     for tensor, module, leaf in _whole_tensors(subject):
-        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == _MATRIX:
+        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == MATRIX:
             yield tensor, module, tensor.shape[0]
     for layer in subject.layers:
         pair = layer.pair
@@ -273,7 +270,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     for tensor in match.base.tensors.values():
         module, _, leaf = tensor.name.rpartition(".")
         path = match.strip + module.removeprefix(match.add)
-        matrix = leaf == "weight" and len(tensor.shape) == _MATRIX and not _may_be_absent(match, path)
+        matrix = leaf == "weight" and len(tensor.shape) == MATRIX and not _may_be_absent(match, path)
         if matrix and module not in adapted and config.targets(path) and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
 
@@ -284,7 +281,7 @@ def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
     return own or split_layer(path)[0] is not None
 
 
-@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL)
+@rule("LT506", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base has no place for.
 

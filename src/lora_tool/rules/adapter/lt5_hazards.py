@@ -96,7 +96,7 @@ def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     for layer in subject.layers:
         output = f"{match.name(layer.target)}.weight" in match.arch.causal_only
         if output or (layer.embedding and targeting.is_end(layer.target)):
-            tensor = next(iter(layer.parts.values()))
+            tensor = layer.any_tensor
             message = (
                 f"adapts `{layer.target}`, which {match.base.root} ties to the other end: it cannot be merged exactly"
             )

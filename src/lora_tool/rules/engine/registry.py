@@ -66,6 +66,8 @@ class Rule:
     needs: frozenset[Need]
     check: Callable[[Any], Iterator[Fault]]
     doc: str
+    unmergeable: bool = False
+    """Whether its errors leave a merge nothing to compute, so that ignoring the rule does not help one."""
 
     @property
     def title(self) -> str:
@@ -116,7 +118,13 @@ S = TypeVar("S", bound=Subject)
 
 
 def rule(
-    code: str, severity: Severity, *, on: type[S], needs: Iterable[Need] = (), deep: bool = False
+    code: str,
+    severity: Severity,
+    *,
+    on: type[S],
+    needs: Iterable[Need] = (),
+    deep: bool = False,
+    unmergeable: bool = False,
 ) -> Callable[[Callable[[S], Iterator[Fault]]], Callable[[S], Iterator[Fault]]]:
     """Register a generator of faults as the rule `code`. Raises ValueError for a malformed or used code."""
     if not _CODE.match(code) or code in RULES:
@@ -125,7 +133,9 @@ def rule(
     def register(check: Callable[[S], Iterator[Fault]]) -> Callable[[S], Iterator[Fault]]:
         wanted = frozenset(needs) | (frozenset({Need.WEIGHTS, Need.VALUES}) if deep else frozenset())
         doc = inspect.cleandoc(check.__doc__ or _page_in_source(check))
-        RULES[code] = Rule(code=code, severity=severity, on=on, needs=wanted, check=check, doc=doc)
+        RULES[code] = Rule(
+            code=code, severity=severity, on=on, needs=wanted, check=check, doc=doc, unmergeable=unmergeable
+        )
         return check
 
     return register

@@ -87,7 +87,7 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
 
     ## What to do
-    MergeContext again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
+    Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
     """
     expected = subject.expected or {}
     for name, tensor in subject.tensors.items():
@@ -110,7 +110,7 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
     A merge shard by shard that stopped after the second of three.
 
     ## What to do
-    MergeContext again into a new folder.
+    Merge again into a new folder.
     """
     for name, spec in (subject.expected or {}).items():
         if name not in subject.tensors and name not in _forgotten_head(subject):
@@ -134,7 +134,7 @@ def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
     `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
 
     ## What to do
-    MergeContext again with the base and adapter that the model was made from; `lora-tool merge` leaves out what the model
+    Merge again with the base and adapter that the model was made from; `lora-tool merge` leaves out what the model
     has no place for.
     """
     expected = subject.expected
@@ -173,7 +173,7 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
     `score.weight` is [2, 4096] where the adapter's head is [1, 4096].
 
     ## What to do
-    MergeContext again with the base that the adapter was trained on.
+    Merge again with the base that the adapter was trained on.
     """
     casts: dict[tuple[str, str], int] = {}
     for name, spec in (subject.expected or {}).items():
@@ -220,7 +220,7 @@ def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
     The adapter holds `base_model.model.score.weight`; the merged folder has an `lm_head` and no `score`.
 
     ## What to do
-    MergeContext again as a reward model: `lora-tool merge --rm ADAPTER`.
+    Merge again as a reward model: `lora-tool merge --rm ADAPTER`.
     """
     for name in sorted(_forgotten_head(subject)):
         config = subject.checkpoint.config

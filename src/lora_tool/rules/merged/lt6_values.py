@@ -46,7 +46,7 @@ def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
     A norm of layer 3 differs in one value after a copy over a bad network.
 
     ## What to do
-    MergeContext again; if it happens again, check the disk and the memory.
+    Merge again; if it happens again, check the disk and the memory.
     """
     if subject.another_base:
         return
@@ -69,7 +69,7 @@ def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
     The `gate_proj` of every expert, because the merge knew only their fused names.
 
     ## What to do
-    MergeContext again with `lora-tool merge`, which refuses what it cannot place.
+    Merge again with `lora-tool merge`, which refuses what it cannot place.
     """
     if subject.carries_nothing:
         return
@@ -119,7 +119,7 @@ def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
     A worker died and left a block of rows as zeros.
 
     ## What to do
-    MergeContext again; if it happens again, check the disk and the memory.
+    Merge again; if it happens again, check the disk and the memory.
     """
     broken = {Verdict.DIFFERENT} if subject.another_adapter else {Verdict.DIFFERENT, Verdict.UNRELATED}
     for found in subject.merged():
@@ -141,7 +141,7 @@ def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
     A merge script that ran again on the folder it had written; LoRA on both ends of tied embeddings.
 
     ## What to do
-    MergeContext once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge the same adapter twice.
+    Merge once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge the same adapter twice.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and _near(found.factor, _TWICE):
@@ -163,7 +163,7 @@ def other_scaling(subject: MergedSubject) -> Iterator[Fault]:
     W' - W is ΔW / 2: `lora_alpha` is 16, `r` is 8, and the merge left the scaling of 2 out.
 
     ## What to do
-    MergeContext again; the scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / √r`.
+    Merge again; the scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / √r`.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and not _near(found.factor, _TWICE):
@@ -201,7 +201,7 @@ def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
     GPT-2's square `c_proj`, stored [in, out], merged as if it were [out, in].
 
     ## What to do
-    MergeContext again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
+    Merge again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
     """
     for found in subject.merged():
         if found.verdict is Verdict.TRANSPOSED:
@@ -246,7 +246,7 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
     `score.weight` was initialised anew when the base was loaded, and the adapter's was never put there.
 
     ## What to do
-    MergeContext again: `lora-tool merge --rm ADAPTER` for a reward model.
+    Merge again: `lora-tool merge --rm ADAPTER` for a reward model.
     """
     for found in subject.evidence.values():
         if found.action in (TensorAction.REPLACED, TensorAction.ADDED) and found.verdict in (
@@ -295,7 +295,7 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
     ΔW is a thousandth of W in bfloat16: 16% of the values move at all.
 
     ## What to do
-    MergeContext with `--dtype float32`, or serve the adapter unmerged.
+    Merge with `--dtype float32`, or serve the adapter unmerged.
     """
     merged = [found for found in subject.merged() if found.verdict is Verdict.RIGHT and found.distance is not None]
     poor = [found for found in merged if (found.cosine or 0.0) < _MOSTLY_LOST]

@@ -53,7 +53,7 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
             yield Fault(subject="pad_token_id", message=message, path=str(config.path))
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
         folder = subject.checkpoint.folder
-        score = any(head_of(path) == _DECODER_HEAD for path in subject.paths.values())
+        score = any(head_of(path) == _DECODER_HEAD for path in subject.view.paths.values())
         if score and tokenizer.CONFIG in folder.files and not _names_pad_token(folder.root, folder.files):
             message = "no tokenizer file here names a pad token; the base's may"
             path = str(folder.root / tokenizer.CONFIG)
@@ -154,7 +154,7 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
     `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
 
     ## What to do
-    MergeContext the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
+    Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
     meant to be a causal LM, leave `--rm` and `--num-labels` out.
     """
     config = subject.checkpoint.config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import architecture_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.tokenizer import added_pad_token
@@ -18,7 +19,6 @@ from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _INPUTS = ENDS - {"lm_head", "embed_out"}
-_MATRIX = 2
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(?P<number>\d{1,6})\.")
 _SHARED_LAYERS = frozenset({"albert"})
 """Model types that use the weights of one layer for several."""
@@ -61,14 +61,11 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
 def _embedding_rows(subject: Subject) -> int | None:
     """Return how many tokens the embeddings know, None where there are none to look at."""
     if isinstance(subject, AdapterSubject):
-        own = {
-            subject.paths[name]: subject.tensors[name].shape[1 if key.part is Part.EMBEDDING_A else 0]
-            for name, key in subject.keys.items()
-            if key.part in (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER, Part.EMBEDDING_A)
-            and len(subject.tensors[name].shape) == _MATRIX
-        }
+        whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
+        own = [(item.module, item.tensor, 0) for item in whole]
+        own += [(layer.target, layer.a, 1) for layer in subject.layers if layer.embedding and layer.a]
+        rows = [held.shape[at] for path, held, at in own if _is_input(path) and len(held.shape) == MATRIX]
         base = {} if subject.base is None else _rows(subject.base.tensors)
-        rows = [count for path, count in own.items() if _is_input(path)]
         return max([*rows, *base.values()], default=None)
     return max(_rows(subject.tensors).values(), default=None)
 
@@ -78,7 +75,7 @@ def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return {
         name: tensor.shape[0]
         for name, tensor in tensors.items()
-        if name.endswith(".weight") and _is_input(name.removesuffix(".weight")) and len(tensor.shape) == _MATRIX
+        if name.endswith(".weight") and _is_input(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
     }
 
 

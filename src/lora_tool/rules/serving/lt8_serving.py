@@ -74,9 +74,9 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model).
+    Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model).
     """
-    saved = {path for _, path, _ in subject.plain()} | set(subject.config.modules_to_save)
+    saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
         return
     heads_only = all(targeting.head_of(name) in _HEADS for name in saved)
@@ -104,7 +104,7 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
     `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER`.
+    Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
         for server in _asked(subject, *_SERVERS):
@@ -157,9 +157,9 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     `"trainable_token_indices": [128256]` for one new special token.
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER`.
+    Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
-    tokens = any(key.part is Part.TOKENS_DELTA for key in subject.keys.values()) or bool(subject.config.token_indices)
+    tokens = subject.view.tokens or subject.config.token_indices
     ends = [layer.target for layer in subject.layers if layer.embedding or targeting.is_end(layer.target)]
     for server in _asked(subject, *_SERVERS):
         if tokens:
@@ -183,7 +183,7 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     `"bias": "all"`.
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER`.
+    Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
@@ -208,7 +208,7 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER`.
+    Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     differ = {
@@ -238,7 +238,7 @@ def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     `"use_rslora": true` with `"r": 64`: an eighth of the trained change.
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER`.
+    Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     if config.use_rslora and config.r > 1:
@@ -295,7 +295,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     `"target_modules": ".*language_model.*proj"`.
 
     ## What to do
-    MergeContext it, and serve the model: `lora-tool merge ADAPTER`.
+    Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     for server in _asked(subject, *_SERVERS):

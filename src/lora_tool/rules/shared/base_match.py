@@ -25,14 +25,21 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     arch = architecture_of(config.model_type or "")
     if arch is None or config.custom_code:
         return f"the base is a {config.model_type or 'model'}, whose names on disk may differ from those in memory"
-    if config.quantization:
-        return f"the base is quantised ({config.quantization}): its shapes on disk are not those in memory"
+    quantised = config.quantization or _narrow(base)
+    if quantised:
+        return f"the base is quantised ({quantised}): its shapes on disk are not those in memory"
     wanted = [module for module in modules if head_of(module) is None]
     held = frozenset(name.rpartition(".")[0] for name in base.tensors)
     if not wanted or not held:
         return BaseMatch(base=base, arch=arch)
     candidates = [BaseMatch(base=base, arch=arch, strip=strip, add=add) for strip, add in _shifts(wanted[0], held)]
     return max(candidates, key=lambda match: sum(match.name(module) in held for module in wanted))
+
+
+def _narrow(base: ModelDir) -> str | None:
+    """Return the type of the base's first weight that is stored in floats of eight bits or less."""
+    types = (tensor.dtype.value for tensor in base.tensors.values())
+    return next((name for name in types if name.startswith(("F8_", "F6_", "F4"))), None)
 
 
 def _shifts(module: str, held: frozenset[str]) -> Iterator[tuple[str, str]]:

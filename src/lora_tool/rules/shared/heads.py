@@ -21,11 +21,8 @@ _LAST = ("weight", "out_proj.weight", "linear_out.weight", "dense.weight")
 
 def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the head tensors that the adapter carries whole, by the model's own names."""
-    found = {}
-    for name, key in subject.keys.items():
-        if key.part in (Part.PLAIN, Part.SAVED_MODULE) and head_of(path := subject.paths[name]):
-            found[f"{path}.{key.leaf}"] = subject.tensors[name]
-    return found
+    whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)
+    return {item.name: item.tensor for item in whole if head_of(item.module)}
 
 
 def head_weight(tensors: Mapping[str, StoredTensor], heads: Iterable[str]) -> StoredTensor | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
-from lora_tool.rules.engine.subjects import Layer
 
 ALL_LINEAR = "all-linear"
 """What `target_modules` may say instead of names; PEFT replaces it by names when it saves, older ones did not."""
@@ -55,7 +55,7 @@ def is_all_linear(config: AdapterConfig) -> bool:
     return isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
 
 
-def layer_is_targeted(config: AdapterConfig, layer: Layer) -> bool:
+def layer_is_targeted(config: AdapterConfig, layer: LoraLayer) -> bool:
     """Return whether PEFT would put LoRA on the layer's module when it loads the adapter."""
     if is_all_linear(config) or config.targets(layer.target):
         return True
@@ -74,7 +74,7 @@ def parameters_of(config: AdapterConfig, module: str) -> Iterator[str]:
             yield entry
 
 
-def ranks_of(config: AdapterConfig, layer: Layer) -> frozenset[int]:
+def ranks_of(config: AdapterConfig, layer: LoraLayer) -> frozenset[int]:
     """Return the ranks that the config may give the layer: more than one where it may be of several parameters."""
     if not config.targets(layer.target):
         names = {entry.rpartition(".")[2] for entry in parameters_of(config, layer.target)}

@@ -1,0 +1,238 @@
+"""One view of an adapter: its tensors by what they do to a model, grouped once for everybody who asks.
+
+The view describes and never judges: a factor that is missing is None, two tensors for one place are the first and a
+repeat. It is made from names and headers alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.keys import PREFIX, WRAPPERS, AdapterKey, Part, unwrapped
+from lora_tool.tensors import StoredTensor
+
+FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
+"""The parts that hold A and B, and the bias of B."""
+LAYER_PARTS = FACTORS | {Part.MAGNITUDE}
+"""Everything that belongs to the LoRA of a module."""
+MATRIX = 2
+"""Dimensions of a matrix; the factors of a convolution have more."""
+
+Place: TypeAlias = tuple[Part, str | None]
+"""Part and leaf: where in its layer a tensor stands. The magnitude's leaf is None, under whatever name it was saved."""
+
+_BASE_LAYER = f".{Part.BASE_LAYER.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraLayer:
+    """The LoRA tensors of one module. `module` is its path in the model, without anything that was put before it."""
+
+    module: str
+    adapter_name: str | None
+    """The adapter's name, where the tensors' names still have it."""
+    parts: Mapping[Place, StoredTensor]
+    target: str
+    """The module as the base knows it: PEFT nests the parameters of one module as ``experts.base_layer``."""
+    scaling: float | None
+    """What B·A is multiplied by; None where the config cannot be read."""
+    a: StoredTensor | None = field(init=False, repr=False, compare=False)
+    """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
+    b: StoredTensor | None = field(init=False, repr=False, compare=False)
+    """The matrix that maps from the rank: (out, r)."""
+
+    def __post_init__(self) -> None:
+        # a dozen rules ask a hundred thousand layers for them
+        parts = self.parts
+        object.__setattr__(self, "a", parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None)))
+        object.__setattr__(self, "b", parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None)))
+
+    @property
+    def bias(self) -> StoredTensor | None:
+        """The bias of lora_B, of `lora_bias` adapters."""
+        return self.parts.get((Part.LORA_B, "bias"))
+
+    @property
+    def magnitude(self) -> StoredTensor | None:
+        """DoRA's vector of column norms."""
+        return self.parts.get((Part.MAGNITUDE, None))
+
+    @property
+    def embedding(self) -> bool:
+        """Whether the module is an embedding, whose A, not B, begins as zeros."""
+        return (Part.EMBEDDING_A, None) in self.parts or (Part.EMBEDDING_B, None) in self.parts
+
+    @property
+    def zero_initialised(self) -> StoredTensor | None:
+        """The factor that is zero before training and must not be so afterwards."""
+        return self.a if self.embedding else self.b
+
+    @property
+    def any_tensor(self) -> StoredTensor:
+        """The first of its tensors, to name the layer by."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def pair(self) -> tuple[StoredTensor, StoredTensor] | None:
+        """A and B, where both are there, hold values, and are matrices or the kernels of a convolution."""
+        a, b = self.a, self.b
+        if a is None or b is None or not (a.spec.numel and b.spec.numel):
+            return None
+        return (a, b) if len(a.shape) == len(b.shape) >= MATRIX else None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that both factors have; None where they disagree. Grouped convolutions split B's."""
+        pair = self.pair
+        if pair is None:
+            return None
+        a, b = pair
+        grouped = len(a.shape) > MATRIX and b.shape[1] and a.shape[0] % b.shape[1] == 0
+        return a.shape[0] if a.shape[0] == b.shape[1] or grouped else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTensor:
+    """A tensor of an adapter that is in no LoRA layer, as it stands in the file."""
+
+    tensor: StoredTensor
+    part: Part
+    module: str
+    """Its module's path in the model, without anything that was put before it."""
+    leaf: str | None
+
+    @property
+    def name(self) -> str:
+        """The model's own name of the tensor: ``score.weight``."""
+        return ".".join(filter(None, (self.module, self.leaf)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """Rows of an embedding that were trained by themselves: [rows, columns], and where each belongs."""
+
+    rows: StoredTensor
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterView:
+    """What an adapter holds, by what it does."""
+
+    adapter: AdapterDir
+    config: AdapterConfig
+    """PEFT's defaults where the file could not be read."""
+    paths: Mapping[str, str]
+    """Module path as the tensors' names have it → in the model, without anything that was put before it."""
+    layers: tuple[LoraLayer, ...]
+    """One for each module, and for each adapter's name where a file holds several."""
+    whole: tuple[WholeTensor, ...]
+    """Every tensor that is in no layer, in the order of the file."""
+    saved: Mapping[str, StoredTensor]
+    """The model's own name → what replaces or adds to the base's: plain tensors, `modules_to_save`, trained biases."""
+    frozen: Mapping[str, StoredTensor]
+    """The model's own name → the frozen tensor under LoRA or trained tokens, where the adapter carries it."""
+    tokens: Mapping[str, TrainedTokens]
+    """Embedding → its rows that were trained by themselves."""
+    repeats: Mapping[str, StoredTensor]
+    """Tensor name → the tensor that is in the file for the same place already."""
+
+    def parts(self, *parts: Part) -> Iterator[WholeTensor]:
+        """Yield the tensors of these parts that are in no layer, in the order of the file."""
+        return (item for item in self.whole if item.part in parts)
+
+
+def view_of(adapter: AdapterDir) -> AdapterView:
+    """Return the view of an opened adapter, whatever is wrong with it."""
+    config = adapter.config or AdapterConfig(path=adapter.root / FILE_NAME)
+    tensors = adapter.tensors
+    paths = {module: bare_path(module) for module in {key.module for key in adapter.keys.values()}}
+    layers: dict[tuple[str, str | None], dict[Place, StoredTensor]] = defaultdict(dict)
+    repeats: dict[str, StoredTensor] = {}
+    whole: list[WholeTensor] = []
+    for name, key in adapter.keys.items():
+        tensor, part, module = tensors[name], key.part, paths[key.module]
+        if part in LAYER_PARTS:
+            # PEFT keeps the magnitude in a module of its own, and saves an embedding's under both names
+            place = (part, None if part is Part.MAGNITUDE else key.leaf)
+            first = layers[module, key.adapter_name].setdefault(place, tensor)
+            if first is not tensor:
+                repeats[name] = first
+        else:
+            whole.append(WholeTensor(tensor=tensor, part=part, module=module, leaf=key.leaf))
+    saved = _saved(whole, config, repeats)
+    frozen = (item for item in whole if item.part in (Part.BASE_LAYER, Part.TOKENS_BASE))
+    return AdapterView(
+        adapter=adapter,
+        config=config,
+        paths=paths,
+        layers=tuple(
+            _layer(module, name, parts, None if adapter.config is None else config)
+            for (module, name), parts in layers.items()
+        ),
+        whole=tuple(whole),
+        saved=saved,
+        frozen={item.name: item.tensor for item in frozen if saved.get(item.name) is not item.tensor},
+        tokens={
+            item.module: TrainedTokens(rows=item.tensor, indices=config.tokens(item.module))
+            for item in whole
+            if item.part is Part.TOKENS_DELTA
+        },
+        repeats=repeats,
+    )
+
+
+def _layer(
+    module: str, name: str | None, parts: Mapping[Place, StoredTensor], config: AdapterConfig | None
+) -> LoraLayer:
+    target = module.replace(_BASE_LAYER, "") if _BASE_LAYER in module else module
+    scaling = None if config is None else config.scaling(target)
+    return LoraLayer(module=module, adapter_name=name, parts=parts, target=target, scaling=scaling)
+
+
+def _saved(
+    whole: list[WholeTensor], config: AdapterConfig, repeats: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Return the whole tensors by the model's names; a second one for the same name goes into `repeats`.
+
+    A plain name goes first: it is the one that PEFT loads.
+    """
+    saved: dict[str, StoredTensor] = {}
+    trained = config.bias != "none"
+    copies = [item for item in whole if item.part is Part.SAVED_MODULE]
+    plain = (
+        item
+        for item in whole
+        if item.part is Part.PLAIN or (trained and item.part is Part.BASE_LAYER and item.leaf == "bias")
+    )
+    for item in (*plain, *copies):
+        first = saved.setdefault(item.name, item.tensor)
+        if first is not item.tensor:
+            repeats[item.tensor.name] = first
+    return saved
+
+
+def bare_path(module: str) -> str:
+    """Return a module path without the prefixes that PEFT, torch.compile, FSDP and DDP put before and into it."""
+    path = unwrapped(module).rpartition(PREFIX)[2]
+    while path.startswith("module."):
+        path = path.removeprefix("module.")
+    return path
+
+
+def drift(key: AdapterKey) -> str | None:
+    """Return what is wrong with the beginning of a tensor's name, None for the form that PEFT loads."""
+    if not key.prefixed:
+        return f"does not begin with `{PREFIX}`"
+    path = key.module
+    wrapper = next((part for part in path.split(".") if part in WRAPPERS), None)
+    if wrapper:
+        return f"has `{wrapper}.` in it, which torch.compile, FSDP or checkpointing put there"
+    if PREFIX in path:
+        return f"has `{PREFIX}` twice"
+    return "has `module.` in it, which DistributedDataParallel put there" if path.startswith("module.") else None
