@@ -15,9 +15,9 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
-from lora_tool.execution import engine
+from lora_tool.execution.local_engine import LocalEngine
+from lora_tool.execution.work import Work, WorkDone
 from lora_tool.pipeline import render, running
-from lora_tool.plan.core.plan import Plan
 from lora_tool.report.json import schema as report_schema
 from tests.cli.calling import FIXTURES, Caller
 
@@ -264,18 +264,18 @@ def test_a_full_finetune_needs_no_merge(call: Caller, tmp_path: Path) -> None:
 
 
 def test_what_was_written_wrong_is_not_published(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Any] = engine._write_shards
+    real: Callable[..., WorkDone] = LocalEngine.run
 
-    def damaged(plan: Plan, folder: Path, *args: Any, **kwargs: Any) -> Any:
-        written = real(plan, folder, *args, **kwargs)
-        for shard in plan.shards:
-            path = folder / shard.filename
+    def damaged(engine: LocalEngine, work: Work, **kwargs: Any) -> WorkDone:
+        written = real(engine, work, **kwargs)
+        for shard in work.shards:
+            path = work.folder / shard.filename
             data = bytearray(path.read_bytes())
             data[-64:] = bytes(byte ^ 0x41 for byte in data[-64:])
             path.write_bytes(data)
         return written
 
-    monkeypatch.setattr(engine, "_write_shards", damaged)
+    monkeypatch.setattr(LocalEngine, "run", damaged)
     found, _ = stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", code=5)
     assert found["merge"] == "failed"
     assert not (tmp_path / "out").exists()

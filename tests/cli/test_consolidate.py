@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool.checkpoint import open_sharded
-from lora_tool.execution import engine
+from lora_tool.execution import worker
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.sharded import state
 from tests.cli.calling import FIXTURES, Caller
@@ -25,7 +25,6 @@ import os, signal, sys, time
 from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
 from lora_tool.checkpoint import open_sharded
-from lora_tool.execution import engine
 from lora_tool.sharded import value_checks
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
@@ -136,7 +135,7 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(engine, "_copy_in_kernel", full)
+    monkeypatch.setattr(worker, "_copy_in_kernel", full)
     called = call("consolidate", REWARD, "-o", tmp_path / "out")
     assert called.code == 3
     assert "the disk is full" in called.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ ROWS = list(ARCHITECTURES.values())
 CLASSES = [
     pytest.param(row, task, id=f"{row.model_type}-{task}") for row in ROWS for task in TASKS if class_name(row, task)
 ]
-CONVERTIBLE = [pytest.param(row, id=row.model_type) for row in ROWS if row.causal_lm and row.sequence_classification]
 
 
 def test_the_table_is_sorted_and_keyed_by_model_type() -> None:
@@ -53,48 +53,51 @@ def test_the_table_is_sorted_and_keyed_by_model_type() -> None:
 
 
 @pytest.mark.parametrize(("row", "task"), CLASSES)
-def test_the_class_is_stored_as_it_is_in_memory(row: Architecture, task: Task) -> None:
+def test_a_row_says_what_transformers_does(row: Architecture, task: Task) -> None:
     model = meta_model(row, task)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert type(model).__name__ == class_name(row, task)
     assert model.config.model_type == row.model_type
     assert get_model_conversion_mapping(model, add_legacy=False) == []
     assert not fixed_later(model), "a sub-model chosen by the config may bring a conversion of its own"
     assert not tied_linears(model), "a delta on one of them would change the other"
+    assert [name for name in shapes if is_computed(name)] == []
+    require_conv1d(row, model)
+    require_head(row, task, shapes)
+    require_wide(row, task)
 
 
-@pytest.mark.parametrize(("row", "task"), CLASSES)
-def test_it_is_loaded_in_its_own_type_but_where_the_row_says(row: Architecture, task: Task) -> None:
-    meta_model(row, task)  # skips what is not there
-    for dtype in (DType.F16, DType.BF16, DType.F32):
-        with default_dtype(DTYPES[dtype]):
-            model = tiny_model(row.model_type, task, device="meta")
-        assert bool(facts_of(model, DTYPES[dtype]).wide) == (dtype in row.wide_in)
-
-
-@pytest.mark.parametrize(("row", "task"), CLASSES)
-def test_no_parameter_has_the_name_of_a_computed_buffer(row: Architecture, task: Task) -> None:
-    assert [name for name in meta_model(row, task).state_dict() if is_computed(name)] == []
-
-
-@pytest.mark.parametrize(("row", "task"), CLASSES)
-def test_conv1d_names_exactly_the_transposed_modules(row: Architecture, task: Task) -> None:
+def require_conv1d(row: Architecture, model: PreTrainedModel) -> None:
+    """The row names exactly the transposed modules."""
     names: dict[bool, set[str]] = {True: set(), False: set()}
-    for path, module in meta_model(row, task).named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, (Conv1D, nn.Linear)):
             names[isinstance(module, Conv1D)].add(path.rpartition(".")[2])
     assert names[True] == row.conv1d
     assert not names[False] & row.conv1d
 
 
-@pytest.mark.parametrize(("row", "task"), CLASSES)
-def test_the_head_is_where_the_row_says(row: Architecture, task: Task) -> None:
-    shapes = {name: tensor.shape for name, tensor in meta_model(row, task).state_dict().items()}
+def require_head(row: Architecture, task: Task, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The head is where the row says, and is all that the two classes differ in."""
     if task == "causal-lm":
         assert set(row.causal_only) <= shapes.keys()
-    else:
-        labels = {name for name, shape in shapes.items() if shape and shape[0] == NUM_LABELS}
-        assert labels
-        assert all(name.startswith(f"{row.head}.") for name in labels)
+        return
+    labels = {name for name, shape in shapes.items() if shape and shape[0] == NUM_LABELS}
+    assert labels
+    assert all(name.startswith(f"{row.head}.") for name in labels)
+    if row.causal_lm:
+        causal = {name: tuple(tensor.shape) for name, tensor in meta_model(row, "causal-lm").state_dict().items()}
+        assert causal.keys() - shapes.keys() == set(row.causal_only)
+        assert all(name.startswith(f"{row.head}.") for name in shapes.keys() - causal.keys())
+        assert all(shapes[name] == shape for name, shape in causal.items() if name in shapes)
+
+
+def require_wide(row: Architecture, task: Task) -> None:
+    """It is loaded in its own type, but where the row says."""
+    for dtype in (DType.F16, DType.BF16, DType.F32):
+        with default_dtype(DTYPES[dtype]):
+            model = tiny_model(row.model_type, task, device="meta")
+        assert bool(facts_of(model, DTYPES[dtype]).wide) == (dtype in row.wide_in)
 
 
 def saved_names(row: Architecture, task: Task, **switches: bool) -> str | None:
@@ -116,16 +119,6 @@ def test_the_names_that_each_class_saves_are_known() -> None:
     unknown = {case: digest for case, digest in found.items() if digest is not None and digest not in KNOWN_NAMES}
     assert unknown == {}, "add these to lora_tool.plan.base.known_names"
     assert sum(digest is not None for digest in found.values()) > len(classes)
-
-
-@pytest.mark.parametrize("row", CONVERTIBLE)
-def test_the_two_classes_differ_in_their_heads_alone(row: Architecture) -> None:
-    causal, classifier = (
-        {name: tensor.shape for name, tensor in meta_model(row, task).state_dict().items()} for task in TASKS
-    )
-    assert causal.keys() - classifier.keys() == set(row.causal_only)
-    assert all(name.startswith(f"{row.head}.") for name in classifier.keys() - causal.keys())
-    assert all(classifier[name] == shape for name, shape in causal.items() if name in classifier)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "llama", "opt", "phi3", "qwen2", "qwen3", "roberta"])

@@ -11,7 +11,7 @@ import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, LoraToolError
-from lora_tool.execution.compute import Computer
+from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.execution.engine import execute
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -28,7 +28,7 @@ def test_the_first_error_ends_the_run(failing: int, jobs: int, tmp_path: Path) -
     units: list[ComputeUnit] = []
     errors: list[LoraToolError] = []
 
-    def run(_computer: Computer, unit: ComputeUnit, _out: int) -> None:
+    def run(_backend: NumpyBackend, unit: ComputeUnit, _out: int) -> None:
         units.append(unit)
         number = len(units)
         time.sleep(0.05)
@@ -41,7 +41,7 @@ def test_the_first_error_ends_the_run(failing: int, jobs: int, tmp_path: Path) -
         except LoraToolError as error:
             errors.append(error)
 
-    with mock.patch.object(Computer, "run", run):
+    with mock.patch.object(NumpyBackend, "run", run):
         thread = threading.Thread(target=merge, daemon=True)
         thread.start()
         thread.join(timeout=20)

@@ -16,17 +16,19 @@ from tests.hostile.test_output import content
 
 SLOW = """
 import sys, time
-from lora_tool.execution import compute, engine
+from lora_tool.execution import engine, local_engine, worker
+from lora_tool.execution.backends.numpy_backend import NumpyBackend
 from lora_tool.cli.main import main
-copy, write = engine._copy, engine.write_file
+copy, write = worker._copy, engine.write_file
 def slowly(function):
     def slow(*arguments):
         print("working", flush=True)
         time.sleep(0.03)
         return function(*arguments)
     return slow
-engine._copy, engine.write_file = slowly(copy), slowly(write)
-compute.Computer.run = slowly(compute.Computer.run)
+worker._copy = slowly(copy)
+engine.write_file = local_engine.write_file = slowly(write)
+NumpyBackend.run = slowly(NumpyBackend.run)
 main(sys.argv[1:])
 """
 """The command with every unit and file taking 30 ms, so that a signal lands in the middle."""

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.execution import compute, engine, kernels, units
+from lora_tool.execution import kernels, units, worker
+from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, LoraDelta
 from lora_tool.plan.core.plan import Plan
@@ -64,7 +65,7 @@ def test_units_cover_the_data_once(wanted: list[TensorSpec], copy_bytes: int, we
     )
     shard = Shard(filename="x", steps=steps)
     with mock.patch.multiple(units, COPY_BYTES=copy_bytes, UNIT_WEIGHTS=weights):
-        ranges = [(unit.begin, unit.begin + unit.nbytes) for unit in units.units_of(shard, whole_tensors=whole)]
+        ranges = [(unit.begin, unit.begin + unit.nbytes) for unit in units.units_of(shard, whole=lambda _: whole)]
     at = len(shard.header)
     for begin, end in ranges:
         assert begin == at
@@ -156,7 +157,7 @@ def test_float64_gives_the_same_bytes_for_any_size_of_block(
     with planned(given_inputs, "float64", None, None) as (plan, folder):
         first = weights(execute(plan, folder / "first"))
         with (
-            mock.patch.multiple(compute, BLOCK_WEIGHTS=1 << block, _LEAST_ROWS=1),
+            mock.patch.multiple(numpy_backend, BLOCK_WEIGHTS=1 << block, _LEAST_ROWS=1),
             mock.patch.object(units, "UNIT_WEIGHTS", 1 << unit),
             mock.patch.object(units, "COPY_BYTES", 1 << unit),
             mock.patch.object(kernels, "CACHE_BLOCK", 1 << cache),
@@ -169,7 +170,7 @@ def test_float64_gives_the_same_bytes_for_any_size_of_block(
 def test_copying_without_the_kernels_help_gives_the_same_bytes(given_inputs: Inputs) -> None:
     with planned(given_inputs, "float32", None, None) as (plan, folder):
         first = digest(execute(plan, folder / "first"))
-        with mock.patch.object(engine, "_copy_in_kernel", lambda _unit, _source, _out: 0):
+        with mock.patch.object(worker, "_copy_in_kernel", lambda _unit, _source, _out: 0):
             assert digest(execute(plan, folder / "read-and-written")) == first
 
 

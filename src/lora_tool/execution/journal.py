@@ -16,7 +16,6 @@ from typing import Any
 
 from lora_tool.errors import MissingDependency
 from lora_tool.formats.files import read_at
-from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.version import __version__
@@ -47,7 +46,7 @@ def _versions(plan: Plan) -> Iterator[str]:
         from numpy import __version__ as numpy_version  # noqa: PLC0415
 
         yield numpy_version
-    if plan.precision is Precision.PEFT:
+    if "torch" in plan.precision.packages:
         yield _torch_version()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_tool.execution.units import Unit
+from lora_tool.execution.work import Sample
 from lora_tool.formats.files import MOST_PER_CALL
 from lora_tool.plan.core.steps import Shard
 
@@ -28,6 +29,8 @@ class ShardFile:
     def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:
         self.path = folder / shard.filename
         self.shard = shard
+        self.samples: list[Sample] = []
+        """What those who wrote it noted of their units."""
         self._missing = batches
         self._slots = slots
         self._lock = threading.Lock()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.actions import NEW
-from lora_tool.plan.core.ops import Assemble, Copy, DoraDelta, LoraDelta
-from lora_tool.plan.core.steps import Shard, Step
+from lora_tool.plan.core.ops import RowOp, row_ops
+from lora_tool.plan.core.steps import Shard
+from lora_tool.tensors import StoredTensor, TensorSpec
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
@@ -36,9 +37,12 @@ class CopyUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeUnit:
-    """Rows `first` to `last` of a step's output; the whole tensor begins at byte `at` of the shard file."""
+    """Rows `first` to `last` of what `op` makes, which is `out` and begins at byte `at` of the shard file."""
 
-    step: Step
+    out: TensorSpec
+    op: RowOp
+    is_new: bool
+    """Whether the base has no such values, so that each is looked at."""
     first: int
     last: int
     at: int
@@ -46,8 +50,7 @@ class ComputeUnit:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of the output; of the whole where it is a scalar."""
-        out = self.step.out
-        return out.nbytes // out.shape[0] if out.shape else out.nbytes
+        return self.out.nbytes // self.out.shape[0] if self.out.shape else self.out.nbytes
 
     @property
     def begin(self) -> int:
@@ -62,32 +65,27 @@ class ComputeUnit:
 Unit = CopyUnit | ComputeUnit
 
 
-def units_of(shard: Shard, *, whole_tensors: bool = False) -> Iterator[Unit]:
+def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
-    With `whole_tensors` a computed tensor is one unit, for arithmetic whose bits depend on the shape. What an adapter
-    saved whole is computed, too, though it stays as it is: nobody else looks at its values.
+    `whole` says of which operation all rows are one unit: where the bits of its arithmetic depend on the shape, and
+    where it needs them all it is asked for nothing. What an adapter saved whole is computed, too, though it stays as it is: nobody else looks at its values.
     """
     pending: list[CopyUnit] = []
     at = len(shard.header)
     for step in shard.steps:
-        for part in _parts(step):
-            if isinstance(part.op, Copy) and not (step.action in NEW and step.out.dtype.is_float):
-                pending += _copies(part, at)
+        for op in row_ops(step.op):
+            # a stack of experts is worked on row by row
+            out = step.out if op.source.shape == step.out.shape else replace(step.out, shape=op.source.shape)
+            is_new = step.action in NEW
+            if op.is_copy and not (is_new and out.dtype.is_float):
+                pending += _copies(op.source, at)
             else:
                 yield from _joined(pending)
                 pending = []
-                yield from _computes(part, at, whole=whole_tensors)
-            at += part.out.nbytes
+                yield from _computes(out, op, at, is_new=is_new, whole=op.needs_all_rows or whole(op))
+            at += out.nbytes
     yield from _joined(pending)
-
-
-def _parts(step: Step) -> Iterator[Step]:
-    """Yield the step, or what it is assembled of, each as a step of its own."""
-    for part in step.op.parts if isinstance(step.op, Assemble) else (step.op,):
-        # a stack of experts is worked on row by row
-        as_rows = part.source.shape != step.out.shape
-        yield replace(step, out=replace(step.out, shape=part.source.shape), op=part) if as_rows else step
 
 
 def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
@@ -104,8 +102,8 @@ def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
         yield tuple(batch)
 
 
-def _copies(step: Step, at: int) -> Iterator[CopyUnit]:
-    for span in step.op.source.spans:
+def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit]:
+    for span in source.spans:
         yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, at=at)
         at += span.nbytes
 
@@ -135,12 +133,10 @@ def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:
     )
 
 
-def _computes(step: Step, at: int, *, whole: bool) -> Iterator[ComputeUnit]:
-    if step.out.numel == 0:
+def _computes(out: TensorSpec, op: RowOp, at: int, *, is_new: bool, whole: bool) -> Iterator[ComputeUnit]:
+    if out.numel == 0:
         return
-    rows = step.out.shape[0] if step.out.shape else 1
-    columns_are_needed = isinstance(step.op, DoraDelta) and step.op.transposed
-    whole = (whole and not isinstance(step.op, Copy)) or (isinstance(step.op, LoraDelta) and step.op.init is not None)
-    per_unit = rows if whole or columns_are_needed else max(1, UNIT_WEIGHTS // (step.out.numel // rows))
+    rows = out.shape[0] if out.shape else 1
+    per_unit = rows if whole else max(1, UNIT_WEIGHTS // (out.numel // rows))
     for first in range(0, rows, per_unit):
-        yield ComputeUnit(step=step, first=first, last=min(first + per_unit, rows), at=at)
+        yield ComputeUnit(out=out, op=op, is_new=is_new, first=first, last=min(first + per_unit, rows), at=at)

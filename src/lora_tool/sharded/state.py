@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,20 @@ class TrainingState:
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileValues:
+    """The check of the values in one file: see `value_faults`."""
+
+    path: Path
+    records: tuple[Record, ...]
+    pieces: tuple[tuple[Span, StoredTensor], ...]
+    masters: frozenset[str]
+
+    def run(self, advance: Progress) -> list[Finding]:
+        """See `ValuePart`."""
+        return value_faults(self.path, self.records, self.pieces, masters=self.masters, advance=advance)
+
+
 def check_of_files(tensors: Tensors, records: Collection[Record], *, masters: frozenset[str]) -> ValueCheck:
     """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
     by_path: dict[Path, list[Record]] = defaultdict(list)
@@ -66,9 +79,8 @@ def check_of_files(tensors: Tensors, records: Collection[Record], *, masters: fr
     for tensor in tensors.values():
         for span in tensor.spans:
             pieces[span.path].append((span, tensor))
-
-    def part(path: Path, advance: Progress) -> list[Finding]:
-        return value_faults(path, by_path[path], pieces[path], masters=masters, advance=advance)
-
-    nbytes = sum(record.nbytes for record in records)
-    return ValueCheck(nbytes=nbytes, parts=tuple(partial(part, path) for path in sorted(by_path)))
+    parts = tuple(
+        FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
+        for path in sorted(by_path)
+    )
+    return ValueCheck(nbytes=sum(record.nbytes for record in records), parts=parts)

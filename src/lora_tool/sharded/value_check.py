@@ -6,10 +6,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from lora_tool.cores import available_cores
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
+
+
+class ValuePart(Protocol):
+    """A part of the check: plain data, which can be sent to whoever sees the same files."""
+
+    def run(self, advance: Progress) -> list[Finding]:
+        """Read the values and return what is wrong with them. `advance` is called with the bytes, and may raise to stop it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +26,8 @@ class ValueCheck:
 
     nbytes: int
     """How many bytes it reads."""
-    parts: tuple[Callable[[Progress], list[Finding]], ...]
-    """What may run at the same time: each reads the values of a file and returns what is wrong with them.
-
-    What it tells may raise, to stop it.
-    """
+    parts: tuple[ValuePart, ...]
+    """What may run at the same time."""
     judge: Callable[[list[Finding]], list[Finding]] = list
     """Given all that the parts found, in their order, returns what is to be told; raises where that is to stop us."""
 
@@ -37,7 +42,7 @@ class ValueCheck:
 
         with ThreadPoolExecutor(min(4, available_cores())) as workers:
             try:
-                found = [*workers.map(lambda part: part(go_on), self.parts)]
+                found = [*workers.map(lambda part: part.run(go_on), self.parts)]
             except BaseException:
                 stop.set()
                 raise

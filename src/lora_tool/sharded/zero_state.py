@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ZeroDir
@@ -14,7 +14,7 @@ from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded import zero_checks
-from lora_tool.sharded.master_copies import saved_copies
+from lora_tool.sharded.master_copies import SavedCopies, saved_copies
 from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
 from lora_tool.sharded.value_check import ValueCheck
 
@@ -84,16 +84,22 @@ def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
     known = entries(tag)
     masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
 
-    def rounding(_: Progress) -> list[Finding]:
-        saved = saved_copies(root, tag, tensors)
-        if not saved.copies:
-            return []
+    of_files = check_of_files(tensors, _records(tag, tensors), masters=masters)
+    saved = saved_copies(root, tag, tensors)
+    return replace(of_files, parts=(*of_files.parts, MasterRounding(saved))) if saved.copies else of_files
+
+
+@dataclass(frozen=True, slots=True)
+class MasterRounding:
+    """The check of masters against the weights saved with them: see `rounding_faults`."""
+
+    saved: SavedCopies
+
+    def run(self, _: Progress) -> list[Finding]:
+        """See `ValuePart`."""
         from lora_tool.sharded.master_checks import rounding_faults  # noqa: PLC0415 - numpy, only where it is needed
 
-        return list(rounding_faults(saved))
-
-    of_files = check_of_files(tensors, _records(tag, tensors), masters=masters)
-    return replace(of_files, parts=(*of_files.parts, rounding))
+        return list(rounding_faults(self.saved))
 
 
 def _records(tag: ZeroTag, tensors: Tensors) -> frozenset[Record]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lora_tool.actions import TensorAction
 from lora_tool.formats.stored import read_part
-from lora_tool.plan.core.ops import Assemble, Copy
+from lora_tool.plan.core.ops import Assemble
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.expected import expected
@@ -64,7 +64,7 @@ def _compared(step: Step, stored: StoredTensor) -> TensorEvidence:
                 others = {at // width for at in range(nbytes) if mine[at] != theirs[at]}
                 wrong += len(others)
                 first = start // width + min(others) if first is None else first
-    if alike and isinstance(step.op, Copy):
+    if alike and step.op.is_copy:
         verdict, reason = (Verdict.DIFFERENT if wrong else Verdict.RIGHT), ""
     elif alike and not wrong and step.action is TensorAction.MERGED:
         verdict, reason = Verdict.UNCHANGED, ""

@@ -12,7 +12,6 @@ from typing import Any
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.plan.base.task import Task, is_classifier
-from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.direct_base import plainly_stored
 from lora_tool.plan.merge.provenance import Provenance
@@ -132,7 +131,7 @@ class _Asking:
         copied = {
             step.out.name
             for step in self._plan.steps
-            if isinstance(step.op, Copy) and stored.get(step.out.name) is step.op.source.dtype
+            if step.op.is_copy and stored.get(step.out.name) is step.op.source.dtype
         }
         return {name: dtype for name, dtype in stored.items() if name not in copied}
 

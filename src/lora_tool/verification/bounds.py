@@ -14,12 +14,11 @@ it, so each such rounding costs u'·(|W'| + Σ‖b‖·‖a‖) at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from lora_tool.plan.core.ops import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, Op, Precision
+from lora_tool.plan.core.ops import LowRank, Precision, RowOp
 from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS
 
@@ -38,44 +37,42 @@ class Bound:
     of_product: float = 0.0
 
 
-def working_type(op: Op, out: DType) -> np.dtype[np.float32] | np.dtype[np.float64]:
+def working_type(op: RowOp, out: DType) -> np.dtype[np.float32] | np.dtype[np.float64]:
     """Return the type to compare in: float32 for 16-bit results, whose roundoff is 2^-13 of it at least, else float64."""
     narrow = out in (DType.BF16, DType.F16) and op.source.dtype is not DType.F64
     return np.dtype(np.float32) if narrow else np.dtype(np.float64)
 
 
-def stated_bound(op: Op, out: DType, precision: Precision) -> Bound:
+def stated_bound(op: RowOp, out: DType, precision: Precision) -> Bound:
     """Return the bound of what lora-tool writes with `precision`."""
     result = FLOATS[out].roundoff
-    if isinstance(op, LoraDelta) and op.init is not None:
+    if op.taken_out:
         precision = Precision.PEFT  # whatever was asked for: it is PEFT's own formula, in float32
-    sums = _sums(op)
-    if not sums:
+    sums = op.sums
+    if not sums.deltas:
         return _compared(Bound(of_result=1), op, out)
-    rank = _rank(op)
     unit = _DOUBLE if precision is Precision.FLOAT64 else _SINGLE
-    steps = _gamma(rank + 2 * sums, unit)
-    of_product = 2.5 * steps + (2 * rank * _LEFT_OUT if precision is Precision.FLOAT64 else 0)
+    steps = _gamma(sums.products + 2 * sums.deltas, unit)
+    of_product = 2.5 * steps + (2 * sums.products * _LEFT_OUT if precision is Precision.FLOAT64 else 0)
     of_result = 1 + 2.5 * steps / result
     of_change = steps
-    if isinstance(op, DoraDelta):
+    if sums.squares:
         # a norm is off by half of what its n squares are, the factor and the product by one rounding each
-        width = op.source.shape[0] if op.transposed else op.source.shape[-1]
-        of_result += 2 * _gamma(width // 2 + rank + 8, unit) / result
+        of_result += 2 * _gamma(sums.squares // 2 + sums.products + 8, unit) / result
     if precision is Precision.PEFT:
         if FLOATS[op.source.dtype].roundoff < result:  # PEFT adds to a base that was rounded when it was loaded
             of_result, of_change = of_result + 2, of_change + result
-        if isinstance(op, LoraDelta) and op.rounded:
-            of_change, of_product = of_change + result, of_product + (sums - 1) * result
+        if sums.rounded:
+            of_change, of_product = of_change + result, of_product + (sums.deltas - 1) * result
             if (
                 op.source.dtype is DType.F16
             ):  # below 2^-14 a delta is rounded to 2^-24, as coarsely as the result at most
-                of_result += sums
-        of_result, of_product = of_result + 2.1 * (sums - 1), of_product + 1.1 * (sums - 1) * result
+                of_result += sums.deltas
+        of_result, of_product = of_result + 2.1 * (sums.deltas - 1), of_product + 1.1 * (sums.deltas - 1) * result
     return _compared(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
 
 
-def sixteen_bit_bound(op: Op, out: DType) -> Bound:
+def sixteen_bit_bound(op: RowOp, out: DType) -> Bound:
     """Return the bound of a merge that another tool made: rounded after every operation, in the narrower type.
 
     PEFT does so without `autocast_adapter_dtype`, on 16-bit devices, and in `safe_merge`: factors, delta, scaled delta
@@ -83,11 +80,11 @@ def sixteen_bit_bound(op: Op, out: DType) -> Bound:
     """
     result = FLOATS[out].roundoff
     unit = max(result, FLOATS[op.source.dtype].roundoff)
-    if isinstance(op, Cast) or not tuple(terms_of(op)):
+    if not isinstance(op, LowRank):
         unit = max(unit, FLOATS[DType.BF16].roundoff)
     rounded_first = 2 * unit / result if unit > result or FLOATS[op.source.dtype].roundoff < result else 0.0
-    of_result = unit / result + rounded_first + (8 * unit / result if isinstance(op, DoraDelta) else 0.0)
-    earlier = max(0, _sums(op) - 1)
+    of_result = unit / result + rounded_first + (8 * unit / result if op.sums.squares else 0.0)
+    earlier = max(0, op.sums.deltas - 1)
     strict = stated_bound(op, out, Precision.FLOAT32)
     return Bound(
         of_result=strict.of_result + of_result + 2.1 * earlier * unit / result,
@@ -96,33 +93,15 @@ def sixteen_bit_bound(op: Op, out: DType) -> Bound:
     )
 
 
-def _compared(bound: Bound, op: Op, out: DType) -> Bound:
+def _compared(bound: Bound, op: RowOp, out: DType) -> Bound:
     """Add what the comparison itself may be off by: float64 products, and a few operations in the working type."""
     unit = 4 * (_SINGLE if working_type(op, out) == np.float32 else _DOUBLE)
     return Bound(
         of_result=bound.of_result + 2 * unit / FLOATS[out].roundoff,
         of_change=bound.of_change + unit,
-        of_product=bound.of_product + _gamma(_rank(op) + 4, _DOUBLE),
+        of_product=bound.of_product + _gamma(op.sums.products + 4, _DOUBLE),
     )
 
 
 def _gamma(steps: int, unit: float) -> float:
     return steps * unit / (1 - steps * unit)
-
-
-def _sums(op: Op) -> int:
-    """Return how many deltas are added to the base."""
-    return len(op.terms) if isinstance(op, BiasDelta) else sum(1 for _ in terms_of(op))
-
-
-def _rank(op: Op) -> int:
-    """Return the length of all sums of products together."""
-    return len(op.terms) if isinstance(op, BiasDelta) else sum(term.rank for term in terms_of(op))
-
-
-def terms_of(op: Op) -> Iterator[LoraTerm]:
-    """Yield the operation's products."""
-    if isinstance(op, LoraDelta):
-        yield from op.terms
-    elif isinstance(op, DoraDelta):
-        yield op.term

@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from lora_tool.choices import Choice
 from lora_tool.cores import available_cores
-from lora_tool.plan.core.ops import DoraDelta, LoraDelta, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
@@ -25,7 +25,7 @@ from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, worki
 from lora_tool.verification.diagnosis import evidence_of
 from lora_tool.verification.files import Files, Rows, rows_and_columns
 from lora_tool.verification.initial import CannotTellError
-from lora_tool.verification.parts import Part, parts_of
+from lora_tool.verification.parts import Compared, parts_of
 from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretches, stretches
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally, compare
@@ -48,10 +48,10 @@ class Level(Choice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """Part of the comparison of the tensors' part `number`: ranges of rows to recompute, or stretches of bytes."""
+    """Compared of the comparison of the tensors' part `number`: ranges of rows to recompute, or stretches of bytes."""
 
     number: int
-    part: Part
+    part: Compared
     rows: tuple[Rows, ...] = ()
     stretches: tuple[tuple[int, int], ...] = ()
 
@@ -71,7 +71,7 @@ def check_tensors(
     right, too. Raises `SourceChanged` or OSError where a file cannot be read to its end.
     """
     steps = tuple(_present(plan, tensors))
-    parts: list[Part] = []
+    parts: list[Compared] = []
     owned: dict[str, range] = {}
     for step in steps:
         begin = len(parts)
@@ -97,7 +97,7 @@ def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
             yield step
 
 
-def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
+def _tasks(parts: Sequence[Compared], level: Level) -> Iterator[_Task]:
     for number, part in enumerate(parts):
         if part.copied or (why_not(part.op) is not None and _comparable(part)):
             found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
@@ -107,13 +107,11 @@ def _tasks(parts: Sequence[Part], level: Level) -> Iterator[_Task]:
             rows = list(blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
             # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
             # init is a decomposition of all of it
-            init = isinstance(part.op, LoraDelta) and part.op.init is not None
-            alone = init or (isinstance(part.op, DoraDelta) and part.op.transposed)
-            for group in [rows] if alone else _grouped(rows):
+            for group in [rows] if part.op.needs_all_rows else _grouped(rows):
                 yield _Task(number=number, part=part, rows=tuple(group))
 
 
-def _comparable(part: Part) -> bool:
+def _comparable(part: Compared) -> bool:
     """Whether its bytes tell if it is still its source: all that can be said of what is not recomputed."""
     return part.stored.dtype is part.op.source.dtype and part.stored.nbytes == part.op.source.nbytes
 
@@ -161,9 +159,9 @@ def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision
             yield _compare_bytes(part, files, start, nbytes)
         return
     dtype = part.stored.dtype
-    if isinstance(part.op, LoraDelta) and part.op.init is not None and part.op.source.dtype is not dtype:
+    if part.op.taken_out and part.op.source.dtype is not dtype:
         raise CannotTellError(
-            f"{part.op.init} was taken out of the base as {dtype}, and the base is {part.op.source.dtype}"
+            f"{part.op.taken_out} was taken out of the base as {dtype}, and the base is {part.op.source.dtype}"
         )
     wide = working_type(part.op, dtype)
     bound = stated_bound(part.op, dtype, precision or Precision.FLOAT32)
@@ -177,7 +175,7 @@ def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision
                 yield compare(stored, dtype, expected, bound, loose, position)
 
 
-def _unknown(part: Part, files: Files, why: str) -> Tally:
+def _unknown(part: Compared, files: Files, why: str) -> Tally:
     """Return that nothing is known of the part but whether it is still its source."""
     tally = Tally(unknown=why)
     for start, nbytes in stretches(part.stored) if _comparable(part) else ():
@@ -195,7 +193,7 @@ def _flat(at: int, *, rows: Rows, width: int, begin: int) -> int:
     raise AssertionError("a value of the block is in one of its rows")
 
 
-def _compare_bytes(part: Part, files: Files, start: int, nbytes: int) -> Tally:
+def _compare_bytes(part: Compared, files: Files, start: int, nbytes: int) -> Tally:
     """Compare a stretch of a copied tensor byte by byte."""
     stored, source = files.read(part.stored, start, nbytes), files.read(part.op.source, start, nbytes)
     width = max(1, part.stored.dtype.bits // 8)

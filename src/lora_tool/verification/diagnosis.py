@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from lora_tool.actions import TensorAction
-from lora_tool.plan.core.ops import Cast, DoraDelta, LoraDelta
+from lora_tool.plan.core.ops import LowRank
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
-from lora_tool.verification.bounds import sixteen_bit_bound, terms_of, working_type
+from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import Array, decode, half_ulps
 from lora_tool.verification.files import Files, Rows, rows_and_columns
-from lora_tool.verification.parts import Part
+from lora_tool.verification.parts import Compared
 from lora_tool.verification.pieces import BLOCK_WEIGHTS, sampled_rows
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally
@@ -29,7 +29,7 @@ _ROUNDING = 1 / math.sqrt(3)
 """Root of the mean square of a rounding error, in half units in the last place."""
 
 
-def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *, stated: bool) -> TensorEvidence:
+def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files, *, stated: bool) -> TensorEvidence:
     """Return the evidence of one tensor from what was seen of its parts. `stated` is whether its arithmetic is known."""
     total = Tally()
     for _, tally in seen:
@@ -49,7 +49,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
         verdict, reason = (Verdict.UNCHANGED, "") if same else (Verdict.UNKNOWN, unknown)
     elif total.wrong:
         reason = "within what 16-bit arithmetic explains"
-    terms = [term for part, _ in seen for term in terms_of(part.op)]
+    terms = [term for part, _ in seen if isinstance(part.op, LowRank) for term in part.op.terms]
     copied = all(part.copied for part, _ in seen)
     return TensorEvidence(
         name=step.out.name,
@@ -70,17 +70,17 @@ def evidence_of(step: Step, seen: Sequence[tuple[Part, Tally]], files: Files, *,
     )
 
 
-def _why_unknown(part: Part, tally: Tally) -> str | None:
+def _why_unknown(part: Compared, tally: Tally) -> str | None:
     return None if part.copied else why_not(part.op) or tally.unknown
 
 
-def _diagnose(part: Part, tally: Tally, files: Files) -> tuple[Verdict, float | None]:
+def _diagnose(part: Compared, tally: Tally, files: Files) -> tuple[Verdict, float | None]:
     """Return what became of a part with values outside its bound, and the factor of ΔW in it where that tells."""
     op, stored = part.op, part.stored
     if part.copied:
         return Verdict.DIFFERENT, None
-    if not isinstance(op, LoraDelta | DoraDelta):
-        return (Verdict.UNCHANGED if not tally.moved and not isinstance(op, Cast) else Verdict.DIFFERENT), None
+    if not isinstance(op, LowRank):
+        return (Verdict.UNCHANGED if not tally.moved and not op.keeps_values else Verdict.DIFFERENT), None
     if not tally.moved:
         return Verdict.UNCHANGED, 0.0
     rows = _a_sample(part)
@@ -120,7 +120,7 @@ def _projected(moved: Array, change: Array) -> float | None:
     return float(np.vdot(moved, change)) / squares if squares else None
 
 
-def _a_sample(part: Part) -> Rows:
+def _a_sample(part: Compared) -> Rows:
     """Return rows from everywhere, as many as are recomputed together; all of a small tensor."""
     height, width = rows_and_columns(part.stored.shape)
     fit = max(1, BLOCK_WEIGHTS // max(1, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from lora_tool.plan.core.ops import Op, ReplaceRows
+from lora_tool.plan.core.ops import RowOp
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.files import Rows, rows_and_columns
 
@@ -51,7 +51,7 @@ def split(rows: Rows, width: int) -> Iterator[Rows]:
         yield part
 
 
-def sampled_rows(tensor: StoredTensor, op: Op) -> Iterator[Rows]:
+def sampled_rows(tensor: StoredTensor, op: RowOp) -> Iterator[Rows]:
     """Yield rows from everywhere: the first, the last, one of every stretch, the trained ones. The same each time."""
     height, width = rows_and_columns(tensor.shape)
     if height * width <= _WHOLE_WEIGHTS:
@@ -61,8 +61,7 @@ def sampled_rows(tensor: StoredTensor, op: Op) -> Iterator[Rows]:
     chance = random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
     chosen = {0, height - 1}
     chosen |= {chance.randrange(first, min(first + stretch, height)) for first in range(0, height, stretch)}
-    if isinstance(op, ReplaceRows):
-        chosen |= set(op.indices)
+    chosen |= set(op.special_rows)
     yield from _grouped(sorted(chosen), max(1, BLOCK_WEIGHTS // max(1, width)))
 
 

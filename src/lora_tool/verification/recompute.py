@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, ReplaceRows
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import FLOATS, Array, decode
 from lora_tool.verification.files import Files, Rows, rows_and_columns
@@ -64,11 +66,9 @@ def _no_products(rows: Array, _columns: Array) -> Array:
     return np.zeros(rows.shape)
 
 
-def why_not(op: Op) -> str | None:
+def why_not(op: RowOp) -> str | None:
     """Return why the operation is not recomputed here, None where it is."""
-    if not isinstance(op, Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows):
-        return f"{type(op).__name__} has no second formula yet"
-    if isinstance(op, LoraDelta | DoraDelta) and len(op.source.shape) != MATRIX:
+    if isinstance(op, LowRank) and len(op.source.shape) != MATRIX:
         return f"LoRA on a tensor of shape {list(op.source.shape)} has no second formula yet"
     if not op.source.dtype.is_float:
         return f"{op.source.dtype} is not a float type"
@@ -84,7 +84,7 @@ class Recomputer:
         self._buffer: Array = np.empty(0)
         self._taken_kept: tuple[LoraDelta, Taken] | None = None
 
-    def blocks(self, op: Op, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Expected]]:
+    def blocks(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Expected]]:
         """Yield the given rows of what `op` makes, a few at a time. Raises `SourceChanged` where a file ends early.
 
         What is yielded is valid until the next is asked for: the product's memory is used again.
@@ -94,22 +94,21 @@ class Recomputer:
         at = 0
         for part in split(rows, width):
             height = sum(last - first for first, last in part)
-            share = None if product is None else product.part(slice(at, at + height))
-            yield part, self._expected(op, part, share, wide)
+            yield part, self._expected(op, part, product.part(slice(at, at + height)), wide)
             at += height
 
-    def whole(self, op: Op, rows: Rows, wide: np.dtype[Any]) -> Expected:
+    def whole(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Expected:
         """Return the given rows of what `op` makes, all at once."""
         return self._expected(op, rows, self._product(op, rows), wide)
 
-    def _expected(self, op: Op, rows: Rows, product: Product | None, wide: np.dtype[Any]) -> Expected:
+    def _expected(self, op: RowOp, rows: Rows, product: Product, wide: np.dtype[Any]) -> Expected:
         base = self._files.matrix(op.source, rows, wide)
         match op:
-            case LoraDelta(init=str()) if product:
-                return self._without_init(op, rows, base, product, wide)
-            case LoraDelta() if product:
-                return Expected(base, product.values.astype(wide, copy=False), product.norms)
-            case DoraDelta() if product:
+            case Copy() | Cast():
+                return Expected(base, np.zeros_like(base), _no_products)
+            case LoraDelta():
+                return self._lora(op, rows, base, product, wide)
+            case DoraDelta():
                 return self._dora(op, rows, base, product, wide)
             case BiasDelta():
                 biases = [self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms]
@@ -118,18 +117,19 @@ class Recomputer:
             case ReplaceRows():
                 return self._replaced(op, rows, base, wide)
             case _:
-                return Expected(base, np.zeros_like(base), _no_products)
+                return assert_never(op)
 
-    def transposed_change(self, op: LoraDelta | DoraDelta, rows: Rows) -> Array | None:
+    def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""
-        if op.source.shape[0] != op.source.shape[1] or (isinstance(op, LoraDelta) and op.init is not None):
+        if op.source.shape[0] != op.source.shape[1] or (op.taken_out):
             return None
-        return self._multiplied(_terms(op), rows, transposed=not op.transposed).values
+        return self._multiplied(op.terms, rows, transposed=not op.transposed).values
 
-    def _product(self, op: Op, rows: Rows) -> Product | None:
-        if isinstance(op, LoraDelta | DoraDelta):
-            return self._multiplied(_terms(op), rows, transposed=op.transposed)
-        return None
+    def _product(self, op: RowOp, rows: Rows) -> Product:
+        """Return what is added to the rows as products of low rank, an empty one where nothing is."""
+        if isinstance(op, LowRank):
+            return self._multiplied(op.terms, rows, transposed=op.transposed)
+        return Product(np.empty((0, 0)), ())
 
     def _multiplied(self, terms: tuple[LoraTerm, ...], rows: Rows, *, transposed: bool) -> Product:
         factors = tuple(self._factors(at, term, rows, transposed=transposed) for at, term in enumerate(terms))
@@ -182,13 +182,15 @@ class Recomputer:
             self._factors_kept[place] = held = (tensor, what, read())
         return held[2]
 
-    def _without_init(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
-        """Return W less what the init takes out of it, plus the delta: what is left is rounded once more."""
+    def _lora(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
+        """Return W plus the delta; with an init W less what that takes out of it, which is rounded once more."""
+        if op.init is None:
+            return Expected(base, product.values.astype(wide, copy=False), product.norms)
         (term,) = op.terms
         out = self._taken_kept
         if out is None or out[0] is not op:
             weight = self._files.matrix(op.source, None, _DOUBLE)
-            self._taken_kept = out = (op, taken(op.init or "", weight, term.rank, term.scaling))
+            self._taken_kept = out = (op, taken(op.init, weight, term.rank, term.scaling))
         chosen = np.concatenate([np.arange(first, last) for first, last in rows])
         gone = out[1].left[chosen] @ out[1].right
         roundoff = FLOATS[op.source.dtype].roundoff
@@ -237,7 +239,3 @@ class Recomputer:
                     change[begin + row - first] = new - base[begin + row - first]
             begin += last - first
         return Expected(base, change, _no_products)
-
-
-def _terms(op: LoraDelta | DoraDelta) -> tuple[LoraTerm, ...]:
-    return op.terms if isinstance(op, LoraDelta) else (op.term,)

@@ -14,7 +14,7 @@ from lora_tool.formats.stored import same_values
 from lora_tool.keys import AdapterKey, Part, parse
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.target_parameters import parameter_term, targeted_parameters
-from lora_tool.plan.core.ops import BiasTerm, LoraTerm
+from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import StoredTensor, TensorTable
 
 

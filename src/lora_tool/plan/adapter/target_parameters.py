@@ -16,7 +16,7 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.core.ops import LoraTerm
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import StoredTensor
 
 _MATRIX, _STACK = 2, 3

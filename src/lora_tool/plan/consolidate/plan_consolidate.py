@@ -22,7 +22,7 @@ from lora_tool.formats.partitions import Entry, Role
 from lora_tool.plan.base.side_files import GENERATION_CONFIG
 from lora_tool.plan.consolidate.extract_adapter import left_behind, select_adapter
 from lora_tool.plan.core import sharding
-from lora_tool.plan.core.ops import Cast, Copy, Op, Precision
+from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report import Finding, Severity
@@ -287,12 +287,10 @@ def _steps(
         reason = _reason(entries[saved].role, tensor)
         if name != saved:
             reason += f", saved as {saved}"
-        if out.dtype is tensor.dtype:
-            op: Op = Copy(source=tensor)
-            yield Step(out=out, op=op, action=TensorAction.COPIED, reason=reason)
-        else:
-            op = Cast(source=tensor)
-            yield Step(out=out, op=op, action=TensorAction.CAST, reason=f"{reason}, {tensor.dtype} to {out.dtype}")
+        op = copied_as(out.dtype, tensor)
+        action = TensorAction.COPIED if op.is_copy else TensorAction.CAST
+        cast = "" if op.is_copy else f", {tensor.dtype} to {out.dtype}"
+        yield Step(out=out, op=op, action=action, reason=f"{reason}{cast}")
 
 
 def _reason(role: Role, tensor: StoredTensor) -> str:

@@ -86,13 +86,12 @@ def manifest_bytes(
     `verification` what a check of the written folder found, None without one.
     """
     fidelity = summary(survived)
-    packages = ["numpy"] + (["torch"] if plan.precision.value == "peft" else [])
     table = {
         "schema_version": SCHEMA_VERSION,
         **plan.manifest,
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
-        "versions": _versions(packages),
+        "versions": _versions(plan.precision.packages),
         "warnings": [*plan.warnings, *filter(None, [warning(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),

@@ -1,13 +1,26 @@
-"""The operations that make output tensors: frozen data, a closed union."""
+"""The operations that make output tensors: frozen data that state their own inputs, rows, text and formula.
+
+`Op` is a closed union. Who computes or recomputes matches it exhaustively, so that mypy names whoever forgets one; all
+others ask what `Operation` states.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_tool.choices import Choice
-from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.tensors import StoredTensor
+from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
+from lora_tool.plan.core.terms import BiasTerm, LoraTerm
+from lora_tool.tensors import DType, StoredTensor
+
+if TYPE_CHECKING:
+    from lora_tool.plan.core.operation import Read, Values
+
+_STACK = 3
+"""Dimensions of a parameter that holds one matrix per expert."""
 
 
 @enum.unique
@@ -21,43 +34,83 @@ class Precision(Choice):
     FLOAT64 = "float64"
     """Accumulated in float64 without depending on the order of summation, rounded once: the same on every machine."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """The source's bytes, unchanged."""
-
-    source: StoredTensor
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The packages that compute so, whose versions decide about the bits."""
+        return ("numpy", "torch") if self is Precision.PEFT else ("numpy",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
-    """The source's values, rounded to the output's dtype."""
+class _RowOperation(Operation):
+    """An operation on one source."""
 
-    source: StoredTensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraTerm:
-    """One adapter's share of a delta: `scaling` · B·A, with A of shape [r, in] and B of shape [out, r]."""
-
-    a: StoredTensor
-    b: StoredTensor
-    scaling: float
-    experts: int = 1
-    """How many experts' factors A and B hold: A [experts·r, in] one below the other, B [out, r·experts] by `layout`."""
-    expert: int = 0
-    layout: ExpertLayout = ExpertLayout.RANK_MAJOR
-    first: int = 0
-    """Which row of the delta, as W is stored, belongs to the first row of the operation's source."""
+    __slots__ = ()
 
     @property
-    def rank(self) -> int:
-        """The rank of one expert's delta."""
-        return self.a.shape[0] // self.experts
+    @abstractmethod
+    def sums(self) -> Sums:
+        """What a bound of the output's rounding is made from."""
+
+    @abstractmethod
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        """Return what makes rows `start` to `start + rows` of the output: its `inputs` are what those rows need.
+
+        One operation; one per expert of a stack, whose rows are those of all its matrices.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraDelta:
+class _Kept(_RowOperation):
+    """The source's values, as far as the output's dtype holds them."""
+
+    source: StoredTensor
+    keeps_values: ClassVar[bool] = True
+
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return (self.source,)
+
+    @property
+    def sums(self) -> Sums:
+        return Sums()
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        return _described(self, self.source, input_names)
+
+    def reference(self, read: Read) -> Values:
+        return read(self.source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(_Kept):
+    """The source's bytes, unchanged."""
+
+    is_copy: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "copied"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        return (Copy(source=rows_of(self.source, start, rows)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast(_Kept):
+    """The source's values, rounded to the output's dtype."""
+
+    def __str__(self) -> str:
+        return f"cast from {self.source.dtype}"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        return (Cast(source=rows_of(self.source, start, rows)),)
+
+
+def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
+    """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
+    return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraDelta(_RowOperation):
     """W + Σ scaling·(B·A). `transposed` where W is stored [in, out], as transformers' Conv1D and embeddings do.
 
     `rounded` where PEFT rounds the delta to the type of W before it adds it, as it does for embeddings and bare
@@ -72,9 +125,72 @@ class LoraDelta:
     rounded: bool = False
     init: str | None = None
 
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return (self.source, *(factor for term in self.terms for factor in (term.a, term.b)))
+
+    @property
+    def sums(self) -> Sums:
+        return Sums(deltas=len(self.terms), products=sum(term.rank for term in self.terms), rounded=self.rounded)
+
+    @property
+    def needs_all_rows(self) -> bool:
+        return self.init is not None
+
+    @property
+    def taken_out(self) -> str | None:
+        return self.init
+
+    def __str__(self) -> str:
+        first = f", the base first changed as {self.init} does" if self.init else ""
+        return " + ".join(f"LoRA {term}" for term in self.terms) + first
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        if len(self.source.shape) < _STACK:
+            moved = tuple(replace(term, first=term.first + start) for term in self.terms)
+            return (replace(self, source=rows_of(self.source, start, rows), terms=moved),)
+        height, made = self.source.shape[1], []
+        while rows:
+            expert, first = divmod(start, height)
+            some = min(rows, height - first)
+            own = tuple(replace(term, expert=expert, first=first) for term in self.terms)
+            made.append(replace(self, source=rows_of(self.source, start, some), terms=own))
+            start, rows = start + some, rows - some
+        return tuple(made)
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        terms = [term.describe(input_names) for term in self.terms]
+        init = {"init": self.init} if self.init else {}
+        return _described(self, self.source, input_names, transposed=self.transposed, terms=terms, **init)
+
+    def reference(self, read: Read) -> Values:
+        shape = self.source.shape
+        if len(shape) == _STACK:
+            return Assemble(parts=self.cut(0, shape[0] * shape[1])).reference(read).reshape(shape)
+        weight = read(self.source)
+        if self.init is not None:
+            wide = _residual(weight.T if self.transposed else weight, self.init, self.terms[0])
+            weight = wide.T if self.transposed else wide
+        for term in self.terms:
+            weight = weight + term.reference(read, self.source, transposed=self.transposed)
+        return weight
+
+
+def _residual(weight: Values, init: str, term: LoraTerm) -> Values:
+    """Return a float64 W [out, in] without what PiSSA or OLoRA takes out of it (peft 0.21, `pissa_init`, `olora_init`)."""
+    import numpy as np  # noqa: PLC0415 - the formula alone needs it
+
+    if init == "pissa":
+        left, values, right = np.linalg.svd(weight, full_matrices=False)
+        out = (left[:, : term.rank] * values[: term.rank]) @ right[: term.rank]
+    else:
+        basis, inside = np.linalg.qr(weight)
+        out = term.scaling * (basis[:, : term.rank] @ inside[: term.rank])
+    return np.asarray(weight - out)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoraDelta:
+class DoraDelta(_RowOperation):
     """m/‖W + Δ‖ · (W + Δ), the norm of each output's row; `magnitude` m has one value per output.
 
     DoRA (https://arxiv.org/abs/2402.09353) as PEFT merges it: the norm is that of the unmerged base plus the delta.
@@ -85,9 +201,47 @@ class DoraDelta:
     magnitude: StoredTensor
     transposed: bool = False
 
+    @property
+    def terms(self) -> tuple[LoraTerm, ...]:
+        """The one term."""
+        return (self.term,)
+
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return (self.source, self.term.a, self.term.b, self.magnitude)
+
+    @property
+    def sums(self) -> Sums:
+        squares = self.source.shape[0] if self.transposed else self.source.shape[-1]
+        return Sums(deltas=1, products=self.term.rank, squares=squares)
+
+    @property
+    def needs_all_rows(self) -> bool:
+        return self.transposed  # an output's values are a column then
+
+    def __str__(self) -> str:
+        return f"DoRA {self.term}"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        magnitude = self.magnitude if self.transposed else rows_of(self.magnitude, start, rows)
+        term = replace(self.term, first=self.term.first + start)
+        return (replace(self, source=rows_of(self.source, start, rows), magnitude=magnitude, term=term),)
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        terms = [self.term.describe(input_names)]
+        factors = {"transposed": self.transposed, "terms": terms, "magnitude": self.magnitude.name}
+        return _described(self, self.source, input_names, **factors)
+
+    def reference(self, read: Read) -> Values:
+        moved = read(self.source) + self.term.reference(read, self.source, transposed=self.transposed)
+        outputs = moved.T if self.transposed else moved
+        norms = (outputs**2).sum(axis=1) ** 0.5
+        scaled: Values = (read(self.magnitude).reshape(-1) / norms)[:, None] * outputs
+        return scaled.T if self.transposed else scaled
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplaceRows:
+class ReplaceRows(_RowOperation):
     """W with the rows `indices` replaced by those of `rows`, in that order: trained tokens of an embedding."""
 
     source: StoredTensor
@@ -98,38 +252,127 @@ class ReplaceRows:
         if len(self.indices) != self.rows.shape[0] or not all(0 <= row < self.source.shape[0] for row in self.indices):
             raise ValueError(f"`{self.rows.name}` does not hold the rows {self.indices} of `{self.source.name}`")
 
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return (self.source, self.rows)
+
+    @property
+    def sums(self) -> Sums:
+        return Sums()
+
+    @property
+    def special_rows(self) -> tuple[int, ...]:
+        return self.indices
+
+    def __str__(self) -> str:
+        return f"{len(self.indices)} trained token rows"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        source = rows_of(self.source, start, rows)
+        inside = [at for at, row in enumerate(self.indices) if start <= row < start + rows]
+        if not inside:
+            return (Copy(source=source),)
+        spans = tuple(span for at in inside for span in rows_of(self.rows, at, 1).spans)
+        spec = replace(self.rows.spec, shape=(len(inside), *self.rows.shape[1:]))
+        moved = tuple(self.indices[at] - start for at in inside)
+        return (ReplaceRows(source=source, rows=StoredTensor(spec=spec, spans=spans), indices=moved),)
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        rows = {"rows": self.rows.name, **input_of(self.rows, input_names)}
+        return {**_described(self, self.source, input_names), **rows, "indices": list(self.indices)}
+
+    def reference(self, read: Read) -> Values:
+        values = read(self.source).copy()
+        for row, trained in zip(self.indices, read(self.rows), strict=True):
+            values[row] = trained
+        return values
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BiasTerm:
-    """One adapter's share of a bias: `scaling` · the bias of its lora_B."""
-
-    bias: StoredTensor
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BiasDelta:
+class BiasDelta(_RowOperation):
     """b + Σ scaling·(lora_B.bias): what `lora_bias=True` adds to the module's bias."""
 
     source: StoredTensor
     terms: tuple[BiasTerm, ...]
 
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return (self.source, *(term.bias for term in self.terms))
 
-Part = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
-"""What can be done to one source."""
+    @property
+    def sums(self) -> Sums:
+        return Sums(deltas=len(self.terms), products=len(self.terms))
+
+    def __str__(self) -> str:
+        return " + ".join(f"lora_B bias, {term}" for term in self.terms)
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        terms = tuple(replace(term, bias=rows_of(term.bias, start, rows)) for term in self.terms)
+        return (BiasDelta(source=rows_of(self.source, start, rows), terms=terms),)
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        return _described(self, self.source, input_names, terms=[term.describe(input_names) for term in self.terms])
+
+    def reference(self, read: Read) -> Values:
+        values = read(self.source)
+        for term in self.terms:
+            values = values + term.scaling * read(term.bias)
+        return values
+
+
+LowRank = LoraDelta | DoraDelta
+"""What adds products of low rank."""
+
+RowOp = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
+"""What can be done to one source. A closed union: whoever computes one handles all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assemble:
+class Assemble(Operation):
     """What the parts make of their sources, one below the other: an output whose rows have different deltas."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RowOp, ...]
 
     @property
     def source(self) -> StoredTensor:
         """The first part's source: what a message names."""
         return self.parts[0].source
 
+    @property
+    def inputs(self) -> tuple[StoredTensor, ...]:
+        return tuple(tensor for part in self.parts for tensor in part.inputs)
 
-Op = Part | Assemble
-"""Everything that can be done to make an output tensor. A closed union: whoever takes one handles all."""
+    @property
+    def taken_out(self) -> str | None:
+        return next((part.taken_out for part in self.parts if part.taken_out), None)
+
+    def __str__(self) -> str:
+        return "; ".join(dict.fromkeys(map(str, self.parts)))
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        parts = [{"rows": part.source.shape[0], **part.describe(input_names)} for part in self.parts]
+        return _described(self, self.source, input_names, parts=parts)
+
+    def reference(self, read: Read) -> Values:
+        import numpy as np  # noqa: PLC0415 - the formula alone needs it
+
+        return np.concatenate([part.reference(read) for part in self.parts])
+
+
+Op = RowOp | Assemble
+"""Everything that can be done to make an output tensor."""
+
+
+def row_ops(op: Op) -> tuple[RowOp, ...]:
+    """Return the operations that make the output's rows from top to bottom: of most one."""
+    return op.parts if isinstance(op, Assemble) else (op,)
+
+
+def _described(
+    op: Operation,
+    source: StoredTensor,
+    input_names: InputNames,
+    **details: Any,  # noqa: ANN401 - JSON data
+) -> dict[str, Any]:
+    where = {"source": source.name, "file": source.path.name, **input_of(source, input_names)}
+    return {"op": type(op).__name__, **where, **details}

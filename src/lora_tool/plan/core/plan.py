@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
@@ -47,12 +47,12 @@ class Plan:
     @property
     def only_copies(self) -> bool:
         """Whether every output tensor is the bytes of an input."""
-        return all(isinstance(step.op, Copy) for step in self.steps)
+        return all(step.op.is_copy for step in self.steps)
 
     @property
     def recomputes_inits(self) -> bool:
         """Whether a base weight must be changed as PEFT changes it when it builds its layers."""
-        return any(isinstance(step.op, LoraDelta) and step.op.init is not None for step in self.steps)
+        return any(step.op.taken_out for step in self.steps)
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors have each fate, of the output first, then of the inputs."""

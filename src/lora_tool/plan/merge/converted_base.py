@@ -21,11 +21,13 @@ from lora_tool.names.model import LABELS, ModelFacts, RowMapping
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
-from lora_tool.plan.core.ops import Copy, LoraDelta, LoraTerm, Precision
+from lora_tool.plan.core.operation import rows_of
+from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.head import way_to_head
 from lora_tool.plan.merge.model_class import ClassCandidates, homes, leaf_in_memory
-from lora_tool.plan.merge.split_steps import disk_steps, joined, rows_of
+from lora_tool.plan.merge.split_steps import disk_steps, joined
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan
 
 _UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
@@ -318,7 +320,7 @@ def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
 
 
 def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
-    if not isinstance(step.op, Copy):
+    if not step.op.is_copy:
         raise UnsupportedAdapter(f"`{step.out.name}` has LoRA of its own and as a part of a fused parameter")
     for term in terms:
         needed = (term.b.shape[0], term.a.shape[1])
@@ -330,5 +332,4 @@ def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
             )
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)
-    reason = " + ".join(f"LoRA rank {term.rank}, scaling {term.scaling:g}" for term in terms)
-    return Step(out=step.out, op=op, action=TensorAction.MERGED, reason=reason)
+    return Step(out=step.out, op=op, action=TensorAction.MERGED, reason=str(op))

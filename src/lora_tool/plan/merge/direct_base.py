@@ -14,8 +14,9 @@ from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import LoraTerm, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import computed_buffers, looks_plain, names_are_known
 

@@ -9,7 +9,6 @@ from lora_tool.adapter.support import UNMERGED
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.steps import MergeContext, is_dropped, module_and_leaf, not_in_base
 from lora_tool.plan.merge.tied_embeddings import MATRIX
@@ -52,7 +51,7 @@ def _destination(key: AdapterKey) -> str:
 
 def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
     """Raise unless every adapter tensor is in a step or dropped by name, and every target of a config has tensors."""
-    used = {(tensor.path, tensor.name) for step in steps for tensor in _adapter_tensors(step.op)}
+    used = {(tensor.path, tensor.name) for step in steps for tensor in step.op.inputs}
     dropped = {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
     accounted = used | dropped
     for part in merge.adapted:
@@ -88,27 +87,6 @@ def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> Incompa
             hint=UNMERGED,
         )
     return not_in_base(merge, tensor, wanted)
-
-
-def _adapter_tensors(op: Op) -> Iterator[StoredTensor]:
-    match op:
-        case Copy() | Cast():
-            yield op.source
-        case LoraDelta():
-            yield op.source
-            for term in op.terms:
-                yield from (term.a, term.b)
-        case ReplaceRows():
-            yield from (op.source, op.rows)
-        case DoraDelta():
-            yield from (op.source, op.term.a, op.term.b, op.magnitude)
-        case BiasDelta():
-            yield op.source
-            for bias in op.terms:
-                yield bias.bias
-        case Assemble():
-            for part in op.parts:
-                yield from _adapter_tensors(part)
 
 
 def _targeted(merge: MergeContext, config: AdapterConfig) -> Iterator[str]:

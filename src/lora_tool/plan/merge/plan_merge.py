@@ -15,7 +15,7 @@ from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
 from lora_tool.plan.adapter.modules import AdapterModules, adapter_modules
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, other_task
-from lora_tool.plan.core.ops import LoraDelta, Precision
+from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.build_plan import LOCAL, HubOrigin, assembled
@@ -29,7 +29,7 @@ from lora_tool.plan.merge.direct_base import (
 )
 from lora_tool.plan.merge.head import Head, count_labels, find_head
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
-from lora_tool.plan.merge.steps import MergeContext, added_steps, base_steps, require_whole_inits
+from lora_tool.plan.merge.steps import MergeContext, added_steps, base_steps
 from lora_tool.plan.merge.tied_embeddings import (
     end_names,
     other_vocabulary,
@@ -117,7 +117,6 @@ def plan_merge(
     steps = found.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     leftovers = (*dropped_from_base(merge), *found.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
-    require_whole_inits(steps)
     _require_same_everywhere(steps, Precision(precision))
     plan = assembled(
         merge,
@@ -137,7 +136,7 @@ def plan_merge(
 
 
 def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:
-    inits = [step.op.init for step in steps if isinstance(step.op, LoraDelta) and step.op.init]
+    inits = [step.op.taken_out for step in steps if step.op.taken_out]
     if inits and precision is Precision.FLOAT64:
         raise UnsupportedAdapter(
             f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine: "

@@ -11,25 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.support import WITH_PEFT
-from lora_tool.errors import UnsupportedAdapter
+from lora_tool.adapter.support import ALLOW_IN_MEMORY, WITH_PEFT
+from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import RowMapping, row_count
-from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, Part, ReplaceRows
+from lora_tool.plan.core.ops import Assemble, LoraDelta, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
 
 _STACK = 3
 """Dimensions of a parameter that holds one matrix per expert."""
-
-
-def rows_of(tensor: StoredTensor, start: int, rows: int) -> StoredTensor:
-    """Return these rows of the tensor, [rows, last dimension], or elements of a vector, as a tensor of their own."""
-    if start == 0 and rows == row_count(tensor.shape) and len(tensor.shape) < _STACK:
-        return tensor
-    shape = (rows,) if len(tensor.shape) <= 1 else (rows, tensor.shape[-1])
-    spec = TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=shape)
-    each = spec.nbytes // rows if rows else 0
-    return StoredTensor(spec=spec, spans=tuple(tensor.part(start * each, spec.nbytes)))
 
 
 def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -51,62 +41,26 @@ def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(made)
 
 
-def cut(step: Step, start: int, rows: int) -> Iterator[Part]:
-    """Yield what makes rows `start` to `start + rows` of the step's output: one operation, or one per expert.
+def cut(step: Step, start: int, rows: int) -> tuple[RowOp, ...]:
+    """Return what makes rows `start` to `start + rows` of the step's output: one operation, or one per expert.
 
-    Raises `UnsupportedAdapter` for what needs all rows at once.
+    Raises `UnsupportedAdapter` for what needs all rows at once, `OnlyInMemory` where that is an init's doing.
     """
-    ops = step.op.parts if isinstance(step.op, Assemble) else (step.op,)
-    if len(ops) > 1:
-        raise AssertionError("a step on a parameter is whole before it is cut")
-    yield from _cut(step, ops[0], start, rows)
-
-
-def _cut(step: Step, op: Part, start: int, rows: int) -> Iterator[Part]:
-    source = rows_of(op.source, start, rows)
-    match op:
-        case Copy() | Cast():
-            yield type(op)(source=source)
-        case LoraDelta() if len(op.source.shape) == _STACK:
-            yield from _cut_stack(op, start, rows)
-        case LoraDelta():
-            terms = tuple(replace(term, first=term.first + start) for term in op.terms)
-            yield replace(op, source=source, terms=terms)
-        case BiasDelta():
-            terms_of_bias = tuple(replace(term, bias=rows_of(term.bias, start, rows)) for term in op.terms)
-            yield BiasDelta(source=source, terms=terms_of_bias)
-        case ReplaceRows():
-            yield from _cut_rows(op, source, start, rows)
-        case DoraDelta() if op.transposed and rows != op.source.shape[0]:
-            raise UnsupportedAdapter(
-                f"{op.term.b.path}: `{op.term.b.name}` is DoRA on a layer that is stored in parts and transposed: "
-                f"`{step.out.name}` cannot be merged part by part",
-                hint=WITH_PEFT,
+    (op,) = row_ops(step.op)
+    if op.needs_all_rows and (start, rows) != (0, row_count(op.source.shape)):
+        tensor = op.inputs[2]
+        if op.taken_out:
+            raise OnlyInMemory(
+                f"{tensor.path}: `{tensor.name}`: `init_lora_weights` {op.taken_out} on `{step.out.name}`, which is "
+                "stored in parts, is not recomputed",
+                hint=ALLOW_IN_MEMORY,
             )
-        case DoraDelta():
-            magnitude = op.magnitude if op.transposed else rows_of(op.magnitude, start, rows)
-            yield replace(op, source=source, magnitude=magnitude, term=replace(op.term, first=op.term.first + start))
-
-
-def _cut_stack(op: LoraDelta, start: int, rows: int) -> Iterator[Part]:
-    height = op.source.shape[1]
-    while rows:
-        expert, first = divmod(start, height)
-        taken = min(rows, height - first)
-        terms = tuple(replace(term, expert=expert, first=first) for term in op.terms)
-        yield replace(op, source=rows_of(op.source, start, taken), terms=terms)
-        start, rows = start + taken, rows - taken
-
-
-def _cut_rows(op: ReplaceRows, source: StoredTensor, start: int, rows: int) -> Iterator[Part]:
-    inside = [at for at, row in enumerate(op.indices) if start <= row < start + rows]
-    if not inside:
-        yield Copy(source=source)
-        return
-    picked = [rows_of(op.rows, at, 1) for at in inside]
-    spec = replace(op.rows.spec, shape=(len(inside), *op.rows.shape[1:]))
-    held = StoredTensor(spec=spec, spans=tuple(span for row in picked for span in row.spans))
-    yield ReplaceRows(source=source, rows=held, indices=tuple(op.indices[at] - start for at in inside))
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` is DoRA on a layer that is stored in parts and transposed: "
+            f"`{step.out.name}` cannot be merged part by part",
+            hint=WITH_PEFT,
+        )
+    return op.cut(start, rows)
 
 
 def disk_steps(steps: Mapping[str, Step], written: Mapping[str, RowMapping], disk: TensorTable) -> Iterator[Step]:
@@ -148,14 +102,14 @@ def _is_stack(op: Op) -> bool:
     return isinstance(op, LoraDelta) and len(op.source.shape) == _STACK
 
 
-def _merged_copies(parts: Sequence[Part]) -> list[Part]:
+def _merged_copies(parts: Sequence[RowOp]) -> list[RowOp]:
     """Return the parts with neighbouring copies made one."""
     if len(parts) == 1:
         return list(parts)
-    made: list[Part] = []
+    made: list[RowOp] = []
     for part in parts:
         last = made[-1] if made else None
-        if isinstance(part, Copy | Cast) and type(last) is type(part) and last is not None:
+        if last is not None and part.keeps_values and type(last) is type(part):
             made[-1] = replace(part, source=_stacked(last.source, part.source))
         else:
             made.append(part)
@@ -167,7 +121,7 @@ def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
     return StoredTensor(spec=spec, spans=joined((*upper.spans, *lower.spans)))
 
 
-def _named(part: Part, at_place: _Places) -> Part:
+def _named(part: RowOp, at_place: _Places) -> RowOp:
     """Return the part with its source under the name that it has on disk, where it is a whole tensor there."""
     spans = joined(part.source.spans)
     whole = len(spans) == 1 and not part.source.is_transposed
@@ -177,4 +131,4 @@ def _named(part: Part, at_place: _Places) -> Part:
     source = known
     if known.shape != part.source.shape:
         source = StoredTensor(spec=replace(part.source.spec, name=known.name), spans=spans)
-    return Copy(source=source) if isinstance(part, Copy) else replace(part, source=source)
+    return replace(part, source=source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lora_tool.actions import TensorAction
@@ -17,7 +17,7 @@ from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.adapter.target_parameters import stack_is_transposed
 from lora_tool.plan.base.side_files import model_dtype
-from lora_tool.plan.core.ops import Assemble, BiasDelta, Cast, Copy, DoraDelta, LoraDelta, Op, ReplaceRows
+from lora_tool.plan.core.ops import BiasDelta, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.head import Head
 from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, Vocabulary
@@ -101,11 +101,9 @@ def _bias_step(merge: MergeContext, tensor: StoredTensor, source: StoredTensor, 
     terms = merge.modules.lora_bias[module]
     for found in (source, *(term.bias for term in terms)):
         _require_same_shape(merge, found, tensor)
+    op = BiasDelta(source=source, terms=terms)
     first = "the trained bias + " if source is not tensor else ""
-    reason = first + " + ".join(f"lora_B bias, scaling {term.scaling:g}" for term in terms)
-    return Step(
-        out=_spec(merge, tensor), op=BiasDelta(source=source, terms=terms), action=TensorAction.MERGED, reason=reason
-    )
+    return Step(out=_spec(merge, tensor), op=op, action=TensorAction.MERGED, reason=f"{first}{op}")
 
 
 def tokens_step(merge: MergeContext, tensor: StoredTensor, module: str) -> Step:
@@ -124,7 +122,7 @@ def tokens_step(merge: MergeContext, tensor: StoredTensor, module: str) -> Step:
         raise IncompatibleBase(
             f"{rows.path}: `{rows.name}` cannot go into `{tensor.name}` {list(tensor.shape)}: {found}"
         )
-    return Step(out=out, op=op, action=TensorAction.MERGED, reason=f"{len(indices)} trained token rows")
+    return Step(out=out, op=op, action=TensorAction.MERGED, reason=str(op))
 
 
 def _spec(merge: MergeContext, tensor: StoredTensor) -> TensorSpec:
@@ -138,15 +136,10 @@ def _at_least_as_loaded(merge: MergeContext, name: str, dtype: DType) -> DType:
     return DType.F32 if wide else dtype
 
 
-def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
-    """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
-    return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
-
-
 def _kept_step(merge: MergeContext, tensor: StoredTensor) -> Step:
     out = _spec(merge, tensor)
     op = copied_as(out.dtype, tensor)
-    if isinstance(op, Copy):
+    if op.is_copy:
         return Step(out=out, op=op, action=TensorAction.COPIED, reason="as in the base")
     turned = ", where it is stored transposed" if tensor.is_transposed else ""
     return Step(
@@ -200,32 +193,13 @@ def lora_step(merge: MergeContext, source: StoredTensor, name: str, module: str)
     if magnitude is not None:
         (term,) = terms
         op = DoraDelta(source=source, term=term, magnitude=magnitude, transposed=transposed)
-    kind = "LoRA" if magnitude is None else "DoRA"
-    reason = " + ".join(f"{kind} rank {term.a.shape[0]}, scaling {term.scaling:g}" for term in terms)
-    if init is not None:
-        reason += f", the base first changed as {init} does"
-    return Step(out=out, op=op, action=TensorAction.MERGED, reason=reason)
+    return Step(out=out, op=op, action=TensorAction.MERGED, reason=str(op))
 
 
 def recomputed_init(merge: MergeContext, module: str) -> str | None:
     """Return the init of the module's LoRA if it changed the base weight in a way that a merge computes again."""
     inits = (part.config.init_lora_weights for part in merge.adapted if module in part.modules.lora)
     return next((init for init in inits if init in INITS_RECOMPUTED), None)
-
-
-def require_whole_inits(steps: Sequence[Step]) -> None:
-    """Return unless a weight whose init is recomputed is stored in parts. Raises `OnlyInMemory`."""
-    for step in steps:
-        for op in step.op.parts if isinstance(step.op, Assemble) else (step.op,):
-            if isinstance(op, LoraDelta) and op.init is not None:
-                (term,) = op.terms
-                full = (term.a.shape[1], term.b.shape[0]) if op.transposed else (term.b.shape[0], term.a.shape[1])
-                if op.source.shape != full:
-                    raise OnlyInMemory(
-                        f"{term.b.path}: `{term.b.name}`: `init_lora_weights` {op.init} on `{step.out.name}`, which is "
-                        "stored in parts, is not recomputed",
-                        hint=ALLOW_IN_MEMORY,
-                    )
 
 
 def _parameter_step(merge: MergeContext, tensor: StoredTensor) -> Step:
@@ -239,9 +213,7 @@ def _parameter_step(merge: MergeContext, tensor: StoredTensor) -> Step:
     source = merge.modules.frozen_base.get(tensor.name, tensor)  # of an output layer, which the adapter carries
     _require_same_shape(merge, source, tensor)
     op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=True)
-    experts = f" on {terms[0].experts} experts" if terms[0].experts > 1 else ""
-    reason = " + ".join(f"LoRA rank {term.rank}{experts}, scaling {term.scaling:g}" for term in terms)
-    return Step(out=_spec(merge, tensor), op=op, action=TensorAction.MERGED, reason=reason)
+    return Step(out=_spec(merge, tensor), op=op, action=TensorAction.MERGED, reason=str(op))
 
 
 def _home_dtype(merge: MergeContext, source: StoredTensor, name: str) -> DType:

@@ -13,8 +13,9 @@ from dataclasses import replace
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import UNMERGED
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.core.ops import copied_as
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.steps import MergeContext, copied_as, lora_step, recomputed_init, tokens_step
+from lora_tool.plan.merge.steps import MergeContext, lora_step, recomputed_init, tokens_step
 from lora_tool.plan.merge.tied_embeddings import tied_under_one_name
 from lora_tool.tensors import StoredTensor, TensorSpec
 

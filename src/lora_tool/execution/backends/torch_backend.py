@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
-from lora_tool.actions import NEW
 from lora_tool.errors import MissingDependency
-from lora_tool.execution.compute import inputs_of, refuse_nonfinite, refuse_overflow, survival
+from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
+from lora_tool.execution.backends.numpy_backend import NumpyBackend, retention
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, DoraDelta, LoraDelta, LoraTerm, ReplaceRows
-from lora_tool.plan.core.steps import Step
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
 try:
@@ -36,74 +37,78 @@ _TORCH = {
 }
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Give torch one thread while our own workers use the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+class TorchBackend:
+    """See `Backend`."""
 
+    whole_tensors: ClassVar[bool] = True
 
-class TorchComputer:
-    """One worker's arithmetic. Units are whole tensors."""
-
-    def __init__(self, sources: Sources, stopped: Callable[[], bool]) -> None:
+    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
+        del precision  # of an init that is recomputed: there is one way
         self._sources = sources
         self._stopped = stopped
         self._factors: dict[StoredTensor, torch.Tensor] = {}
         self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.survived: dict[str, list[tuple[int, DeltaRetention]]] = {}
-        """Output tensor → samples of what rounding left of its change, with where each is."""
 
-    def run(self, unit: ComputeUnit, out: int) -> None:
-        """Compute the tensor and write it to the descriptor `out`. Raises `ExecutionError` on NaN or infinity."""
+    @staticmethod
+    @contextlib.contextmanager
+    def one_thread() -> Iterator[None]:
+        """Give torch one thread, and the BLAS of numpy."""
+        threads = torch.get_num_threads()
+        with NumpyBackend.one_thread():
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
+
+    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
+        """See `Backend`."""
         if self._stopped():
-            return
-        step = unit.step
+            return None
         self._sample = None
-        merged = self._values(step.op, _TORCH[step.out.dtype])
-        if step.action in NEW and not bool(torch.isfinite(merged).all()):
-            self._refuse(step, merged)
-        if self._sample is not None:
-            before, meant = self._sample
-            found = survival(before.numpy(), meant.numpy(), _sampled(merged).numpy())
-            self.survived.setdefault(step.out.name, []).append((unit.begin, found))
+        merged = self._values(unit.op, _TORCH[unit.out.dtype])
+        if unit.is_new and not bool(torch.isfinite(merged).all()):
+            self._refuse(unit, merged)
         write_exactly(out, _bytes_of(merged.contiguous()), unit.at)
+        if self._sample is None:
+            return None
+        before, meant = self._sample
+        return retention(before.numpy(), meant.numpy(), _sampled(merged).numpy())
 
-    def _refuse(self, step: Step, merged: torch.Tensor) -> NoReturn:
-        finite = all(bool(torch.isfinite(self._load(tensor)).all()) for tensor in inputs_of(step.op))
+    def _refuse(self, unit: ComputeUnit, merged: torch.Tensor) -> NoReturn:
+        finite = all(bool(torch.isfinite(self._load(tensor)).all()) for tensor in unit.op.inputs)
         if finite and not bool(torch.isnan(merged).any()):
-            refuse_overflow(step)
-        refuse_nonfinite(step)
+            refuse_overflow(unit)
+        refuse_nonfinite(unit)
 
-    def _values(self, op: object, dtype: torch.dtype) -> torch.Tensor:
-        if isinstance(op, Cast):
-            return self._load(op.source).to(dtype)
-        if isinstance(op, BiasDelta):
-            bias = self._load(op.source).to(dtype)
-            for term in op.terms:
-                bias += self._factor(term.bias, bias) * term.scaling
-            return bias
-        if isinstance(op, LoraDelta):
-            weight = self._load(op.source).to(dtype)
-            if op.init is not None:
-                weight = _residual(weight, op)
-            before = meant = _sampled(weight)
-            for lora in op.terms:
-                delta = self._delta(op, lora, weight)
-                meant = meant + _sampled(delta)
-                weight += delta.to(dtype) if op.rounded else delta
-            self._sample = (before, meant)
-            return weight
-        if isinstance(op, ReplaceRows):
-            weight = self._load(op.source).to(dtype)
-            return weight.index_copy(0, torch.tensor(op.indices), self._load(op.rows).to(dtype))
-        if isinstance(op, DoraDelta):
-            return self._dora(op, self._load(op.source).to(dtype))
-        raise AssertionError(f"{type(op).__name__} is not computed")
+    def _values(self, op: RowOp, dtype: torch.dtype) -> torch.Tensor:
+        weight = self._load(op.source).to(dtype)
+        match op:
+            case Copy() | Cast():
+                return weight
+            case BiasDelta():
+                for bias in op.terms:
+                    weight += self._factor(bias.bias, weight) * bias.scaling
+                return weight
+            case LoraDelta():
+                return self._lora(op, weight)
+            case ReplaceRows():
+                return weight.index_copy(0, torch.tensor(op.indices), self._load(op.rows).to(dtype))
+            case DoraDelta():
+                return self._dora(op, weight)
+            case _:
+                return assert_never(op)
+
+    def _lora(self, op: LoraDelta, weight: torch.Tensor) -> torch.Tensor:
+        if op.init is not None:
+            weight = _residual(weight, op)
+        before = meant = _sampled(weight)
+        for lora in op.terms:
+            delta = self._delta(op, lora, weight)
+            meant = meant + _sampled(delta)
+            weight += delta.to(weight.dtype) if op.rounded else delta
+        self._sample = (before, meant)
+        return weight
 
     def _dora(self, op: DoraDelta, weight: torch.Tensor) -> torch.Tensor:
         """Return what PEFT's `DoraLinearVariant.merge_unsafe` computes, in its order of operations."""
@@ -115,7 +120,7 @@ class TorchComputer:
         self._sample = (_sampled(weight), _sampled(merged))
         return merged.to(weight.dtype)
 
-    def _delta(self, op: LoraDelta | DoraDelta, term: LoraTerm, weight: torch.Tensor) -> torch.Tensor:
+    def _delta(self, op: LowRank, term: LoraTerm, weight: torch.Tensor) -> torch.Tensor:
         """Return scaling·(B·A) as W is stored, of the rows of the source; formed whole, because shapes decide bits."""
         b, a = self._factor(term.b, weight), self._factor(term.a, weight)
         if term.experts == 1:

@@ -1,25 +1,26 @@
-"""Computing one unit of a plan: read blocks, apply the step's operation, write the rounded result."""
+"""The arithmetic of `--precision float32` and `float64`, in numpy: read a block of rows, change it, write it rounded."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_tool.actions import NEW
-from lora_tool.errors import ExecutionError
 from lora_tool.execution import kernels
+from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
+from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LoraTerm, Op, Precision, ReplaceRows
-from lora_tool.plan.core.steps import Step
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
 Array = NDArray[Any]
@@ -32,8 +33,10 @@ _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
 
 
-class Computer:
-    """One worker's arithmetic, with the buffers it reuses. Not shared between threads."""
+class NumpyBackend:
+    """See `Backend`."""
+
+    whole_tensors: ClassVar[bool] = False
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         self._sources = sources
@@ -44,24 +47,33 @@ class Computer:
         self._buffers: dict[str, Array] = {}
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
-        self.survived: dict[str, list[tuple[int, DeltaRetention]]] = {}
-        """Output tensor → samples of what rounding left of its change, with where each is."""
+        self._retained: DeltaRetention | None = None
 
-    def run(self, unit: ComputeUnit, out: int) -> None:
-        """Compute the unit and write it to the descriptor `out`. Raises `ExecutionError` on NaN, infinity, overflow."""
-        self._wide = np.dtype(np.float64 if self._needs_float64(unit.step) else np.float32)
+    @staticmethod
+    def one_thread() -> AbstractContextManager[object]:
+        """Give the BLAS of numpy one thread."""
+        from threadpoolctl import threadpool_limits  # noqa: PLC0415 - it looks through every loaded library
+
+        one: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
+        return one
+
+    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
+        """See `Backend`."""
+        self._retained = None
+        self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
         with np.errstate(all="ignore"):  # what is not finite is refused by name
-            if isinstance(unit.step.op, DoraDelta) and unit.step.op.transposed:
-                self._column_norms = self._norms_of_columns(unit.step.op, unit)
+            if isinstance(unit.op, DoraDelta) and unit.op.transposed:
+                self._column_norms = self._norms_of_columns(unit.op, unit)
             for first, last in _blocks(unit):
                 if self._stopped():
-                    return
+                    break
                 result = self._block(unit, first, last)
                 write_exactly(out, bytes_of(result), unit.at + first * unit.row_bytes)
+        return self._retained
 
-    def _needs_float64(self, step: Step) -> bool:
+    def _needs_float64(self, op: RowOp) -> bool:
         """Whether the working precision is float64: asked for, or because float32 would lose bits of the base."""
-        return self._precision is Precision.FLOAT64 or step.op.source.dtype is DType.F64
+        return self._precision is Precision.FLOAT64 or op.source.dtype is DType.F64
 
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
         """Return ‖W + Δ‖ of every column: a pass over all rows of its own, so that memory stays a block."""
@@ -69,41 +81,52 @@ class Computer:
         for first, last in _blocks(unit):
             if self._stopped():
                 break
-            delta = self._delta(op, first, last)
-            if delta is not None:
-                delta = np.add(delta, self._wide_copy(self._stored(op.source, first, last)), out=delta)
-                whole = delta.reshape(last - first, -1).astype(np.float64, copy=False)
-                squares += kernels.sums_of_squares(whole, axis=0)
+            moved = self._delta(op, first, last)
+            np.add(moved, self._wide_copy(self._stored(op.source, first, last)), out=moved)
+            whole = moved.reshape(last - first, -1).astype(np.float64, copy=False)
+            squares += kernels.sums_of_squares(whole, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
     def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
-        step, op = unit.step, unit.step.op
-        delta = self._delta(op, first, last)
-        source = self._stored(op.source, first, last)
-        if isinstance(op, ReplaceRows):
-            source = self._with_rows(op, source, first, last)
-        if isinstance(op, DoraDelta) and delta is not None:
-            self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
-        result = self._buffer("result", source.shape, kernels.STORAGE[step.out.dtype])
+        source, change, whole = self._parts(unit.op, first, last)
+        dtype = unit.out.dtype
+        result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
         for at in range(0, result.size, kernels.CACHE_BLOCK):
             part = slice(at, at + kernels.CACHE_BLOCK)
-            if delta is None:
+            if change is None:
                 total = self._wide_copy(source[part])
-            elif isinstance(op, DoraDelta):
-                total = delta[part]
             else:
-                total = np.add(self._wide_copy(source[part]), delta[part], out=delta[part])
+                total = change[part] if whole else np.add(self._wide_copy(source[part]), change[part], out=change[part])
             small = kernels.is_small(total)  # then every type but float16 holds it
-            if not small and step.action in NEW and not np.isfinite(total).all():
-                refuse_nonfinite(step)
-            kernels.round_to(total, step.out.dtype, result[part])
-            if (not small or step.out.dtype is DType.F16) and kernels.overflows(total, result[part]):
-                refuse_overflow(step)
-            if delta is not None and first == unit.first and at == 0:
-                found = survival(source[part], total, result[part])
-                self.survived.setdefault(step.out.name, []).append((unit.begin, found))
+            if not small and unit.is_new and not np.isfinite(total).all():
+                refuse_nonfinite(unit)
+            kernels.round_to(total, dtype, result[part])
+            if (not small or dtype is DType.F16) and kernels.overflows(total, result[part]):
+                refuse_overflow(unit)
+            if change is not None and first == unit.first and at == 0:
+                self._retained = retention(source[part], total, result[part])
         return result
+
+    def _parts(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
+        """Return the rows of the source, flat, and what is added to them; with True what takes their place."""
+        match op:
+            case Copy() | Cast():
+                return self._stored(op.source, first, last), None, False
+            case ReplaceRows():
+                return self._with_rows(op, self._stored(op.source, first, last), first, last), None, False
+            case BiasDelta():
+                bias = np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))
+                return self._stored(op.source, first, last), bias, False
+            case LoraDelta():
+                delta = self._delta(op, first, last)
+                return self._stored(op.source, first, last), delta, False
+            case DoraDelta():
+                delta, source = self._delta(op, first, last), self._stored(op.source, first, last)
+                self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
+                return source, delta, True
+            case _:
+                return assert_never(op)
 
     def _with_rows(self, op: ReplaceRows, source: Array, first: int, last: int) -> Array:
         """Return rows `first` to `last` of W, flat, in the working precision, with the replaced ones in their places."""
@@ -131,18 +154,11 @@ class Computer:
             factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(kernels.sums_of_squares(delta, axis=1))
             np.multiply(delta, factor[:, np.newaxis], out=delta)
 
-    def _delta(self, op: Op, first: int, last: int) -> Array | None:
-        """Return what is added to rows `first` to `last`, flat, in this worker's buffer; None for values that are there."""
-        if isinstance(op, Copy | Cast | ReplaceRows):
-            return None
-        if isinstance(op, BiasDelta):
-            return np.asarray(sum(self._bias(term.bias, term.scaling, first, last) for term in op.terms))
-        if not isinstance(op, LoraDelta | DoraDelta):
-            raise AssertionError(f"{type(op).__name__} is not computed")  # noqa: TRY004 - a bug, not a bad argument
-        terms = op.terms if isinstance(op, LoraDelta) else (op.term,)
+    def _delta(self, op: LowRank, first: int, last: int) -> Array:
+        """Return what is added to rows `first` to `last`, flat, in this worker's buffer."""
         delta = self._buffer("delta", (last - first, *op.source.shape[1:]), self._wide)
-        self._product(op, terms[0], first, last, delta)
-        for term in terms[1:]:
+        self._product(op, op.terms[0], first, last, delta)
+        for term in op.terms[1:]:
             more = self._buffer("more", delta.shape, self._wide)
             self._product(op, term, first, last, more)
             delta += more
@@ -151,7 +167,7 @@ class Computer:
     def _bias(self, bias: StoredTensor, scaling: float, first: int, last: int) -> Array:
         return np.asarray(self._wide_rows(bias, first, last) * self._wide.type(scaling))
 
-    def _product(self, op: LoraDelta | DoraDelta, term: LoraTerm, first: int, last: int, out: Array) -> None:
+    def _product(self, op: LowRank, term: LoraTerm, first: int, last: int, out: Array) -> None:
         """Write scaling·(B·A), as W is stored, into `out`."""
         # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
         inner = slice(first + term.first, last + term.first)
@@ -169,7 +185,7 @@ class Computer:
         if scaling != 1:
             np.multiply(out, scaling, out=out)
 
-    def _right(self, op: LoraDelta | DoraDelta, term: LoraTerm) -> tuple[Array, ...]:
+    def _right(self, op: LowRank, term: LoraTerm) -> tuple[Array, ...]:
         """Return the right factor, kept from one block to the next: whole, or in slices for `exact_product`."""
         tensor = term.b if op.transposed else term.a
         if self._kept is None or self._kept[0] is not tensor or self._kept[1:3] != (term.expert, self._wide):
@@ -222,7 +238,7 @@ class Computer:
 _SAMPLES = 1024
 
 
-def survival(source: Array, meant: Array, written: Array) -> DeltaRetention:
+def retention(source: Array, meant: Array, written: Array) -> DeltaRetention:
     """Return what rounding left of the change from `source` to `meant`, flat arrays, on about a thousand elements.
 
     The sums are rounded once, so they do not depend on how a machine sums.
@@ -238,7 +254,7 @@ def survival(source: Array, meant: Array, written: Array) -> DeltaRetention:
 
 def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
     """Yield the unit's rows in blocks of about `BLOCK_WEIGHTS` weights and about the same height."""
-    shape = unit.step.out.shape
+    shape = unit.out.shape
     rows = unit.last - unit.first
     width = max(1, math.prod(shape[1:]))
     count = max(1, math.ceil(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
@@ -249,35 +265,3 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
 def bytes_of(array: Array) -> memoryview:
     """Return the bytes of a contiguous array, to read into or write from."""
     return array.reshape(-1).view(np.uint8).data
-
-
-def inputs_of(op: Op) -> tuple[StoredTensor, ...]:
-    """Return the tensors that the operation computes with, the base's first."""
-    match op:
-        case LoraDelta():
-            return (op.source, *(factor for term in op.terms for factor in (term.a, term.b)))
-        case DoraDelta():
-            return (op.source, op.term.a, op.term.b, op.magnitude)
-        case BiasDelta():
-            return (op.source, *(term.bias for term in op.terms))
-        case ReplaceRows():
-            return (op.source, op.rows)
-        case _:
-            return (op.source,)
-
-
-def refuse_nonfinite(step: Step) -> NoReturn:
-    """Raise `ExecutionError`: the step's output would hold NaN or infinity."""
-    names = ", ".join(tensor.name for tensor in inputs_of(step.op))
-    raise ExecutionError(
-        f"`{step.out.name}` would hold NaN or infinity; it is made of {names}",
-        hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",
-    )
-
-
-def refuse_overflow(step: Step) -> NoReturn:
-    """Raise `ExecutionError`: a finite value does not fit into the step's output type."""
-    raise ExecutionError(
-        f"`{step.out.name}`: a value is too large for {step.out.dtype}",
-        hint="choose a wider type: --dtype bfloat16 or --dtype float32",
-    )

@@ -1,0 +1,1 @@
+"""The arithmetic of a merge: one module per backend, chosen in one place."""

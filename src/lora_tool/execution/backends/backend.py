@@ -1,0 +1,51 @@
+"""What a backend of arithmetic is, and how one refuses what must not be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import ClassVar, NoReturn, Protocol
+
+from lora_tool.errors import ExecutionError
+from lora_tool.execution.reading import Sources
+from lora_tool.execution.units import ComputeUnit
+from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.ops import Precision
+
+
+class Backend(Protocol):
+    """One worker's arithmetic, with the buffers that it uses again: not shared between threads."""
+
+    whole_tensors: ClassVar[bool]
+    """Whether its bits depend on the shape of what it is given: then every unit is a whole tensor."""
+
+    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
+        """Compute with `precision` from the files of `sources`, until `stopped` says that the run has failed."""
+
+    def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
+        """Compute the unit and write it to the descriptor `out`, at byte `unit.begin`.
+
+        Return what rounding left of the change, on a sample; None where nothing is changed. Raises `ExecutionError` on
+        NaN, infinity and overflow, `SourceChanged` where an input ends early.
+        """
+
+    @staticmethod
+    def one_thread() -> AbstractContextManager[object]:
+        """Return what keeps the library's own threads away while several workers compute."""
+
+
+def refuse_nonfinite(unit: ComputeUnit) -> NoReturn:
+    """Raise `ExecutionError`: the unit's output would hold NaN or infinity."""
+    names = ", ".join(tensor.name for tensor in unit.op.inputs)
+    raise ExecutionError(
+        f"`{unit.out.name}` would hold NaN or infinity; it is made of {names}",
+        hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",
+    )
+
+
+def refuse_overflow(unit: ComputeUnit) -> NoReturn:
+    """Raise `ExecutionError`: a finite value does not fit into the unit's output type."""
+    raise ExecutionError(
+        f"`{unit.out.name}`: a value is too large for {unit.out.dtype}",
+        hint="choose a wider type: --dtype bfloat16 or --dtype float32",
+    )

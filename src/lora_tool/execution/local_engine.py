@@ -1,0 +1,178 @@
+"""The engine of one machine: threads copy and compute units, and files are flushed while others are written."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from lora_tool.cores import available_cores
+from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
+from lora_tool.execution.folder import write_file
+from lora_tool.execution.output import MOST_OPEN, ShardFile
+from lora_tool.execution.reading import Sources
+from lora_tool.execution.units import ComputeUnit, Unit
+from lora_tool.execution.work import Finished, Work, WorkDone, added_up
+from lora_tool.execution.worker import Worker, batches_of
+from lora_tool.plan.core.manifest import sha256_of
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
+from lora_tool.progress import Progress
+from lora_tool.report import Finding
+from lora_tool.sharded.value_check import ValuePart
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Task = Callable[[], Any]
+"""What a thread does from beginning to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalEngine:
+    """Threads of this process, which share the open inputs; memory is a few blocks for each."""
+
+    jobs: int | None = None
+    """How many; by default one per available core."""
+    choose: ChooseBackend = backend_for
+    """Which arithmetic computes which operation."""
+
+    def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
+        """See `Engine`."""
+        plan = work.plan
+        batches = [(shard, batches_of(shard, plan.precision, choose=self.choose)) for shard in work.shards]
+        with Sources(plan.inputs) as sources, self._one_thread_each(plan, batches):
+            jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
+            done = _Run(self, work, sources, finished, progress).all(batches, jobs)
+            sources.check_unchanged()
+        return done
+
+    @contextlib.contextmanager
+    def _one_thread_each(self, plan: Plan, batches: _Batches) -> Iterator[None]:
+        """Keep every library's own threads away from ours, and load it once: where that fails, one error says why.
+
+        Not where an init is recomputed: the bits of a decomposition depend on the number of threads, and PEFT has them
+        all.
+        """
+        ops = (unit.op for _, some in batches for batch in some for unit in batch if isinstance(unit, ComputeUnit))
+        used = {self.choose(plan.precision, op) for op in ops}
+        with contextlib.ExitStack() as limits:
+            for backend in used if not plan.recomputes_inits else ():
+                limits.enter_context(backend.one_thread())
+            yield
+
+
+_Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
+
+
+class _Run:
+    """What the threads of one run share."""
+
+    def __init__(
+        self, engine: LocalEngine, work: Work, sources: Sources, finished: Finished, progress: Progress
+    ) -> None:
+        self._engine = engine
+        self._work = work
+        self._sources = sources
+        self._finished = finished
+        self._progress = progress
+        self._local = threading.local()
+        self._stop = threading.Event()
+        self._flusher = ThreadPoolExecutor(1)
+        self._flushes: list[Future[None]] = []
+
+    def all(self, batches: _Batches, jobs: int) -> WorkDone:
+        """Write all files, hash and check; return when that is done. Raises the first error at once."""
+        slots = threading.Semaphore(max(MOST_OPEN, jobs + 1))
+        writes: list[Task] = []
+        with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, self:
+            hashing = {path: workers.submit(sha256_of, path) for path in self._work.plan.hashed}
+            for shard, some in batches:
+                if not some:
+                    write_file(self._work.folder / shard.filename, shard.header)
+                    continue
+                out = ShardFile(self._work.folder, shard, batches=len(some), slots=slots)
+                files.callback(out.close)
+                writes += [partial(self._write, batch, out) for batch in some]
+            looks: list[Task] = [partial(self._look, check) for check in self._work.checks]
+            done = {task: workers.submit(task) for task in _spread(writes, looks)}
+            _all_done(done.values())
+            _all_done(self._flushes)
+            findings = [fault for look in looks for fault in done[look].result()]
+            return WorkDone(hashes={path: digest.result() for path, digest in hashing.items()}, findings=findings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is not None:
+            self._stop.set()  # units see it and return
+        self._flusher.shutdown()
+
+    @contextlib.contextmanager
+    def _errors_stop_all(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _write(self, batch: Sequence[Unit], out: ShardFile) -> None:
+        """Write the units, one after the other, unless the run has been stopped."""
+        with self._errors_stop_all():
+            for unit in batch:
+                if self._stop.is_set() or not out.open(self._stop):
+                    return
+                sample = self._worker().write(unit, out.descriptor)
+                if sample is not None:
+                    out.samples.append(sample)
+                self._progress(unit.nbytes)
+            out.start_writing_back(batch)
+            if not self._stop.is_set() and out.is_complete():
+                self._flushes.append(self._flusher.submit(self._finish, out))
+
+    def _worker(self) -> Worker:
+        """Return this thread's own."""
+        if not hasattr(self._local, "worker"):
+            self._local.worker = Worker(
+                self._sources, self._work.plan.precision, choose=self._engine.choose, stopped=self._stop.is_set
+            )
+        worker: Worker = self._local.worker
+        return worker
+
+    def _finish(self, out: ShardFile) -> None:
+        with self._errors_stop_all():
+            out.flush()
+            self._finished(out.shard, added_up(out.samples))
+
+    def _look(self, part: ValuePart) -> list[Finding]:
+        """Return what a part of the check of values finds, unless the run has been stopped."""
+        try:
+            with self._errors_stop_all():
+                self._go_on(0)
+                return part.run(self._go_on)
+        except CancelledError:
+            return []  # what stopped the run is raised by whoever met it
+
+    def _go_on(self, nbytes: int) -> None:
+        if self._stop.is_set():
+            raise CancelledError
+        self._progress(nbytes)
+
+
+def _spread(work: Sequence[Task], among: Sequence[Task]) -> Iterator[Task]:
+    """Yield the tasks of both, each in its order, evenly mixed."""
+    placed = [((at + 0.5) / len(tasks), task) for tasks in (work, among) for at, task in enumerate(tasks)]
+    return (task for _, task in sorted(placed, key=itemgetter(0)))
+
+
+def _all_done(futures: Collection[Future[Any]]) -> None:
+    """Return when all are done; raise the first error at once."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()

@@ -1,0 +1,70 @@
+"""What an engine is: it writes the weight files of a plan, wherever and with however many workers it likes.
+
+All that it is given is plain data, which can be pickled and sent to whoever sees the same files: the plan, its units
+(`units_of`) and the parts of the check of values. `Worker` carries out units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Protocol
+
+from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
+from lora_tool.progress import Progress
+from lora_tool.report import Finding
+from lora_tool.sharded.value_check import ValuePart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is to be done for one folder."""
+
+    plan: Plan
+    folder: Path
+    """Where the files are written: it exists."""
+    shards: tuple[Shard, ...]
+    """Those of the plan that are to be written."""
+    checks: tuple[ValuePart, ...] = ()
+    """Looks at the values of the inputs: they wait for the processor, and writing waits for the disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkDone:
+    """What is known after the work."""
+
+    hashes: Mapping[Path, str]
+    """The sha256 of each of `plan.hashed`."""
+    findings: Sequence[Finding]
+    """What the `checks` found, in their order."""
+
+
+Finished = Callable[[Shard, Mapping[str, DeltaRetention]], None]
+"""Called when a shard is on the disk, with what rounding left of each change in it; by one thread at a time."""
+
+
+class Engine(Protocol):
+    """Whoever carries out the work."""
+
+    def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
+        """Return when every file of `work.shards` is on the disk, `finished` called for each.
+
+        `progress` is called with the bytes that were written or checked. Raises the first error of any worker, after
+        all others have stopped; `SourceChanged` where an input is not as the plan saw it.
+        """
+
+
+Sample = tuple[str, int, DeltaRetention]
+"""Output tensor, where in the file its unit begins, and what rounding left of the change there."""
+
+
+def added_up(samples: Iterable[Sample]) -> dict[str, DeltaRetention]:
+    """Return the samples of one file added up by tensor, in the order of the file whoever took them."""
+    total: dict[str, DeltaRetention] = {}
+    for name, _, sample in sorted(samples, key=itemgetter(1)):
+        total[name] = total.get(name, DeltaRetention()) + sample
+    return total
