@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lora_tool.checkpoint import open_sharded as open_sharded
     from lora_tool.errors import LoraToolError as LoraToolError
     from lora_tool.execution.engine import execute as execute
+    from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
     from lora_tool.hub.card import Readme as Readme
     from lora_tool.hub.model import PushCheck as PushCheck
@@ -69,6 +70,7 @@ _HOMES = {
     "checkpoint": "AdapterDir Checkpoint DcpDir ModelDir RunDir ZeroDir open_checkpoint open_sharded",
     "errors": "LoraToolError",
     "execution.engine": "execute",
+    "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",
     "hub.card": "Readme",
     "hub.model": "PushCheck Pushed PushPlan",

@@ -5,15 +5,29 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from lora_tool.checkpoint import Checkpoint, open_checkpoint
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    adapters_below,
+    open_checkpoint,
+    open_model,
+    unexpected,
+)
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
+Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
+"""How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
@@ -56,6 +70,20 @@ def source_of(path: Path, reference: str | None = None) -> Source:
     )
 
 
+def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> Source:
+    """Return where a checkpoint is; what is named is downloaded. Raises as `resolve` does."""
+    if isinstance(checkpoint, str | os.PathLike):
+        return resolve(checkpoint, near=near, download=True, wanted=wanted)
+    return source_of(checkpoint.root)
+
+
+def several(checkpoints: Reference | Sequence[Reference]) -> tuple[Reference, ...]:
+    """Return one or several references as a tuple."""
+    if isinstance(checkpoints, Sequence) and not isinstance(checkpoints, str):
+        return tuple(checkpoints)
+    return (checkpoints,)
+
+
 def resolve(
     reference: str | os.PathLike[str],
     *,
@@ -87,7 +115,7 @@ def resolve(
     return _from_hub(match["id"], match["revision"] or revision, reference, download=download, wanted=wanted)
 
 
-def opened(checkpoint: str | os.PathLike[str] | Checkpoint, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpoint:
+def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpoint:
     """Return the checkpoint that is given, or the one at a path, or of a Hub id, whose `wanted` weights are downloaded.
 
     Raises as `resolve` and `open_checkpoint` do.
@@ -95,6 +123,54 @@ def opened(checkpoint: str | os.PathLike[str] | Checkpoint, *, wanted: Wanted = 
     if not isinstance(checkpoint, str | os.PathLike):
         return checkpoint
     return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
+
+
+def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
+    """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
+    hint = "give a model: --base MODEL"
+    if isinstance(model, str | os.PathLike):
+        return open_model(resolve(model, download=download).path, hint=hint)
+    if not isinstance(model, ModelDir):
+        raise unexpected(model, "a model", hint=hint)
+    return model
+
+
+def opened_adapter(adapter: Reference) -> AdapterDir:
+    """Return the adapter that is given, or the one at a path or of a Hub id, downloaded. Raises `CheckpointError`."""
+    if isinstance(adapter, str | os.PathLike):
+        return open_adapter_at(resolve(adapter, download=True, wanted=Wanted.ADAPTER).path)
+    if not isinstance(adapter, AdapterDir):
+        raise unexpected(adapter, "an adapter", hint=_merge_instead(adapter))
+    return adapter
+
+
+def open_adapter_at(path: Path) -> AdapterDir:
+    """Return the adapter in the folder `path`, or one folder down, where PEFT saves one that is not called `default`.
+
+    Raises `NotACheckpoint` where something else, or more than one, is there.
+    """
+    inner = adapters_below(path)
+    if len(inner) > 1:
+        listed = ", ".join(folder.name for folder in inner)
+        raise NotACheckpoint(
+            f"{path} holds {len(inner)} adapters: {listed}",
+            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
+        )
+    found = open_checkpoint(inner[0] if inner else path)
+    if not isinstance(found, AdapterDir):
+        raise unexpected(found, "an adapter", hint=_merge_instead(found))
+    return found
+
+
+def _merge_instead(opened: Checkpoint) -> str | None:
+    """Return the merge that may have been meant, None where another command comes first."""
+    root = shlex.quote(str(opened.root))
+    if isinstance(opened, RunDir):
+        last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
+        return f"name one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
+    if isinstance(opened, ModelDir) and opened.manifest is None:
+        return f"lora-tool merge ADAPTER --base {root}"
+    return None
 
 
 def _local(reference: str, near: Path | None) -> Path | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool import keys
+from lora_tool.display import shortened
 from lora_tool.errors import NotACheckpoint, Problem
 from lora_tool.formats import tokenizer, trainer_state
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -107,8 +108,12 @@ class _Opened:
     def root(self) -> Path:
         return self.folder.root
 
+    def __repr__(self) -> str:
+        problems = f", {len(self.problems)} problems" if self.problems else ""
+        return f"{type(self).__name__}({shortened(str(self.root), 300)!r}{problems})"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelDir(_Opened):
     """A transformers model: config and weights. A manifest of ours makes it a merged model."""
 
@@ -127,7 +132,7 @@ class ModelDir(_Opened):
         return self.weights.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AdapterDir(_Opened):
     """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
 
@@ -145,7 +150,7 @@ class AdapterDir(_Opened):
         return self.weights.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ZeroDir(_Opened):
     """A DeepSpeed checkpoint: tags with one pair of rank files per process."""
 
@@ -159,7 +164,7 @@ class ZeroDir(_Opened):
         return Kind.ZERO
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DcpDir(_Opened):
     """A torch distributed checkpoint, as FSDP2 writes it: `.metadata` and `.distcp` files."""
 
@@ -171,7 +176,7 @@ class DcpDir(_Opened):
         return Kind.DCP
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunDir(_Opened):
     """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
 

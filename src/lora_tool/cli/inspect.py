@@ -46,10 +46,9 @@ def command(path: str, norms: bool | None, plot: Path | None, base: str | None, 
 
 
 def _draw(checkpoint: Checkpoint, inspection: Inspection, plot: Path, base: str | None) -> None:
-    from lora_tool.cli.inspect_view import facts  # noqa: PLC0415 - rich and matplotlib, only for pictures
-    from lora_tool.pictures.drawing import draw  # noqa: PLC0415
+    from lora_tool.pictures.drawing import draw  # noqa: PLC0415 - matplotlib, only for pictures
 
-    draw(checkpoint, plot, base=_base(checkpoint, base), facts=facts(inspection))
+    draw(checkpoint, plot, base=_base(checkpoint, base), facts=inspection.facts())
     click.echo(f"drawn: {printable(str(plot))}", err=True)
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
 from lora_tool.errors import NotACheckpoint
 from lora_tool.inspection.comparison import Comparison, compare_adapters, compare_models
 from lora_tool.pipeline.writing import unwatched
 from lora_tool.progress import StageWatch
-from lora_tool.sources import opened
+from lora_tool.sources import Reference, opened
 
 
 def diff(
-    first: str | os.PathLike[str] | Checkpoint,
-    second: str | os.PathLike[str] | Checkpoint,
+    first: Reference,
+    second: Reference,
     *,
     watch: StageWatch = unwatched,
 ) -> Comparison:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lora_tool.checkpoint import Checkpoint
 from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import Inspection
 from lora_tool.inventory import Inventory, inventory
-from lora_tool.sources import opened
+from lora_tool.sources import Reference, opened
 
 
-def inspect(checkpoint: str | os.PathLike[str] | Checkpoint, *, norms: bool | None = None) -> Inspection:
+def inspect(checkpoint: Reference, *, norms: bool | None = None) -> Inspection:
     """Return what `checkpoint`, a path, a Hub id or an opened one, is and holds.
 
     `norms` True computes the norms of an adapter, None those of an adapter up to 512 MiB. Raises `CheckpointError`.

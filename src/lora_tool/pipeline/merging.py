@@ -6,22 +6,16 @@ import contextlib
 import functools
 import inspect
 import os
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeAlias
+from typing import Concatenate, ParamSpec
 
 from lora_tool.checkpoint import (
     AdapterDir,
-    Checkpoint,
     ModelDir,
-    RunDir,
-    adapters_below,
-    open_checkpoint,
     open_model,
     require_whole,
-    unexpected,
 )
 from lora_tool.display import size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
@@ -31,9 +25,19 @@ from lora_tool.plan.merge.build_plan import HubOrigin
 from lora_tool.plan.merge.in_memory import InMemory, ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.sources import Source, Wanted, another_base, resolve, source_of
+from lora_tool.sources import (
+    Reference,
+    Source,
+    Wanted,
+    another_base,
+    located,
+    open_adapter_at,
+    opened_adapter,
+    opened_model,
+    resolve,
+    several,
+)
 
-Adapter: TypeAlias = str | os.PathLike[str] | AdapterDir
 Asked = ParamSpec("Asked")
 
 
@@ -67,56 +71,20 @@ class MergeInputs:
         return folder.parent / f"{folder.name}-merged"
 
 
-def merge_inputs(adapters: Adapter | Sequence[Adapter], base: str | os.PathLike[str] | ModelDir | None) -> MergeInputs:
+def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | None) -> MergeInputs:
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
     """
-    listed = [adapters] if isinstance(adapters, str | os.PathLike | AdapterDir) else list(adapters)
-    sources = [
-        source_of(each.root) if isinstance(each, AdapterDir) else resolve(each, download=True, wanted=Wanted.ADAPTER)
-        for each in listed
-    ]
-    opened = [
-        each if isinstance(each, AdapterDir) else _open_adapter(source)
-        for each, source in zip(listed, sources, strict=True)
-    ]
-    if base is None:
-        found = _common_base(opened)
-    else:
-        found = source_of(base.root) if isinstance(base, ModelDir) else resolve(base, download=True)
-    return MergeInputs(
-        adapters=tuple(opened),
-        sources=tuple(sources),
-        base=base if isinstance(base, ModelDir) else open_model(found.path, hint="give a model: --base MODEL"),
-        base_source=found,
+    listed = several(adapters)
+    sources = [located(each, Wanted.ADAPTER) for each in listed]
+    opened = tuple(
+        open_adapter_at(found.path) if isinstance(each, str | os.PathLike) else opened_adapter(each)
+        for each, found in zip(listed, sources, strict=True)
     )
-
-
-def _open_adapter(source: Source) -> AdapterDir:
-    inner = adapters_below(source.path)
-    if len(inner) > 1:
-        listed = ", ".join(folder.name for folder in inner)
-        raise NotACheckpoint(
-            f"{source.path} holds {len(inner)} adapters: {listed}",
-            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
-        )
-    # PEFT saves an adapter that is not called `default` one folder down
-    opened = open_checkpoint(inner[0] if inner else source.path)
-    if not isinstance(opened, AdapterDir):
-        raise unexpected(opened, "an adapter", hint=_merge_instead(opened))
-    return opened
-
-
-def _merge_instead(opened: Checkpoint) -> str | None:
-    """Return the merge that may have been meant, None where another command comes first."""
-    root = shlex.quote(str(opened.root))
-    if isinstance(opened, RunDir):
-        last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
-        return f"name one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
-    if isinstance(opened, ModelDir) and opened.manifest is None:
-        return f"lora-tool merge ADAPTER --base {root}"
-    return None
+    found = _common_base(opened) if base is None else located(base, Wanted.MODEL)
+    model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
+    return MergeInputs(adapters=opened, sources=tuple(sources), base=model, base_source=found)
 
 
 def _common_base(adapters: Sequence[AdapterDir]) -> Source:
@@ -230,16 +198,16 @@ def _merged_by_peft(
 def _called_with(
     arguments: Callable[Asked, MergeArguments],
 ) -> Callable[
-    [Callable[[Adapter | Sequence[Adapter], MergeArguments], Written]],
-    Callable[Concatenate[Adapter | Sequence[Adapter], Asked], Written],
+    [Callable[[Reference | Sequence[Reference], MergeArguments], Written]],
+    Callable[Concatenate[Reference | Sequence[Reference], Asked], Written],
 ]:
     """Give a function, for its second parameter, those of `arguments` as keywords, their types and their sentences."""
 
     def decorate(
-        function: Callable[[Adapter | Sequence[Adapter], MergeArguments], Written],
-    ) -> Callable[Concatenate[Adapter | Sequence[Adapter], Asked], Written]:
+        function: Callable[[Reference | Sequence[Reference], MergeArguments], Written],
+    ) -> Callable[Concatenate[Reference | Sequence[Reference], Asked], Written]:
         @functools.wraps(function)
-        def call(adapters: Adapter | Sequence[Adapter], /, *args: Asked.args, **kwargs: Asked.kwargs) -> Written:
+        def call(adapters: Reference | Sequence[Reference], /, *args: Asked.args, **kwargs: Asked.kwargs) -> Written:
             return function(adapters, arguments(*args, **kwargs))
 
         first, _ = inspect.signature(function, eval_str=True).parameters.values()
@@ -254,7 +222,7 @@ def _called_with(
 
 
 @_called_with(MergeArguments)
-def merge(adapters: Adapter | Sequence[Adapter], asked: MergeArguments) -> Written:
+def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
     """Merge `adapters`, one or the sum of several, into their base, and return what was written.
 
     An adapter is a path, a Hub id or an opened checkpoint. It is judged as `validate` does, planned as by `plan_merge`,

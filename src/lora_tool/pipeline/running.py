@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -41,10 +42,9 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
-from lora_tool.report.text import counts
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sources import Source, another_base, resolve, source_of
+from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -85,7 +85,7 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
     except FindingsFound as error:
         if error.report is None:
             return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
-        return Stage(name=name, status=Status.FAILED, summary=counts(error.report), report=error.report)
+        return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
     except LoraToolError as error:
         return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
     except OSError as error:
@@ -155,21 +155,23 @@ class _Running:
         beside = bool(failing) and _has_rank_files(opened)
         self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
         if failing and not (beside and _curable(failing)):
-            return Stage(name="validate", status=Status.FAILED, summary=counts(report), report=report)
+            return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
         kept = replace(report, findings=()) if failing else report
-        return Stage(name="validate", status=Status.PASSED, summary=counts(report) + what, report=kept)
+        return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
         options = self._job.options
         task = Task(options.task).expected
         config = opened.config if isinstance(opened, AdapterDir) else None
-        base = options.base if isinstance(options.base, ModelDir) else None
+        base: ModelDir | None = None
         try:
             reference = options.base or (config.base_model if config else None)
-            if reference and not isinstance(reference, ModelDir):
+            if isinstance(reference, str | os.PathLike):
                 base = open_model(resolve(reference, near=self._root).path)
+            elif reference is not None:
+                base = opened_model(reference)
         except CheckpointError:
             if options.base:
                 raise
@@ -202,7 +204,7 @@ class _Running:
         self._opened = open_checkpoint(folder)
         report = self._judged(self._opened)
         if report.at_least(self._job.fail_on):
-            return Stage(name="consolidate", status=Status.FAILED, summary=counts(report), report=report)
+            return Stage(name="consolidate", status=Status.FAILED, summary=report.counts(), report=report)
         return Stage(name="consolidate", status=status, summary=summary, report=report)
 
     def merge(self) -> Stage:
@@ -258,7 +260,7 @@ class _Running:
         if base is None:
             # what was put together lies elsewhere than the config that names the base by a relative path
             return named_base(adapter, near=self._root)
-        return source_of(base.root) if isinstance(base, ModelDir) else resolve(base, near=self._root, download=True)
+        return located(base, Wanted.MODEL, near=self._root)
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> Written:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""

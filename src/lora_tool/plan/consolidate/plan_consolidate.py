@@ -69,9 +69,13 @@ def plan_consolidate(
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan that puts the checkpoint's tensors together, after a look at every value that it will copy.
+    """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together, after a look at every
+    value that it will copy.
 
-    Nothing is written. `dtype` None keeps each tensor's own; `ignore` are the codes of faults to go on in spite of.
+    Nothing is written. `what` is "adapter", "model", "state", or "auto": an adapter where there are LoRA tensors. `tag`
+    is the saved step, by default the one that `latest` names, `adapter_config` the file of that name where it does not
+    lie beside the checkpoint. `dtype` None keeps each tensor's own; `max_shard_bytes` None cuts files at 5 GB; `ignore`
+    are the codes of faults to go on in spite of.
     Raises `FindingsFound` for faults that are errors, in the structure or the values; `UnsupportedCheckpoint` and
     `CheckpointError` for what cannot be put together at all. `prepare_consolidate` leaves the look to be taken.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.display import as_html, counted, size
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
@@ -61,6 +62,13 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self.notes, self.counts(), self.shards, self.side_files, self.leftovers))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {action}" for action, count in self.counts().items())
+        return f"Plan({counts}: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan as JSON data: every step, side file and leftover with its reason."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lora_tool.checkpoint import ModelDir
 from lora_tool.choices import number_of_bytes, positive, wrong_value
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
+from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type
 
 
@@ -60,7 +60,7 @@ class MergeOptions:
     out: str | os.PathLike[str] | None = option(
         None, "Folder to write.  [default: a `-merged` sibling]", name="output", short=("-o",), metavar="PATH"
     )
-    base: str | os.PathLike[str] | ModelDir | None = option(
+    base: Reference | None = option(
         None, "Base model: path or Hub id.  [default: what adapter_config.json names]", metavar="MODEL"
     )
     task: Task | str = option(
