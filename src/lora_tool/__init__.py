@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lora_tool.checkpoint import AdapterDir as AdapterDir
     from lora_tool.checkpoint import Checkpoint as Checkpoint
-    from lora_tool.checkpoint import DcpDir as DcpDir
     from lora_tool.checkpoint import ModelDir as ModelDir
     from lora_tool.checkpoint import RunDir as RunDir
-    from lora_tool.checkpoint import ZeroDir as ZeroDir
+    from lora_tool.checkpoint import ShardedDir as ShardedDir
     from lora_tool.checkpoint import open_checkpoint as open_checkpoint
     from lora_tool.checkpoint import open_sharded as open_sharded
     from lora_tool.errors import LoraToolError as LoraToolError
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from lora_tool.rules.engine.subjects import Server as Server
     from lora_tool.sharded.value_check import ValueCheck as ValueCheck
     from lora_tool.tensors import DType as DType
+    from lora_tool.validation.validating import Criteria as Criteria
     from lora_tool.validation.validating import validate as validate
     from lora_tool.verification.checking import Level as Level
     from lora_tool.verification.verifying import Verification as Verification
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from lora_tool.version import __version__ as __version__
 
 _HOMES = {
-    "checkpoint": "AdapterDir Checkpoint DcpDir ModelDir RunDir ZeroDir open_checkpoint open_sharded",
+    "checkpoint": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
     "errors": "LoraToolError",
     "execution.engine": "execute",
     "execution.work": "Engine",
@@ -96,7 +96,7 @@ _HOMES = {
     "rules.engine.subjects": "Server",
     "sharded.value_check": "ValueCheck",
     "tensors": "DType",
-    "validation.validating": "validate",
+    "validation.validating": "Criteria validate",
     "verification.checking": "Level",
     "verification.verifying": "Verification verify",
     "version": "__version__",

@@ -10,16 +10,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from lora_tool.checkpoint import Checkpoint, RunDir, open_checkpoint
+from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint
+from lora_tool.checkpoint.kinds import matches
+from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.report.model import RunCheckpoint
-from lora_tool.rules.engine.registry import RULES
+from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened
-from lora_tool.rules.training.run_table import Judged, run_table
-from lora_tool.validation.validating import validate
+from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
+from lora_tool.validation.bases import named_base
+from lora_tool.validation.validating import Criteria, judge_checkpoint, validate
 
 
 @enum.unique
@@ -37,8 +41,8 @@ class Content(str, enum.Enum):
 
 _CONTENTS = (
     (Content.RNG, re.compile(r"rng_state.*\.pth\Z|random_states_\d+\.pkl\Z")),
-    (Content.OPTIMIZER, re.compile(r".*optim_states\.pt\Z|(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
-    (Content.WEIGHTS, re.compile(r".*\.safetensors\Z|.*\.distcp\Z|.*model_states\.pt\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
+    (Content.OPTIMIZER, re.compile(r"(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
+    (Content.WEIGHTS, re.compile(r".*\.safetensors\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
 )  # fmt: skip
 _STEP = re.compile(r"checkpoint-\d+\Z")
 
@@ -71,20 +75,25 @@ class Inventory:
     checkpoints: tuple[Listed, ...]
 
 
-def inventory(root: Path) -> Iterator[Inventory]:
-    """Yield what lies under `root`, run by run: reads names, JSON and headers, never a weight. Links are not followed.
+def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:  # noqa: B008 - immutable
+    """Yield what lies under `root`, run by run, each checkpoint judged by `criteria` as `validate` judges its run.
 
-    A run's `checkpoint-N` folders come together; other folders with weights alone. Raises `NotACheckpoint` where
-    `root` is no folder.
+    Reads names, JSON, headers and adapters' weights. Links are not followed. A run's `checkpoint-N` folders come
+    together, finished weights beside them last; other folders with weights alone. Raises `NotACheckpoint` where `root`
+    is no folder, `UnknownRule` for criteria that mean no rule.
     """
     runs: dict[Path, _Run] = defaultdict(_Run)
     for folder in _checkpoints_under(root):
-        one = _judged(folder)
+        run = runs[folder.parent if _STEP.match(folder.name) else folder]
+        one = _judged(folder, run, criteria)
         if one is not None:
-            runs[folder.parent if _STEP.match(folder.name) else folder].add(*one)
+            run.add(*one)
     pointed_at = set(_link_targets(root))
     for parent, run in runs.items():
-        judged = [item for item, _ in run.found]
+        found = sorted(run.found, key=lambda each: each[0].root == parent)
+        if not found:
+            continue
+        judged = [item for item, _ in found]
         table = run_table(parent, judged)
         yield Inventory(
             root=parent,
@@ -98,7 +107,7 @@ def inventory(root: Path) -> Iterator[Inventory]:
                     best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
                 )
-                for row, item, kind in zip(table.checkpoints, judged, (kind for _, kind in run.found), strict=True)
+                for row, (item, kind) in zip(table.checkpoints, found, strict=True)
             ),
         )
 
@@ -113,6 +122,16 @@ class _Run:
 
     found: list[tuple[Judged, str]] = field(default_factory=list)
     furthest: int | None = None
+    base: ModelDir | Literal["unknown"] | None = "unknown"
+
+    def base_of(self, parent: Path) -> ModelDir | None:
+        """Return the base that the run's folder names, looked for once."""
+        if self.base == "unknown":
+            try:
+                self.base = named_base(open_checkpoint(parent))[0]
+            except (LoraToolError, PermissionError):
+                self.base = None
+        return self.base
 
     def add(self, item: Judged, kind: str) -> None:
         self.found.append((item, kind))
@@ -145,10 +164,10 @@ def _checkpoints_under(root: Path) -> Iterator[Path]:
         yield root
     for where, folders, _ in os.walk(root):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
-        inside = [Path(where, name) for name in folders if not _is_part(name) and _may_be_one(Path(where, name))]
+        inside = [Path(where, name) for name in folders if not holds_pieces(name) and _may_be_one(Path(where, name))]
         yield from (path for path in inside if _STEP.match(path.name) or not path.is_symlink())
         # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
-        folders[:] = [name for name in folders if not (_STEP.match(name) or _is_part(name))]
+        folders[:] = [name for name in folders if not (_STEP.match(name) or holds_pieces(name))]
 
 
 def _link_targets(root: Path) -> Iterator[Path]:
@@ -162,41 +181,41 @@ def _by_step(name: str) -> tuple[str, int]:
     return (head, int(number)) if number.isascii() and number.isdigit() else (name, 0)
 
 
-def _is_part(name: str) -> bool:
-    """Return whether a folder of this name is a piece of the checkpoint that it lies in."""
-    return re.match(r"global_step\d+\Z|pytorch_model_fsdp_\d+\Z|optimizer_\d+\Z", name) is not None
-
-
 def _may_be_one(folder: Path) -> bool:
     if _STEP.match(folder.name):
         return True
     try:
         with os.scandir(folder) as entries:
-            return any(_content(entry.name) is Content.WEIGHTS or _is_part(entry.name) for entry in entries)
+            return any(_content(entry.name) is Content.WEIGHTS or holds_pieces(entry.name) for entry in entries)
     except PermissionError:
         return True  # nobody can tell: it is listed as unreadable
     except OSError:
         return False
 
 
-def _judged(folder: Path) -> tuple[Judged, str] | None:
+def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] | None:
+    if _STEP.match(folder.name):
+        item, opened = judge_checkpoint(folder, criteria, run.base_of(folder.parent))
+        return item, "unreadable" if opened is None else str(opened.kind)
+    name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
     try:
-        opened: Checkpoint = open_checkpoint(folder)
-        if isinstance(opened, RunDir):
+        whole: Checkpoint = open_checkpoint(folder)
+        if isinstance(whole, RunDir):
             return None
-        report = validate(opened, deep=False)
-    except (LoraToolError, PermissionError) as error:
-        if not isinstance(error, CheckpointError | UnsupportedCheckpoint | PermissionError) and not _STEP.match(
-            folder.name
-        ):
-            return None
-        return Judged(
-            root=folder,
-            name=folder.name,
-            state=None,
-            report=unopened(str(folder), f"cannot be opened: {error}", RULES.values()),
-        ), "unreadable"
-    return Judged(root=folder, name=folder.name, state=opened.folder.trainer, report=report), str(opened.kind)
+        report = validate(
+            whole,
+            base=named_base(whole)[0],
+            select=criteria.select,
+            ignore=criteria.ignore,
+            deep=criteria.deep,
+            servers=criteria.servers,
+        )
+    except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
+        report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
+        return Judged(root=folder, name=name, state=None, report=report), "unreadable"
+    except LoraToolError:
+        return None
+    return Judged(root=folder, name=name, state=whole.folder.trainer, report=report), str(whole.kind)
 
 
 def sizes_of(folder: Path) -> dict[Content, int]:
@@ -215,7 +234,15 @@ def sizes_of(folder: Path) -> dict[Content, int]:
 
 
 def _content(name: str) -> Content:
-    return next((content for content, pattern in _CONTENTS if pattern.match(name)), Content.OTHER)
+    for content, pattern in _CONTENTS:
+        if pattern.match(name):
+            return content
+    for kind in sharded_kinds():
+        if matches(name, kind.weights):
+            return Content.WEIGHTS
+        if matches(name, kind.optimizer):
+            return Content.OPTIMIZER
+    return Content.OTHER
 
 
 @enum.unique

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.cli.calling import FIXTURES, Caller
 
@@ -79,3 +81,26 @@ def test_an_empty_folder_is_no_error(call: Caller, tmp_path: Path) -> None:
     done = call("ls", tmp_path)
     assert done.code == 0
     assert done.out.startswith("no checkpoints under")
+
+
+@pytest.mark.parametrize("configured", ["", 'ignore = ["LT209"]\n', 'select = ["LT1"]\n'])
+def test_every_command_names_the_same_best_checkpoint_and_verdicts(
+    call: Caller, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: str
+) -> None:
+    last = run / "checkpoint-4"  # the latest, with weights that are NaN
+    stored = load_file(last / "adapter_model.safetensors")
+    name = next(name for name in stored if "lora_B" in name)
+    save_file(stored | {name: torch.full_like(stored[name], torch.nan)}, last / "adapter_model.safetensors")
+    (tmp_path / "lora-tool.toml").write_text(configured)
+    monkeypatch.chdir(tmp_path)
+    (judged,) = call("validate", run, "--json").json["runs"]
+    (listed,) = call("ls", run, "--json").json["runs"]
+    pruned = call("prune", run, "--json").json["checkpoints"]
+    taken = call("ci", run, "-o", tmp_path / "out", "--rm", "--json").json
+    best = "checkpoint-4" if configured else "checkpoint-2"
+    assert Path(judged["best"]).name == best
+    assert [Path(row["root"]).name for row in listed["checkpoints"] if row["best"]] == [best]
+    assert f"taking {best}" in taken["stages"][0]["summary"]
+    assert [row["codes"] for row in judged["checkpoints"]] == [row["row"]["codes"] for row in listed["checkpoints"]]
+    assert [row["verdict"] for row in judged["checkpoints"]] == [row["verdict"] for row in pruned]
+    assert [Path(row["path"]).name for row in pruned if row["goes"]] == (["checkpoint-2"] if configured else [])

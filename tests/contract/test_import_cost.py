@@ -73,6 +73,10 @@ def test_a_plain_merge_needs_numpy_and_no_torch(tmp_path: Path) -> None:
 def test_a_plainly_stored_model_is_verified_without_torch(options: list[str], tmp_path: Path) -> None:
     modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out"), *options]))
     assert not loaded(CALL.format(arguments=["verify", str(tmp_path / "out")])) & {"torch", "transformers", "peft"}
+    (tmp_path / "out" / "lora_tool.json").unlink()  # as another tool would leave it
+    inputs = ["--adapter", ADAPTER, "--base", str(Path(ADAPTER).with_name("base"))]
+    seen = loaded(CALL.format(arguments=["verify", str(tmp_path / "out"), *inputs]))
+    assert not seen & {"torch", "transformers", "peft"}
 
 
 def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:

@@ -16,7 +16,7 @@ import contextlib, inspect, io, json
 import click
 from lora_tool import merge
 from lora_tool.cli import ci, merge as merging
-from lora_tool.train.config import _after
+from lora_tool.cli.after_training import _options
 
 def text(command, name):
     return command.get_help(click.Context(command, info_name=name))
@@ -25,7 +25,7 @@ print(json.dumps({
     "merge": "--toy" in text(merging.command, "merge"),
     "ci": "--toy" in text(ci.command, "ci"),
     "library": "toy" in inspect.signature(merge).parameters and "`toy`: A toy." in merge.__doc__,
-    "yaml": dict(_after({"merge": {"toy": 3}}).merge) == {"toy": 3},
+    "yaml": list(_options("ci", {"toy": 3}, "merge")) == ["--toy=3"],
 }))
 """
 

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_tool.checkpoint import DcpDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import Piece
@@ -30,7 +30,7 @@ BASE = FIXTURES / "reward-qwen2" / "base"
 
 def plan(folder: Path, what: str = "auto") -> Plan:
     checkpoint = open_sharded(folder)
-    assert isinstance(checkpoint, DcpDir)
+    assert isinstance(checkpoint, ShardedDir)
     return plan_consolidate(checkpoint, what=what)
 
 

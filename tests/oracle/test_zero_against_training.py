@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lora_tool import keys
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
@@ -29,9 +29,9 @@ OLDER = ["stage1-reward-0.14.4", "stage3-reward-0.16.9"]
 """Trained with older versions of DeepSpeed, as their names say."""
 
 
-def opened(name: str) -> ZeroDir:
+def opened(name: str) -> ShardedDir:
     checkpoint = open_sharded(ZERO / name)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     return checkpoint
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
@@ -39,14 +39,14 @@ def stage2(tmp_path: Path) -> Path:
 
 def plan(folder: Path, **choices: Any) -> Plan:
     checkpoint = open_sharded(folder.parent)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     return plan_consolidate(checkpoint, **{"what": "state", **choices})
 
 
 def codes(tag: Path) -> set[str]:
     """Return the codes of what `validate` shows, values read; `consolidate` must refuse on the errors among them."""
     checkpoint = open_sharded(tag.parent)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     report = validate(checkpoint, deep=True)
     errors = {finding.code for finding in report.at_least(Severity.ERROR)} - {"LT415"}  # no head is needed for a state
     if errors:
@@ -362,7 +362,7 @@ def test_tags_are_sorted_by_step(stage2: Path) -> None:
 
 def opened_tags(tag: Path) -> dict[str, tuple[str, ...]]:
     checkpoint = open_sharded(tag.parent)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     return dict(checkpoint.rank_files)
 
 

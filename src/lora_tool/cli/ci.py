@@ -34,6 +34,7 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.engine.registry import RULES
+from lora_tool.validation.validating import Criteria
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
 
@@ -74,7 +75,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     folder = configured.path.parent if configured.path else None
     files = files or [report_file(value, folder) for value in configured.reports]
     require_different(files)
-    job = _job(options, rules, files)
+    job = _job(options, rules, files, configured.criteria)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
@@ -96,7 +97,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     return _exit_code(outcome)
 
 
-def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile]) -> Job:
+def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile], criteria: Criteria) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
     repo, branch = options["push"] or (None, None)
@@ -107,6 +108,8 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFi
         checkpoint=checkpoint,
         output=Path(merging.out) if merging.out else real.with_name(f"{real.name}-merged"),
         options=merging,
+        deep=criteria.deep,
+        servers=criteria.servers,
         tag=options["tag"],
         adapter_config=options["adapter_config"],
         push=repo,

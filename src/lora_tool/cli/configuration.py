@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.rules.engine.registry import expand
 from lora_tool.rules.engine.subjects import Server
+
+if TYPE_CHECKING:
+    from lora_tool.validation.validating import Criteria
 
 FILE_NAME = "lora-tool.toml"
 PYPROJECT = "pyproject.toml"
@@ -40,6 +43,18 @@ class Configuration:
     form: str | None = None
     ci: Mapping[str, Any] = field(default_factory=dict)
     """Options of `lora-tool ci` by their names, as they stand in the file."""
+
+    @property
+    def criteria(self) -> Criteria:
+        """By what `validate` judges where its command line asks for nothing else; strict means to read everything."""
+        from lora_tool.validation.validating import Criteria  # noqa: PLC0415 - all rules, only where they judge
+
+        return Criteria(
+            select=self.select,
+            ignore=tuple(self.ignore),
+            deep=True if self.strict else None,
+            servers=frozenset(map(Server, self.servers)),
+        )
 
 
 class _Wrong(click.UsageError):

@@ -19,11 +19,12 @@ from lora_tool.display import json_data
 def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """List every checkpoint under ROOT (by default this folder): step, metric, sizes by kind, verdict.
 
-    The verdict is that of `validate` from headers; the best one of a run that is whole has a star.
+    The verdict is that of `validate`, under the same lora-tool.toml; the best one of a run that is whole has a star.
     """
-    from lora_tool.pipeline.looking import ls  # noqa: PLC0415 - the rules, only now
+    from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
+    from lora_tool.pipeline.looking import ls  # noqa: PLC0415
 
-    runs = ls(root)
+    runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:
         found = [dataclasses.asdict(run) for run in runs]
         click.echo(json.dumps({"schema_version": 1, "root": json_data(root), "runs": json_data(found)}, indent=2))

@@ -28,16 +28,18 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
     """Show which checkpoint-N folders under ROOT (by default this folder) could go, and with --apply remove them.
 
     Of every run the last and the best valid ones stay, what is newer than the last valid one, and everything where
-    nothing is valid. Finished weights, adapters and models are never touched, nor links and what they lead to.
+    nothing is valid; valid is what `validate` finds no error in, under the same lora-tool.toml. Finished weights, adapters and models are never touched, nor links and what they lead to.
     """
-    from lora_tool.execution.removal import remove, require_room  # noqa: PLC0415 - the rules, only now
+    from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
+    from lora_tool.execution.removal import remove, require_room  # noqa: PLC0415
     from lora_tool.inventory import choose, inventory  # noqa: PLC0415
 
     if trash is not None and not apply_:
         raise click.UsageError("--trash says where to move them, so it needs --apply")
+    listed = inventory(root, configuration(None, [str(root)]).criteria)
     choices = [
         choice
-        for choice in choose(inventory(root), keep_last=keep_last, keep_best=keep_best)
+        for choice in choose(listed, keep_last=keep_last, keep_best=keep_best)
         if trash is None or not choice.checkpoint.root.resolve().is_relative_to(trash.resolve())
     ]
     if apply_:

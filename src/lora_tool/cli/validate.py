@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_adapter, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_adapter, open_checkpoint
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
@@ -29,16 +28,15 @@ from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import show_error, wants_colour
-from lora_tool.errors import CheckpointError, LoraToolError
-from lora_tool.formats.files import is_folder
-from lora_tool.hub_cache import may_hold
+from lora_tool.errors import LoraToolError
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Report, Unread, joined
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import NO_BASE
-from lora_tool.sources import Source, Wanted, resolve
+from lora_tool.sources import Wanted, resolve
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _LONG = 1 << 30
@@ -87,7 +85,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     """
     paths = paths or (".",)
     asked = _asked(ctx, options, configuration(options["config_file"], paths))
-    given_base = _open_base(resolve(options["base"])) if options["base"] is not None else None
+    given_base = open_base(resolve(options["base"]).path) if options["base"] is not None else None
     adapters = tuple(map(_open_adapter, options["adapters"]))
     reports: list[Report] = []
     errors: list[LoraToolError] = []
@@ -155,7 +153,7 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
 def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tuple[AdapterDir, ...]) -> Report:
     checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
     of_merged = adapters[0] if adapters and isinstance(checkpoint, ModelDir) else checkpoint
-    base, why_not = (given_base, NO_BASE) if given_base is not None else _find_base(of_merged)
+    base, why_not = (given_base, NO_BASE) if given_base is not None else named_base(of_merged)
     with _bar(checkpoint, asked) as progress:
         return validate(
             checkpoint,
@@ -189,40 +187,9 @@ def _watch(nbytes: int, asked: _Asked) -> contextlib.AbstractContextManager[Call
     return progress_bar("reading rank files", nbytes, quiet=asked.quiet or nbytes < _LONG)
 
 
-def _open_base(source: Source) -> ModelDir:
-    return open_model(source.path, hint="give a model: --base MODEL")
-
-
 def _open_adapter(reference: str) -> AdapterDir:
     path = resolve(reference, download=True, wanted=Wanted.ADAPTER).path
     return open_adapter(path, hint="give an adapter: --adapter ADAPTER")
-
-
-def _find_base(checkpoint: Checkpoint) -> tuple[ModelDir | None, str]:
-    """Return the base that the adapter's config names, if it is on this disk, else None and why it is not."""
-    adapter = _an_adapter_of(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
-    config = adapter.config if isinstance(adapter, AdapterDir) else None
-    if adapter is None or config is None or not config.base_model:
-        return None, NO_BASE
-    near_by = any(is_folder(place / config.base_model) for place in (Path(), adapter.root))
-    if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
-        return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
-    try:
-        return _open_base(resolve(config.base_model, near=adapter.root, revision=config.revision)), ""
-    except CheckpointError as error:
-        return None, f"no base model (--base): {error}"
-
-
-def _an_adapter_of(run: RunDir) -> AdapterDir | None:
-    """Return the run's last adapter: all of its checkpoints have one base."""
-    for name in reversed(run.folder.checkpoints):
-        try:
-            opened = open_checkpoint(run.root / name)
-        except CheckpointError:
-            continue
-        if isinstance(opened, AdapterDir):
-            return opened
-    return None
 
 
 def _show(report: Report, asked: _Asked) -> None:

@@ -6,21 +6,21 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.choices import number_of_bytes
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidate
 from lora_tool.tensors import DType
 
 
-def default_output(opened: ZeroDir | DcpDir, what: str) -> Path:
+def default_output(opened: ShardedDir, what: str) -> Path:
     """Return where `what` ("adapter", "model" or "state") of the checkpoint goes if nobody says: a sibling."""
     folder = opened.root.resolve()
     return folder.parent / f"{folder.name}-{what}"
 
 
 def consolidate(
-    checkpoint: str | os.PathLike[str] | ZeroDir | DcpDir,
+    checkpoint: str | os.PathLike[str] | ShardedDir,
     *,
     out: str | os.PathLike[str] | None = None,
     what: What | str = What.AUTO,
@@ -41,7 +41,7 @@ def consolidate(
     at while it is read. With `verify` samples are read back; `jobs`, `overwrite` and `resume` are those of `execute`.
     Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and `WrongValue` for an argument.
     """
-    opened = checkpoint if isinstance(checkpoint, ZeroDir | DcpDir) else open_sharded(checkpoint)
+    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     plan, values = prepare_consolidate(
         opened,
         what=what,

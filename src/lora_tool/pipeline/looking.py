@@ -9,6 +9,7 @@ from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import Inspection
 from lora_tool.inventory import Inventory, inventory
 from lora_tool.sources import Reference, opened
+from lora_tool.validation.validating import Criteria
 
 
 def inspect(checkpoint: Reference, *, norms: bool | None = None) -> Inspection:
@@ -19,6 +20,9 @@ def inspect(checkpoint: Reference, *, norms: bool | None = None) -> Inspection:
     return inspect_checkpoint(opened(checkpoint), norms=norms)
 
 
-def ls(root: str | os.PathLike[str] = ".") -> tuple[Inventory, ...]:
-    """Return every checkpoint under `root`, run by run, each with its verdict. Raises `NotACheckpoint`."""
-    return tuple(inventory(Path(root)))
+def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> tuple[Inventory, ...]:
+    """Return every checkpoint under `root`, run by run, each with its verdict under the `criteria`, by default all rules.
+
+    Raises `NotACheckpoint` where `root` is not a folder.
+    """
+    return tuple(inventory(Path(root), criteria or Criteria()))

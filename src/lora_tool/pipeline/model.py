@@ -10,6 +10,7 @@ from lora_tool.errors import LoraToolError
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
+from lora_tool.rules.engine.subjects import Server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,9 @@ class Job:
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
+    deep: bool | None = None
+    """Whether all weights are read, or none; None for those of adapters."""
+    servers: frozenset[Server] = frozenset()
     push: str | None = None
     private: bool | None = None
     revision: str | None = None

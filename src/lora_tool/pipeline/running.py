@@ -10,13 +10,12 @@ from pathlib import Path
 
 from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
+    TRAINED_MODEL,
     AdapterDir,
     Checkpoint,
-    DcpDir,
-    Kind,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
     open_model,
     open_sharded,
@@ -45,6 +44,8 @@ from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
+from lora_tool.validation.bases import named_base as base_on_disk
+from lora_tool.validation.bases import open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -135,7 +136,7 @@ class _Running:
 
     def _best(self, run: RunDir) -> tuple[Path, str]:
         """Return the run's best whole checkpoint and why; without one, the latest that its rank files can mend."""
-        (table,) = validate(run, select=self._job.select, ignore=self._job.ignore).runs
+        (table,) = self._judged(run).runs
         if table.best is not None:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
@@ -153,7 +154,7 @@ class _Running:
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
         beside = bool(failing) and _has_rank_files(opened)
-        self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
+        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
         if failing and not (beside and _curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
         what = "; put together from the rank files beside it" if failing else ""
@@ -162,20 +163,24 @@ class _Running:
         return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
-        options = self._job.options
-        task = Task(options.task).expected
-        config = opened.config if isinstance(opened, AdapterDir) else None
-        base: ModelDir | None = None
-        try:
-            reference = options.base or (config.base_model if config else None)
-            if isinstance(reference, str | os.PathLike):
-                base = open_model(resolve(reference, near=self._root).path)
-            elif reference is not None:
-                base = opened_model(reference)
-        except CheckpointError:
-            if options.base:
-                raise
-        return validate(opened, base=base, task=task, num_labels=options.num_labels, ignore=self._job.ignore)
+        job, options = self._job, self._job.options
+        if options.base is None:
+            base, why_not = base_on_disk(opened, near=self._root)
+        elif isinstance(options.base, str | os.PathLike):
+            base, why_not = open_base(resolve(options.base, near=self._root).path), ""
+        else:
+            base, why_not = opened_model(options.base), ""
+        return validate(
+            opened,
+            base=base,
+            why_no_base=why_not,
+            task=options.task,
+            num_labels=options.num_labels,
+            select=job.select,
+            ignore=job.ignore,
+            deep=job.deep,
+            servers=job.servers,
+        )
 
     def consolidate(self) -> Stage:
         """Put rank files together, where there is nothing better, and judge the result."""
@@ -213,7 +218,7 @@ class _Running:
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
             self._require_task(opened)
-            whole = "a whole model" if opened.kind is Kind.TRAINER_CHECKPOINT else f"a {opened.kind}"
+            whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         base = self._base(opened)

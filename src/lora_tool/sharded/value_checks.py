@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class _Piece(NamedTuple):
 
 def value_faults(
     path: Path,
-    records: Iterable[Record],
+    records: Iterable[Record | Span],
     pieces: Iterable[tuple[Span, StoredTensor]],
     *,
     masters: frozenset[str],
@@ -49,24 +50,25 @@ def value_faults(
 ) -> list[Finding]:
     """Return what is wrong with the values in a file: LT411 CRC, LT412 not finite, LT413 its masters all zero.
 
-    `records` are the archive members to read, `pieces` the parts of tensors that they hold, `masters` the names of the
-    trained tensors; `advance` is told of each block.
+    `records` are the archive members to read, or spans where nothing has a CRC, `pieces` the parts of tensors that they
+    hold, `masters` the names of the trained tensors; `advance` is told of each block.
     """
     spans = sorted(_Piece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype) for span, tensor in pieces)
     values = _Values(spans, masters)
     return [*_file_faults(path, records, values, advance), *values.faults(path)]
 
 
-def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance: Progress) -> Iterator[Finding]:
+def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Finding]:
     """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
-        for start, record in sorted((record.data_at(), record) for record in records):
+        places = ((part.offset if isinstance(part, Span) else part.data_at(), part) for part in records)
+        for start, record in sorted(places, key=itemgetter(0)):
             crc = 0
             for begin, block, nbytes in _blocks(path, fd, start, record.nbytes):
                 crc = crc32(memoryview(block)[:nbytes], crc)
                 values.look_at(begin, block, nbytes)
                 advance(nbytes)
-            if crc != record.crc:
+            if isinstance(record, Record) and crc != record.crc:
                 message = (
                     f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
                 )

@@ -35,7 +35,7 @@ class Cause:
 
 
 @dataclass(slots=True, kw_only=True)
-class Watch:
+class SignalTracker:
     """Follows the log of one run. `window` are the optimizer steps without a signal after which it is doomed."""
 
     method: Method | None = None
@@ -50,7 +50,7 @@ class Watch:
     bad_logs: int = 0
     last: Cause | None = None
     last_step: int = 0
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def observe(self, step: int, logs: Mapping[str, Any], gradient: float | None = None) -> Cause | None:
         """Take in one log and return what must stop the run, or None. `gradient` is a norm measured since the last."""

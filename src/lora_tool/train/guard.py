@@ -19,9 +19,9 @@ from transformers import TrainerCallback
 from lora_tool.errors import TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train.cards import clean_card
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import finding, warning
 from lora_tool.train.config import GuardSettings
-from lora_tool.train.diagnosis import Cause, Watch
+from lora_tool.train.diagnosis import Cause, SignalTracker
 from lora_tool.train.methods import Method
 from lora_tool.train.saving import free_name
 
@@ -45,15 +45,15 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         method: Method | None = None,
         *,
         base: str | None = None,
-        told: Sequence[Finding] = (),
+        reported: Sequence[Finding] = (),
     ) -> None:
         self.settings = settings
         self.method = method
         self.base = base
-        self.told = told
+        self.reported = reported
         """Findings of before the training, for the trackers that begin with it."""
         self.findings: list[Finding] = []
-        self.watch = Watch(method=method, window=settings.window)
+        self.tracker = SignalTracker(method=method, window=settings.window)
         self.trainer: Any = None
         """The trainer, where we built it: findings are then logged to its trackers."""
         self.start: dict[str, torch.Tensor] = {}
@@ -65,8 +65,8 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         self.output_dir = Path(args.output_dir)
-        self.watch.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
-        self.watch.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.tracker.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
+        self.tracker.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._sharded = _is_sharded(args)
         if model is not None and not self._sharded:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,7 +77,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             kept = self.output_dir / METRICS
             if state.global_step == 0 and kept.exists():  # of an earlier run
                 kept.rename(free_name(kept))
-        for found in self.told:
+        for found in self.reported:
             self._log_finding(state, found)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
@@ -98,7 +98,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step >= state.max_steps and not self.watch.last_step and self.settings.mode != "off":
+        if state.global_step >= state.max_steps and not self.tracker.last_step and self.settings.mode != "off":
             control.should_log = True  # a run shorter than logging_steps would end without a figure to judge it by
         engine = getattr(self.trainer, "deepspeed", None)
         if engine is None or self.settings.mode == "off" or _has_scaler(args):
@@ -125,9 +125,9 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             return
         if _has_scaler(args) and 0 < self._skipped <= _SCALER_PATIENCE:
             return
-        cause = self.watch.observe(state.global_step, logs, self.gradient)
+        cause = self.tracker.observe(state.global_step, logs, self.gradient)
         self.gradient = None
-        if cause is not None and cause.code not in self.watch.told:
+        if cause is not None and cause.code not in self.tracker.reported:
             self._say(cause, args, model, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -137,29 +137,19 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self.settings.mode == "off":
             return
-        cause = self.watch.verdict()
+        cause = self.tracker.verdict()
         if cause is not None:
             self._say(cause, args, model, state)
-        since = self.watch.lost()
-        if since is not None and self.watch.last is not None:
-            message = f"no signal since step {since}: {self.watch.last.message}"
-            self.findings.append(
-                finding("signal-lost", Severity.WARNING, message, hint=self.watch.last.hint, where="training")
-            )
+        since = self.tracker.lost()
+        if since is not None and self.tracker.last is not None:
+            message = f"no signal since step {since}: {self.tracker.last.message}"
+            self.findings.append(warning("signal-lost", message, hint=self.tracker.last.hint, where="training"))
         if model is not None and self.start:
             self.moved = self._movement(model)
             if self.moved == 0.0:
                 text = f"none of {len(self.start)} trained parameters changed in {state.global_step} steps"
-                self._say(
-                    Cause(
-                        code="never-moved",
-                        message=text,
-                        hint="a learning_rate above 0, and more steps than warmup_steps",
-                    ),
-                    args,
-                    model,
-                    state,
-                )
+                hint = "a learning_rate above 0, and more steps than warmup_steps"
+                self._say(Cause(code="never-moved", message=text, hint=hint), args, model, state)
 
     def logits_not_finite(self, said: str) -> None:
         """Report that completions could not be drawn from the model's logits. Raises `TrainingStopped` in mode `stop`."""
@@ -176,9 +166,9 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         return math.sqrt(total)
 
     def _say(self, cause: Cause, args: Any, model: Any, state: Any) -> None:
-        if cause.code in self.settings.ignore or cause.code in self.watch.told:
+        if cause.code in self.settings.ignore or cause.code in self.tracker.reported:
             return
-        self.watch.told.add(cause.code)
+        self.tracker.reported.add(cause.code)
         numeric = cause.code in ("nan-gradients", "nan-loss", "nan-logits")
         found = finding(
             cause.code,

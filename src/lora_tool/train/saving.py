@@ -19,7 +19,7 @@ from lora_tool.formats.weights import Weights
 from lora_tool.plan.base.task import is_classifier
 from lora_tool.report import Finding, Severity
 from lora_tool.sources import Source, resolve
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import error
 from lora_tool.train.methods import Method
 from lora_tool.validation.validating import validate
 from lora_tool.version import __version__
@@ -68,12 +68,8 @@ def judge(folder: Path, method: Method) -> list[Finding]:
     """Return what `lora-tool validate` finds in a saved result, errors first; every value of an adapter is read."""
     try:
         opened = open_checkpoint(folder)
-    except CheckpointError as error:
-        return [
-            finding(
-                "bad-result", Severity.ERROR, str(error), hint=error.hint or "lora-tool validate", where=folder.name
-            )
-        ]
+    except CheckpointError as wrong:
+        return [error("bad-result", str(wrong), hint=wrong.hint or "lora-tool validate", where=folder.name)]
     adapter = isinstance(opened, AdapterDir)
     task = "reward" if method.name == "reward" else None
     found = validate(opened, task=task, deep=True if adapter else None).findings

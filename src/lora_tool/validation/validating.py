@@ -9,10 +9,9 @@ from pathlib import Path
 from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
-    DcpDir,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
 )
 from lora_tool.errors import LoraToolError, NotACheckpoint
@@ -27,6 +26,16 @@ from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, rank_files_be
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.sources import Reference, opened, opened_adapter, opened_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Criteria:
+    """By what a folder is judged: which rules, how deep they read, and what is to serve it. See `validate`."""
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    deep: bool | None = None
+    servers: frozenset[Server] = frozenset()
 
 
 def validate(
@@ -74,7 +83,7 @@ def validate(
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, asked)
-    inner = [_checkpoint_judged(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
+    inner = [_checkpoint_of_run(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
     if isinstance(checkpoint, RunDir):
         whole = tuple(found for _, found in inner if found is not None)
         own = _judge(RunSubject(checkpoint=checkpoint, inner=whole), asked)
@@ -92,15 +101,15 @@ class _Asked:
     """What was asked of one check."""
 
     rules: tuple[Rule, ...]
-    base: ModelDir | None
-    adapters: tuple[AdapterDir, ...]
-    num_labels: int | None
-    task: str | None
-    deep: bool | None
-    servers: frozenset[Server]
-    progress: Callable[[int], None] | None
-    watch: Watch | None
-    why_no_base: str
+    base: ModelDir | None = None
+    adapters: tuple[AdapterDir, ...] = ()
+    num_labels: int | None = None
+    task: str | None = None
+    deep: bool | None = None
+    servers: frozenset[Server] = frozenset()
+    progress: Callable[[int], None] | None = None
+    watch: Watch | None = None
+    why_no_base: str = NO_BASE
 
 
 def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
@@ -122,8 +131,18 @@ def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
     )
 
 
-def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
-    """Return what is said about one checkpoint of a run, and the checkpoint, where it can be opened."""
+def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> tuple[Judged, Checkpoint | None]:
+    """Return what `validate` says about the checkpoint `path` of a run with this `base`, and it, if it can be opened.
+
+    Raises `UnknownRule` for `criteria` that mean no rule.
+    """
+    asked = _Asked(
+        rules=chosen(criteria.select, criteria.ignore), base=base, deep=criteria.deep, servers=criteria.servers
+    )
+    return _checkpoint_of_run(path, asked)
+
+
+def _checkpoint_of_run(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
     if not inside(path.parent, path):
         report = unopened(str(path), "is a link out of the run's folder", asked.rules, code="LT112")
         return Judged(root=path, name=path.name, state=None, report=report), None
@@ -132,7 +151,7 @@ def _checkpoint_judged(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | 
         if isinstance(opened, RunDir):  # a link to the run itself would never end
             raise NotACheckpoint(f"{path} is a run with checkpoints in it, and no checkpoint")
         report = _judged(opened, asked)
-    except LoraToolError as error:
+    except (LoraToolError, PermissionError) as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
         report = unopened(str(path), f"cannot be opened: {error}", asked.rules)
         return Judged(root=path, name=path.name, state=None, report=report), None
@@ -150,7 +169,7 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
         yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels, task=asked.task)
-    elif isinstance(checkpoint, ZeroDir | DcpDir):
+    elif isinstance(checkpoint, ShardedDir):
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed
 from lora_tool.formats import model_config
@@ -170,7 +170,9 @@ def _written(plan: Plan, folder: Path) -> ModelDir:
         tensors={name: tensor for each in found for name, tensor in each.tensors.items()},
         problems=tuple(problem for each in found for problem in each.problems),
     )
-    return ModelDir(folder=read_folder(folder), config=None, weights=weights, problems=weights.problems)
+    return ModelDir(
+        kind=MERGED_MODEL, folder=read_folder(folder), config=None, weights=weights, problems=weights.problems
+    )
 
 
 def _with_unknown(report: Report, evidence: Mapping[str, TensorEvidence], merged: ModelDir) -> Report:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
+from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
@@ -152,7 +153,7 @@ def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
     index = {base.weights.index.name} if base.weights.index else set()
     names = [name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name)]
     taken = {name.partition("/")[0] for name in copied}
-    skipped = {*taken, *base.folder.checkpoints, *base.folder.training_state}
+    skipped = {*taken, *base.folder.checkpoints, *piece_folders(base.folder)}
     names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]
     code = [name for name in names if name.endswith(".py")]
     others = [name for name in names if name not in code]

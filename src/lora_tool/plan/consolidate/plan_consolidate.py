@@ -13,7 +13,7 @@ from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir, open_sharded
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
 from lora_tool.choices import Choice
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
@@ -60,7 +60,7 @@ class _Choice:
 
 
 def plan_consolidate(
-    checkpoint: ZeroDir | DcpDir | str | os.PathLike[str],
+    checkpoint: ShardedDir | str | os.PathLike[str],
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
@@ -93,7 +93,7 @@ def plan_consolidate(
 
 
 def prepare_consolidate(
-    checkpoint: ZeroDir | DcpDir | str | os.PathLike[str],
+    checkpoint: ShardedDir | str | os.PathLike[str],
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
@@ -112,7 +112,7 @@ def prepare_consolidate(
     """
     ignored = tuple(code.upper() for code in ignore)
     dtype = None if dtype is None else float_type(dtype)
-    opened = checkpoint if isinstance(checkpoint, ZeroDir | DcpDir) else open_sharded(checkpoint)
+    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
     kept = _refuse_errors(state.faults, ignored)
     decided = What(what)

@@ -65,7 +65,8 @@ class Provenance:
         """Whether the two ends of the model were to be untied; another tool's model shows it in its config."""
         if record:
             return record.get("untie") is True
-        return self.merged.config is not None and self.merged.config.tie_word_embeddings is False
+        said = [config.tie_word_embeddings for config in (self.merged.config, self.base.config) if config is not None]
+        return said[:1] == [False] != said[1:]
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""

@@ -1,0 +1,48 @@
+"""The base model that a checkpoint names, where it is on this disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint, open_model
+from lora_tool.errors import CheckpointError
+from lora_tool.formats.files import is_folder
+from lora_tool.hub_cache import may_hold
+from lora_tool.rules.judging import NO_BASE
+from lora_tool.sources import resolve
+
+
+def named_base(checkpoint: Checkpoint, *, near: Path | None = None) -> tuple[ModelDir | None, str]:
+    """Return the base that the adapter's config names, if it is on this disk, else None and why it is not.
+
+    The base of a run is that of its last adapter. A relative path is looked for in the working directory and in the
+    folder `near`, by default the adapter's own. Nothing is downloaded.
+    """
+    adapter = _last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
+    config = adapter.config if isinstance(adapter, AdapterDir) else None
+    if adapter is None or config is None or not config.base_model:
+        return None, NO_BASE
+    near = near or adapter.root
+    near_by = any(is_folder(place / config.base_model) for place in (Path(), near))
+    if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
+        return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
+    try:
+        return open_base(resolve(config.base_model, near=near, revision=config.revision).path), ""
+    except CheckpointError as error:
+        return None, f"no base model (--base): {error}"
+
+
+def open_base(path: Path) -> ModelDir:
+    """Return the model in the folder. Raises as `open_model` does, with a hint that names --base."""
+    return open_model(path, hint="give a model: --base MODEL")
+
+
+def _last_adapter(run: RunDir) -> AdapterDir | None:
+    for name in reversed(run.folder.checkpoints):
+        try:
+            opened = open_checkpoint(run.root / name)
+        except CheckpointError:
+            continue
+        if isinstance(opened, AdapterDir):
+            return opened
+    return None
