@@ -53,8 +53,10 @@ def test_library_example_runs(clone: Path) -> None:
 def test_library_example_is_typed(tmp_path: Path) -> None:
     (example,) = blocks("python")
     (tmp_path / "example.py").write_text(example)
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", ROOT / "pyproject.toml"]
-    done = subprocess.run([*command, tmp_path / "example.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, str(tmp_path / "example.py")], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 

@@ -180,8 +180,8 @@ class Conversion:
             tensor = table[0] if isinstance(table, list) else table
             if turning:
                 shape = tuple(tensor.shape)
-                turned = _swaps_the_last(rule, shape) and len(group.names) == 1
-                made[name] = RowMapping(shape=shape, pieces=None, sources=group.names, turned=turned)
+                transposed = _swaps_the_last(rule, shape) and len(group.names) == 1
+                made[name] = RowMapping(shape=shape, pieces=None, sources=group.names, transposed=transposed)
                 continue
             pieces = pieces_of(tensor, held)
             widths = {shapes[piece.name][-1:] for piece in pieces}

@@ -31,7 +31,7 @@ class RowMapping:
     shape: Shape
     pieces: tuple[Piece, ...] | None
     sources: tuple[str, ...]
-    turned: bool = False
+    transposed: bool = False
     """Whether it is its one source with the last two dimensions swapped."""
 
 
@@ -59,7 +59,7 @@ class ModelFacts:
     """Path of the last layer of the classification head: its outputs are the labels."""
     unsaved: frozenset[str]
     """Parameters that transformers computes when it builds the model, and does not save."""
-    wide: frozenset[str]
+    keep_in_fp32: frozenset[str]
     """Parameters that transformers loads in float32 whatever the model's type."""
 
 

@@ -42,7 +42,7 @@ Asked = ParamSpec("Asked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergeInputs:
+class FoundInputs:
     """The adapters that are merged, in the order of their sum, their base, and where all of them come from."""
 
     adapters: tuple[AdapterDir, ...]
@@ -71,7 +71,7 @@ class MergeInputs:
         return folder.parent / f"{folder.name}-merged"
 
 
-def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | None) -> MergeInputs:
+def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | None) -> FoundInputs:
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
     Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
@@ -84,7 +84,7 @@ def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | No
     )
     found = _common_base(opened) if base is None else located(base, Wanted.MODEL)
     model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
-    return MergeInputs(adapters=opened, sources=tuple(sources), base=model, base_source=found)
+    return FoundInputs(adapters=opened, sources=tuple(sources), base=model, base_source=found)
 
 
 def _common_base(adapters: Sequence[AdapterDir]) -> Source:
@@ -117,7 +117,7 @@ def named_base(adapter: AdapterDir, near: Path | None = None) -> Source:
 
 @contextlib.contextmanager
 def planned(
-    inputs: MergeInputs,
+    inputs: FoundInputs,
     options: MergeOptions,
     out: Path,
     *,
@@ -151,7 +151,7 @@ def planned(
         yield plan_of_result
 
 
-def _plan(inputs: MergeInputs, options: MergeOptions) -> Plan:
+def _plan(inputs: FoundInputs, options: MergeOptions) -> Plan:
     return plan_merge(
         inputs.base,
         inputs.adapters,
@@ -174,7 +174,7 @@ def _origin(source: Source) -> HubOrigin:
 
 @contextlib.contextmanager
 def _merged_by_peft(
-    inputs: MergeInputs, asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
+    inputs: FoundInputs, asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
 ) -> Iterator[Plan | None]:
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415

@@ -31,7 +31,7 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.merging import MergeInputs, named_base, planned
+from lora_tool.pipeline.merging import FoundInputs, named_base, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
 from lora_tool.pipeline.writing import Written, farthest, unwatched, write
@@ -229,7 +229,7 @@ class _Running:
         if done is not None:
             kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
-        inputs = MergeInputs(
+        inputs = FoundInputs(
             adapters=(opened,), sources=(source_of(opened.root),), base=open_model(base.path), base_source=base
         )
         notes: list[str] = []

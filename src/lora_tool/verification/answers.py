@@ -13,8 +13,8 @@ from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapte
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.plan.base.task import Task, is_classifier
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.direct_base import plainly_stored
 from lora_tool.plan.merge.provenance import Provenance
+from lora_tool.plan.merge.read_base import plain_row
 from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification.files import Files
 from lora_tool.verification.layers import (
@@ -109,7 +109,7 @@ class _Asking:
         if self._plan is None or not all(c and c.init_lora_weights in INITS_THAT_KEEP_THE_BASE for c in configs):
             return False
         task = Task.SEQ_CLS if self._classifier else Task.CAUSAL_LM
-        return plainly_stored(provenance.base, provenance.adapters, task) is not None
+        return plain_row(provenance.base, provenance.adapters, task) is not None
 
     def _runs(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""

@@ -14,9 +14,8 @@ from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.weight_mapping import WeightMapping, candidates, own_class
-from lora_tool.plan.base.side_files import model_dtype
-from lora_tool.plan.base.task import Task, is_classifier, trained_class
-from lora_tool.plan.merge.direct_base import config_of
+from lora_tool.plan.base.side_files import config_of, model_dtype
+from lora_tool.plan.base.task import CLASSIFIERS, Task, is_classifier, trained_class
 from lora_tool.tensors import DType, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
@@ -66,7 +65,7 @@ def class_candidates(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task
 
 
 def class_for_task(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> ClassCandidates:
-    """Return what transformers would load the base as for a task that is neither of the two. Raises as `class_candidates`."""
+    """Return what transformers would load the base as for a task that is decided. Raises as `class_candidates`."""
     config = config_of(base)
     if task.auto_class is not None:
         names, what = tuple(candidates(config, task.auto_class)), f"no {task.auto_class}"
@@ -78,7 +77,8 @@ def class_for_task(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
     found = _fitting(base, adapters, names, errors)
     if found is None:
         raise errors[0] if errors else _unknown_type(config, what)
-    return ClassCandidates(base=base, generator=found, classifier=None)
+    classifies = task in CLASSIFIERS
+    return ClassCandidates(base=base, generator=None if classifies else found, classifier=found if classifies else None)
 
 
 def _fitting(
@@ -91,11 +91,11 @@ def _fitting(
     fitting: list[tuple[int, WeightMapping]] = []
     for class_name in names:
         try:
-            naming = WeightMapping(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
+            mapping = WeightMapping(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
         except LoraToolError as error:
             errors.append(error)
             continue
-        fitting.append((sum(_strangers(adapter, naming) for adapter in adapters), naming))
+        fitting.append((sum(_strangers(adapter, mapping) for adapter in adapters), mapping))
         if not fitting[-1][0]:
             break
     return min(fitting, key=lambda item: item[0])[1] if fitting else None
@@ -119,19 +119,19 @@ def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in table.items()}
 
 
-def _strangers(adapter: AdapterDir, naming: WeightMapping) -> int:
+def _strangers(adapter: AdapterDir, mapping: WeightMapping) -> int:
     """Return how many of the adapter's tensors the class has no module for."""
-    return sum(home is None for home in set(homes(adapter, naming).values()))
+    return sum(home is None for home in set(homes(adapter, mapping).values()))
 
 
-def homes(adapter: AdapterDir, naming: WeightMapping) -> dict[tuple[str, str], str | None]:
+def homes(adapter: AdapterDir, mapping: WeightMapping) -> dict[tuple[str, str], str | None]:
     """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
 
     None where there is none.
     """
     # in the file's order: a rule of transformers may wait for a name before it looks at others
     wanted = dict.fromkeys((key.module, leaf_in_memory(key)) for key in adapter.keys.values())
-    return {(module, leaf): _home(module, leaf, naming) for module, leaf in wanted}
+    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
 
 
 def leaf_in_memory(key: AdapterKey) -> str:
@@ -139,7 +139,7 @@ def leaf_in_memory(key: AdapterKey) -> str:
     return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
 
 
-def _home(module: str, leaf: str, naming: WeightMapping) -> str | None:
+def _home(module: str, leaf: str, mapping: WeightMapping) -> str | None:
     """Return the path in memory of a module that an adapter names.
 
     An adapter of an earlier transformers has the names of then, which are mostly those on disk.
@@ -147,10 +147,10 @@ def _home(module: str, leaf: str, naming: WeightMapping) -> str | None:
     bare = module
     while bare.endswith(".base_layer"):
         bare = bare.removesuffix(".base_layer")
-    if bare in naming.facts.modules:
+    if bare in mapping.facts.modules:
         return module
-    placed = naming.place(f"{bare}.{leaf}")
-    if placed not in naming.facts.shapes:
+    placed = mapping.place(f"{bare}.{leaf}")
+    if placed not in mapping.facts.shapes:
         return None
     path, _, found = placed.rpartition(".")
     # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
