@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
 from lora_tool.choices import Choice
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
@@ -27,8 +28,8 @@ from lora_tool.report import Finding, Severity
 from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
-from lora_tool.sharded.value_check import ValueCheck, refuse_errors
-from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
 
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
@@ -46,59 +47,35 @@ class What(Choice):
 
 
 def plan_consolidate(
-    checkpoint: ShardedDir,
+    checkpoint: ShardedDir | str | os.PathLike[str],
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
-    adapter_config: Path | None = None,
-    dtype: DType | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    dtype: DType | str | None = None,
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan that puts the checkpoint's tensors together, after a look at every value that it will copy.
+    """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together.
 
-    Nothing is written. `dtype` None keeps each tensor's own; `ignore` are the codes of faults to go on in spite of.
-    Raises `FindingsFound` for faults that are errors, in the structure or the values; `UnsupportedCheckpoint` and
-    `CheckpointError` for what cannot be put together at all. `prepare_consolidate` leaves the look to be taken.
-    """
-    plan, values = prepare_consolidate(
-        checkpoint,
-        what=what,
-        tag=tag,
-        adapter_config=adapter_config,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        ignore=ignore,
-    )
-    kept = refuse_errors(values.run(lambda _: None), values.ignored) if values else []
-    return replace(plan, warnings=(*plan.warnings, *map(str, kept)))
-
-
-def prepare_consolidate(
-    checkpoint: ShardedDir,
-    *,
-    what: What | str = What.AUTO,
-    tag: str | None = None,
-    adapter_config: Path | None = None,
-    dtype: DType | None = None,
-    max_shard_bytes: int | None = None,
-    ignore: Iterable[str] = (),
-) -> tuple[Plan, ValueCheck | None]:
-    """Return the plan that puts the checkpoint's tensors together, and the check of the values that it copies.
-
-    Nothing is written, and no values are read. `dtype` None keeps each tensor's own: float32 for trained ones, the
-    model's for frozen ones. The check reads every byte that will be used once (CRC32, NaN, all-zero parts, rounding)
-    and is None where all of that is ignored. Both raise `FindingsFound` for faults that are errors and whose codes do
-    not begin with one of `ignore`; the planning `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put
-    together at all.
+    Nothing is written, and no values are read. `what` is "adapter", "model", "state", or "auto": an adapter where there
+    are LoRA tensors. `tag` is the saved step, by default the one that the checkpoint points at, `adapter_config` the
+    file of that name or its folder, where it does not lie near the checkpoint. `dtype` None keeps each tensor's own:
+    float32 for trained ones, the model's for frozen ones. `max_shard_bytes` None cuts files at 5 GB; `ignore` are the
+    codes of faults to go on in spite of. Whoever executes the plan looks once at every byte that it uses (CRC32, NaN,
+    all-zero parts, rounding), unless all of that is ignored. Raises `FindingsFound` for faults that are errors, as the
+    execution does for those of the values; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together
+    at all.
     """
     ignored = tuple(code.upper() for code in ignore)
-    state = training_state(checkpoint, tag=tag)
+    dtype = None if dtype is None else float_type(dtype)
+    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
+    state = training_state(opened, tag=tag)
     kept = refuse_errors(state.faults, ignored)
     decided = What(what)
     if decided is What.AUTO:
         decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
-    selection = _choose(decided, state, adapter_config, dtype)
+    selection = _choose(decided, state, Path(adapter_config) if adapter_config else None, dtype)
     kept += refuse_errors(selection.faults, ignored)
     tensors = state.assemble(frozenset(selection.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
@@ -111,7 +88,7 @@ def prepare_consolidate(
             filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
         )
         side_files = (*side_files, index)
-    plan = Plan(
+    return Plan(
         shards=shards,
         side_files=side_files,
         leftovers=tuple(
@@ -136,8 +113,8 @@ def prepare_consolidate(
             "ignored": list(ignored),
             "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
         },
+        values=values,
     )
-    return plan, values
 
 
 def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> Selection:
