@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError
 from lora_tool.report import Finding, Severity
@@ -47,14 +47,14 @@ def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:
 
 
 def newest_rank_files(output: Path) -> Path | None:
-    """Return the newest checkpoint in or below `output` that holds DeepSpeed's rank files."""
+    """Return the newest checkpoint in or below `output` that holds the weights in pieces."""
     below = [output / name for name in reversed(read_folder(output).checkpoints)]
     for folder in (*below, output):
         try:
-            if isinstance(open_sharded(folder), ZeroDir):
-                return folder
+            open_sharded(folder)
         except CheckpointError:
             continue
+        return folder
     return None
 
 
