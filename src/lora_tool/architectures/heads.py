@@ -25,9 +25,6 @@ HEADS = CLASSIFICATION_HEADS | QUESTION_HEADS | VALUE_HEADS
 NEW_MODULES = HEADS | {head.rpartition(".")[2] for head in _OF_ROWS}
 """Components of the paths of modules that a base language model does not have: new and random when training begins."""
 
-TRAINABLE_HEADS = CLASSIFICATION_HEADS | {"head"}
-"""What a classifier's new layers are called when it is trained: ModernBERT's has a `head` before its `classifier`."""
-
 ADDED_BY_PEFT: Mapping[str, frozenset[str]] = MappingProxyType(
     {"SEQ_CLS": PEFT_CLASSIFIERS, "TOKEN_CLS": PEFT_CLASSIFIERS, "QUESTION_ANS": QUESTION_HEADS}
 )
