@@ -23,7 +23,7 @@ from lora_tool.plan.merge.head import Head, count_labels, head_names
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
     lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
@@ -68,7 +68,7 @@ def ask_in_memory(
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     fail_on: Severity | str = Severity.ERROR,
@@ -106,7 +106,7 @@ def ask_in_memory(
         arch=view.arch,
         task=view.task,
         num_labels=rows,
-        dtype=dtype,
+        dtype=None if dtype is None else float_type(dtype),
         facts=facts,
         findings=report.findings,
     )
