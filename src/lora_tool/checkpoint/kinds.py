@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_tool import keys
 from lora_tool.checkpoint.folders import Folder
+from lora_tool.display import shortened
 from lora_tool.errors import NotACheckpoint, Problem
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.manifest import Manifest
@@ -98,8 +99,12 @@ class _Opened:
     def root(self) -> Path:
         return self.folder.root
 
+    def __repr__(self) -> str:
+        problems = f", {len(self.problems)} problems" if self.problems else ""
+        return f"{type(self).__name__}({shortened(str(self.root), 300)!r}{problems})"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelDir(_Opened):
     """A transformers model: config and weights. A manifest of ours makes it a merged model."""
 
@@ -112,7 +117,7 @@ class ModelDir(_Opened):
         return self.weights.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AdapterDir(_Opened):
     """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
 
@@ -126,7 +131,7 @@ class AdapterDir(_Opened):
         return self.weights.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardedDir(_Opened):
     """A training checkpoint in pieces: rank files of DeepSpeed, FSDP2 or any other registered kind."""
 
@@ -137,7 +142,7 @@ class ShardedDir(_Opened):
     """The tag that a file of the checkpoint points at; None where there is none, or where `root` is itself a tag."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunDir(_Opened):
     """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
 

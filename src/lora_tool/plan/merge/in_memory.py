@@ -24,7 +24,7 @@ from lora_tool.plan.merge.plan_merge import require_not_merged_before
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import judge_merge
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
     lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
@@ -69,7 +69,7 @@ def ask_in_memory(
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     fail_on: Severity | str = Severity.ERROR,
@@ -109,7 +109,7 @@ def ask_in_memory(
         arch=view.arch,
         task=view.task,
         num_labels=rows,
-        dtype=dtype,
+        dtype=None if dtype is None else float_type(dtype),
         facts=facts,
         findings=report.findings,
     )

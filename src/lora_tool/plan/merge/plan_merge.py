@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lora_tool.adapter.support import OTHER_BASE, require_mergeable
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join, require_saved_in_first
@@ -26,20 +26,21 @@ from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.rules.merging import judge_merge
-from lora_tool.tensors import DType
+from lora_tool.sources import Reference, opened_adapter, opened_model, several
+from lora_tool.tensors import DType, float_type
 
 
 def plan_merge(
-    base: ModelDir,
-    adapter: AdapterDir | Sequence[AdapterDir],
+    base: Reference,
+    adapter: Reference | Sequence[Reference],
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
     precision: Precision | str = Precision.FLOAT32,
     untie: bool = False,
     max_shard_bytes: int | None = None,
-    expert_layout: ExpertLayout | None = None,
+    expert_layout: ExpertLayout | str | None = None,
     base_origin: HubOrigin = LOCAL,
     adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL,
     select: Iterable[str] = (),
@@ -49,17 +50,20 @@ def plan_merge(
     """Return the plan that merges `adapter`, or several of them, into `base`. The rules judge the adapters first, as
     `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
 
-    The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
-    every tensor's own. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps
+    Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
+    every tensor's own; `num_labels` are the labels that a head must have, and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps
     the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
-    not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. `adapter_origin` has one
-    entry per adapter where there are several. `select` and `ignore` are codes of rules, or their beginnings; an ignored
+    not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. `base_origin` and
+    `adapter_origin`, one for each adapter where there are several, are what the manifest says of the Hub. `select` and `ignore` are codes of rules, or their beginnings; an ignored
     rule refuses all the same where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises
     `FindingsFound` for the others, `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase`
     where transformers finds no place for a tensor.
     """
-    adapters = (adapter,) if isinstance(adapter, AdapterDir) else tuple(adapter)
+    base = opened_model(base)
+    adapters = tuple(map(opened_adapter, several(adapter)))
     task, precision = Task(task), Precision(precision)
+    dtype = None if dtype is None else float_type(dtype)
+    expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
     inputs = MergeInputs(base=base, adapters=adapters, base_origin=base_origin, adapter_origin=adapter_origin)
     report = judge_merge(
         adapters,

@@ -13,8 +13,9 @@ from lora_tool.architectures import Architecture, architecture_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
 from lora_tool.plan.base.side_files import config_of, model_dtype
-from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, other_task
+from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plan.merge.base_view import BaseView
+from lora_tool.plan.merge.converted_base import converted_base
 from lora_tool.plan.merge.direct_base import direct_base
 from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import looks_plain, names_are_known
@@ -52,8 +53,7 @@ def _converted(
     Where it cannot build the class of a plainly stored base, of architecture `row`, it has nothing to say.
     """
     require_transformers()
-    from lora_tool.plan.merge.converted_base import converted_base  # noqa: PLC0415 - imports torch and transformers
-    from lora_tool.plan.merge.model_class import class_candidates, class_for_task  # noqa: PLC0415
+    from lora_tool.plan.merge.model_class import class_candidates, class_for_task  # noqa: PLC0415 - imports torch
 
     try:
         classes = class_for_task(base, adapters, task) if task else class_candidates(base, adapters, asked)
@@ -62,7 +62,7 @@ def _converted(
             raise
         return direct_base(base, adapters, row, task)
     task = task or decide_task(asked, adapters, base, classes.architecture.head)
-    return converted_base(classes, adapters, task, plain=row is not None)
+    return converted_base(base, adapters, classes.mapping(task), classes.architecture, task, plain=row is not None)
 
 
 def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Architecture | None:
@@ -124,9 +124,9 @@ def require_transformers() -> None:
 
 def _has_class(row: Architecture, adapters: Sequence[AdapterDir], asked: Task) -> bool:
     """Return whether the row has the class that the merged model is to be of, as far as it was said."""
-    told = {adapter.config.task_type for adapter in adapters if adapter.config}
-    classifier = asked in CLASSIFIERS or "SEQ_CLS" in told
-    causal = asked is Task.CAUSAL_LM or "CAUSAL_LM" in told
+    declared = declared_types(adapters)
+    classifier = asked in CLASSIFIERS or "SEQ_CLS" in declared
+    causal = asked is Task.CAUSAL_LM or "CAUSAL_LM" in declared
     return not (classifier and row.sequence_classification is None) and not (causal and row.causal_lm is None)
 
 
