@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool import keys
-from lora_tool.architectures import ARCHITECTURES
+from lora_tool.architectures.heads import NEW_MODULES, head_of
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
@@ -22,12 +22,6 @@ from lora_tool.report import Finding, Severity
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
-
-HEADS = frozenset(
-    {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
-    | {"score", "classifier", "classification_head", "value_head", "v_head", "reward_head", "regression_head"}
-)
-"""Components of the paths of modules that a base language model does not have: new and random when training begins."""
 
 
 def has_lora(names: Mapping[str, Entry]) -> bool:
@@ -67,18 +61,16 @@ class Heads:
     """LT415, for each head that is nowhere."""
 
 
-def find_heads(state: TrainingState, config: AdapterConfig | None) -> Heads:
-    """Return the heads that `save_pretrained` would not save; `config` None is an adapter of which nothing is known."""
-    return heads_of(state, config, parsed_keys(state))
-
-
 def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     """Return the tensors' names, and those without values, each parsed without what wrappers put into it."""
     return {name: keys.parse(unwrapped_name(name)) for name in (*state.entries, *state.without_values)}
 
 
 def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]) -> Heads:
-    """Return what `find_heads` does, from names that are parsed already."""
+    """Return the heads that `save_pretrained` would not save; `parsed` are the `parsed_keys` of the state.
+
+    `config` None is an adapter of which nothing is known.
+    """
     trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
     plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and _is_head(key.module)} - trained
@@ -117,8 +109,7 @@ def _classifier(config: AdapterConfig) -> str | None:
 
 
 def _is_head(module: str) -> bool:
-    # a head may have layers of its own: classifier.dense
-    return not HEADS.isdisjoint(module.split("."))
+    return head_of(module, NEW_MODULES) is not None
 
 
 def _fits(

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the last one that is whole, not the one with the largest number."""
+"""Which checkpoint a run resumes from: the last one that is whole, not the one with the largest number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, TrainingFailed
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
@@ -75,8 +75,8 @@ def _unusable_state(path: Path, names: set[str]) -> str | None:
     if names & set(_OPTIMIZERS) or any(name.startswith(("optimizer_", "pytorch_model_fsdp")) for name in names):
         return None
     try:
-        if isinstance(open_sharded(path), ZeroDir):
+        if open_sharded(path).kind.optimizer:
             return None
     except CheckpointError:
         pass
-    return "has no optimizer state (save_only_model): going on from it would begin with a fresh optimizer"
+    return "has no optimizer state (save_only_model): resuming from it would begin with a fresh optimizer"

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.base.task import CLASSIFIERS, Task
+from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.tensors import StoredTensor
 
 
@@ -27,13 +30,22 @@ class Head:
     num_labels: int
 
 
-_LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
-"""Where in a head its last layer is, whose rows are the labels: RoBERTa's and BART's is `out_proj`, XLM's `summary`."""
+def head_and_labels(view: BaseView, modules: AdapterModules, *, asked: int | None) -> tuple[Head | None, int | None]:
+    """Return the head of a sequence classifier, and how many labels the model has; None for each that it lacks.
 
-
-def head_names(arch: Architecture) -> tuple[str, ...]:
-    """Return the names that the weight of the head's last layer may have."""
-    return tuple(f"{arch.head}{last}.weight" for last in _LAST_LAYERS)
+    `asked` is the number of labels that the user gave. Raises as `find_head` and `count_labels` do, and
+    `UnsupportedAdapter` where the architecture has no such class.
+    """
+    if view.task in CLASSIFIERS:
+        wanted = 1 if view.task is Task.REWARD and asked is None else asked
+        head = find_head(view.adapters[0], modules, view.base, view.arch, num_labels=wanted)
+        return head, head.num_labels
+    if view.task is Task.CAUSAL_LM and view.arch.causal_lm is None:
+        raise UnsupportedAdapter(
+            f"{view.base.root}: {view.arch.model_type} has no causal LM that is stored as it is in memory",
+            hint=WITH_PEFT,
+        )
+    return None, count_labels(view.facts, modules.saved, view.base, asked=asked) if view.facts is not None else None
 
 
 def find_head(
@@ -54,7 +66,7 @@ def find_head(
             f"{base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
             hint=WITH_PEFT,
         )
-    names = head_names(arch)
+    names = last_weights(arch.head)
     places = (modules.saved, modules.frozen_base, base.tensors)
     name, weight = next(((name, place[name]) for place in places for name in names if name in place), (names[0], None))
     if weight is None:
