@@ -133,6 +133,18 @@ def test_what_a_notebook_shows_is_short_escaped_and_the_commands_text(tmp_path: 
     assert done.stdout == f"{report}\n"
 
 
+def test_a_hint_speaks_of_arguments_here_and_of_options_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lora_tool.json").write_text("{}")
+    with pytest.raises(lora_tool.LoraToolError) as raised:
+        lora_tool.merge(ADAPTER, out=tmp_path / "out")
+    assert "`overwrite=True`" in str(raised.value.hint)
+    words = ["merge", str(ADAPTER), "-o", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-m", "lora_tool", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    assert "--overwrite replaces it" in done.stderr
+
+
 def tree(root: type[BaseException]) -> Iterator[type[BaseException]]:
     yield root
     for kind in root.__subclasses__():

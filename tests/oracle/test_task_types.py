@@ -194,7 +194,7 @@ def test_what_was_asked_for_must_be_what_the_adapter_says(tmp_path: Path) -> Non
     save_base(tiny_model("bert", "token-cls"), tmp_path / "base")
     save_adapter(AUTO["token-cls"].from_pretrained(tmp_path / "base"), tmp_path / "adapter", "TOKEN_CLS")
     for asked in ("causal-lm", "reward", "question-ans"):
-        with pytest.raises(UnsupportedAdapter, match=f"task_type is TOKEN_CLS, but --task {asked} was asked for"):
+        with pytest.raises(UnsupportedAdapter, match=f'task_type is TOKEN_CLS, but `task="{asked}"` was asked for'):
             merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft", task=asked)
     with pytest.raises(IncompatibleBase, match=f"has {NUM_LABELS} labels here; asked for were 3"):
         merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft", num_labels=3)

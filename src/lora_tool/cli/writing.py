@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from lora_tool.choices import Choice, number_of_bytes, positive
+from lora_tool.choices import Choice, codes, number_of_bytes, positive
 from lora_tool.cli.options import UserPath, codes_option, quiet_option
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.terminal import warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.options import MergeOptions, Option, codes, declared
+from lora_tool.plan.merge.options import MergeOptions, Option, declared
 from lora_tool.report.findings import Finding
 
 if TYPE_CHECKING:

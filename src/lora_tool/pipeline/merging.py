@@ -94,7 +94,7 @@ def _common_base(adapters: Sequence[AdapterDir]) -> Source:
             raise IncompatibleBase(
                 f"{adapters[0].root} was trained on {found[0].reference}, {adapter.root} on {source.reference}: "
                 "their deltas do not belong to one model",
-                hint="if the two are the same model, say which to take: --base MODEL",
+                hint="if the two are the same model, say which to take: `base=MODEL`",
             )
     return found[0]
 

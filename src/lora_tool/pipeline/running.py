@@ -20,7 +20,7 @@ from lora_tool.checkpoint import (
     open_model,
     open_sharded,
 )
-from lora_tool.display import size
+from lora_tool.display import as_options, size
 from lora_tool.errors import (
     CheckpointError,
     FindingsFound,
@@ -88,7 +88,8 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
             return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
         return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
     except LoraToolError as error:
-        return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
+        error.hint = error.hint and as_options(error.hint)
+        return Stage(name=name, status=Status.FAILED, summary=as_options(str(error)), error=error)
     except OSError as error:
         reported = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
         return Stage(name=name, status=Status.FAILED, summary=str(reported), error=reported)
@@ -256,8 +257,8 @@ class _Running:
         ):
             what = f"is a {name}" if name else "has no classification head"
             raise UnsupportedCheckpoint(
-                f"{opened.root} {what}, and --task {asked} was asked for",
-                hint="leave --task and --rm out, or give the checkpoint of that task",
+                f'{opened.root} {what}, and `task="{asked}"` was asked for',
+                hint="name no task, or give the checkpoint of that task",
             )
 
     def _base(self, adapter: AdapterDir) -> Source:
@@ -274,7 +275,7 @@ class _Running:
         if folder.exists() and not overwrite and self._cache:
             raise OutputExists(
                 f"{folder} was made by an earlier run from other inputs or with other options",
-                hint="--overwrite replaces it, or give another folder: -o OUT",
+                hint="`overwrite=True` replaces it, or give another folder",
             )
         if not folder.exists():
             self._cache.begin(name, key)

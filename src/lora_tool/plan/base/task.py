@@ -97,7 +97,7 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
             if adapter.config and said and told[adapter.root] is not task and not (of_the_two and said in _TWO):
                 raise UnsupportedAdapter(
                     f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
-                    hint="leave --task and --rm out, or give --task as-trained",
+                    hint='give `task="as-trained"`, or no task',
                 )
         return None if of_the_two else task
     heard = set(told.values()) - {None}
@@ -167,7 +167,7 @@ def _vote(asked: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDi
         return told or _told(config, base) or seen
     wanted = Task.CAUSAL_LM if asked is Task.CAUSAL_LM else Task.SEQ_CLS
     if told is not None and told is not wanted:
-        raise _contradiction(config, config.task_type or "", f"--task {asked} was asked for")
+        raise _contradiction(config, config.task_type or "", f'`task="{asked}"` was asked for')
     if wanted is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
         raise _contradiction(config, config.task_type or "not set", f"a {head} head is there")
     return asked

@@ -31,8 +31,8 @@ from lora_tool.plan.merge.model_class import ClassCandidates, homes, leaf_in_mem
 from lora_tool.plan.merge.split_steps import disk_steps, joined
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan
 
-_UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
-_OWN_WAY = "--precision float32 merges every tensor as it was trained"
+_UNTIED_WAY = '`precision="float32"` with `untie=True` writes each end of tied embeddings as it was trained'
+_OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

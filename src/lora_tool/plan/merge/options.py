@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lora_tool.choices import number_of_bytes, positive, wrong_value
+from lora_tool.choices import codes, number_of_bytes, positive, wrong_value
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.base.task import Task
@@ -19,11 +19,6 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type
-
-
-def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
-    """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
-    return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
 
 
 def severity(asked: object) -> Severity:
