@@ -29,7 +29,7 @@ from lora_tool.sharded.value_check import ValuePart
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Task = Callable[[], Any]
+_Call = Callable[[], Any]
 """What a thread does from beginning to end."""
 
 
@@ -89,7 +89,7 @@ class _Run:
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
         """Write all files, hash and check; return when that is done. Raises the first error at once."""
         slots = threading.Semaphore(max(MOST_OPEN, jobs + 1))
-        writes: list[Task] = []
+        writes: list[_Call] = []
         with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, self:
             hashing = {path: workers.submit(sha256_of, path) for path in self._work.plan.hashed}
             for shard, some in batches:
@@ -99,7 +99,7 @@ class _Run:
                 out = ShardFile(self._work.folder, shard, batches=len(some), slots=slots)
                 files.callback(out.close)
                 writes += [partial(self._write, batch, out) for batch in some]
-            looks: list[Task] = [partial(self._look, check) for check in self._work.checks]
+            looks: list[_Call] = [partial(self._look, check) for check in self._work.checks]
             done = {task: workers.submit(task) for task in _spread(writes, looks)}
             _all_done(done.values())
             _all_done(self._flushes)
@@ -165,7 +165,7 @@ class _Run:
         self._progress(nbytes)
 
 
-def _spread(work: Sequence[Task], among: Sequence[Task]) -> Iterator[Task]:
+def _spread(work: Sequence[_Call], among: Sequence[_Call]) -> Iterator[_Call]:
     """Yield the tasks of both, each in its order, evenly mixed."""
     placed = [((at + 0.5) / len(tasks), task) for tasks in (work, among) for at, task in enumerate(tasks)]
     return (task for _, task in sorted(placed, key=itemgetter(0)))

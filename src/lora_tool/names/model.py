@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class RowSlice:
     """`rows` consecutive rows of the tensor `name` from row `start`; a vector's rows are its elements.
 
     The rows of a tensor of three dimensions are those of all its matrices, one after the other.
@@ -29,7 +29,7 @@ class RowMapping:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[RowSlice, ...] | None
     sources: tuple[str, ...]
     transposed: bool = False
     """Whether it is its one source with the last two dimensions swapped."""

@@ -12,10 +12,9 @@ from typing import Any
 
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.formats.torch_zip import Record
-from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.value_checks import value_faults
+from lora_tool.sharded.value_checks import FileValues
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
@@ -68,20 +67,6 @@ class TrainingState(abc.ABC):
     def near(self) -> tuple[Path, ...]:
         """Where what belongs to it may lie: HF Trainer writes it beside the tags, others above or inside."""
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileValues:
-    """The check of the values in one file: see `value_faults`."""
-
-    path: Path
-    records: tuple[Record | Span, ...]
-    pieces: tuple[tuple[Span, StoredTensor], ...]
-    masters: frozenset[str]
-
-    def run(self, advance: Progress) -> list[Finding]:
-        """See `ValuePart`."""
-        return value_faults(self.path, self.records, self.pieces, masters=self.masters, advance=advance)
 
 
 def check_of_files(tensors: Tensors, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:

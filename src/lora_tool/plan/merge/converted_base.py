@@ -2,13 +2,14 @@
 
 The planner knows parameters by the names that adapters use, those in memory. For a base that is not stored so, this
 makes a base that is: each parameter is the rows that it is made of, wherever they lie. The steps on it become steps on
-tensors of the names that `save_pretrained` writes (`to_disk`).
+tensors of the names that `save_pretrained` writes (`on_disk`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
@@ -18,18 +19,20 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.keys import AdapterKey
 from lora_tool.names.model import LABELS, ModelFacts, RowMapping
-from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.base.task import CLASSIFIERS, Task
+from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.base_view import PerExpert
 from lora_tool.plan.merge.head import way_to_head
-from lora_tool.plan.merge.model_class import ClassCandidates, homes, leaf_in_memory
+from lora_tool.plan.merge.homes import homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan
+
+if TYPE_CHECKING:
+    from lora_tool.names.weight_mapping import WeightMapping
 
 _UNTIED_WAY = '`precision="float32"` with `untie=True` writes each end of tied embeddings as it was trained'
 _OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
@@ -108,20 +111,18 @@ class ConvertedBase:
 
 
 def converted_base(
-    classes: ClassCandidates, adapters: Sequence[AdapterDir], task: Task, *, plain: bool = False
+    base: ModelDir,
+    adapters: Sequence[AdapterDir],
+    mapping: WeightMapping,
+    arch: Architecture,
+    task: Task,
+    *,
+    plain: bool = False,
 ) -> ConvertedBase:
-    """Return base and adapters in memory's names; `plain` if they are those on disk.
+    """Return base and adapters in the names of memory that `mapping` gives them; `plain` if they are those on disk.
 
-    Raises `UnsupportedAdapter` where no class is for the task, `IncompatibleBase` for mixed types in one parameter.
+    Raises `IncompatibleBase` for mixed types in one parameter.
     """
-    base = classes.base
-    mapping = classes.classifier if task in CLASSIFIERS else classes.generator
-    if mapping is None:
-        what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
-        raise UnsupportedAdapter(
-            f"{base.root}: transformers has no {what} of model_type {classes.architecture.model_type}",
-            hint=WITH_PEFT,
-        )
     tensors: dict[str, StoredTensor] = {}
     copied_only: dict[str, StoredTensor] = {}
     for name, made in mapping.parameters.items():
@@ -146,7 +147,7 @@ def converted_base(
         disk=base.tensors,
         base=replace(base, weights=replace(base.weights, tensors=tensors)),
         adapters=tuple(_in_memory(adapter, mapping) for adapter in adapters),
-        arch=classes.architecture,
+        arch=arch,
         task=task,
         leftovers=dropped,
         copied_only=copied_only,

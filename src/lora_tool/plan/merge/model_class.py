@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.weight_mapping import WeightMapping, candidates, own_class
 from lora_tool.plan.base.side_files import config_of, model_dtype
 from lora_tool.plan.base.task import CLASSIFIERS, Task, is_classifier, trained_class
+from lora_tool.plan.merge.homes import homes
 from lora_tool.tensors import DType, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
@@ -45,6 +46,17 @@ class ClassCandidates:
             causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
             conv1d=frozenset().union(*(facts.conv1d for facts in (generator, classifier) if facts)),
         )
+
+    def mapping(self, task: Task) -> WeightMapping:
+        """Return the class for the task. Raises `UnsupportedAdapter` where transformers has none."""
+        found = self.classifier if task in CLASSIFIERS else self.generator
+        if found is None:
+            what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
+            raise UnsupportedAdapter(
+                f"{self.base.root}: transformers has no {what} of model_type {self.architecture.model_type}",
+                hint=WITH_PEFT,
+            )
+        return found
 
 
 def class_candidates(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> ClassCandidates:
@@ -102,7 +114,9 @@ def _fitting(
 
 
 def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:
-    """Return whether the merged model may be a classifier; asking transformers twice costs, so where it is said, not."""
+    """Return whether the merged model may be a classifier; building a second class is slow, so skip it when the
+    task is already declared.
+    """
     told = {adapter.config.task_type for adapter in adapters if adapter.config}
     classes = base.config.architectures if base.config else ()
     return asked is not Task.CAUSAL_LM and (told != {"CAUSAL_LM"} or is_classifier(classes) or asked is not Task.AUTO)
@@ -122,36 +136,3 @@ def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
 def _strangers(adapter: AdapterDir, mapping: WeightMapping) -> int:
     """Return how many of the adapter's tensors the class has no module for."""
     return sum(home is None for home in set(homes(adapter, mapping).values()))
-
-
-def homes(adapter: AdapterDir, mapping: WeightMapping) -> dict[tuple[str, str], str | None]:
-    """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
-
-    None where there is none.
-    """
-    # in the file's order: a rule of transformers may wait for a name before it looks at others
-    wanted = dict.fromkeys((key.module, leaf_in_memory(key)) for key in adapter.keys.values())
-    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
-
-
-def leaf_in_memory(key: AdapterKey) -> str:
-    """Return the parameter of its module that an adapter's tensor is for."""
-    return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
-
-
-def _home(module: str, leaf: str, mapping: WeightMapping) -> str | None:
-    """Return the path in memory of a module that an adapter names.
-
-    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
-    """
-    bare = module
-    while bare.endswith(".base_layer"):
-        bare = bare.removesuffix(".base_layer")
-    if bare in mapping.facts.modules:
-        return module
-    placed = mapping.place(f"{bare}.{leaf}")
-    if placed not in mapping.facts.shapes:
-        return None
-    path, _, found = placed.rpartition(".")
-    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
-    return path + module.removeprefix(bare) if found == leaf else module

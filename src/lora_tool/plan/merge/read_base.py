@@ -15,6 +15,7 @@ from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAda
 from lora_tool.plan.base.side_files import config_of, model_dtype
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, other_task
 from lora_tool.plan.merge.base_view import BaseView
+from lora_tool.plan.merge.converted_base import converted_base
 from lora_tool.plan.merge.direct_base import direct_base
 from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import looks_plain, names_are_known
@@ -52,8 +53,7 @@ def _converted(
     Where it cannot build the class of a plainly stored base, of architecture `row`, it has nothing to say.
     """
     require_transformers()
-    from lora_tool.plan.merge.converted_base import converted_base  # noqa: PLC0415 - imports torch and transformers
-    from lora_tool.plan.merge.model_class import class_candidates, class_for_task  # noqa: PLC0415
+    from lora_tool.plan.merge.model_class import class_candidates, class_for_task  # noqa: PLC0415 - imports torch
 
     try:
         classes = class_for_task(base, adapters, task) if task else class_candidates(base, adapters, asked)
@@ -62,7 +62,7 @@ def _converted(
             raise
         return direct_base(base, adapters, row, task)
     task = task or decide_task(asked, adapters, base, classes.architecture.head)
-    return converted_base(classes, adapters, task, plain=row is not None)
+    return converted_base(base, adapters, classes.mapping(task), classes.architecture, task, plain=row is not None)
 
 
 def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Architecture | None:
