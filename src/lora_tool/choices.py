@@ -75,3 +75,10 @@ def positive(asked: object) -> int:
 def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
     """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
     return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
+
+
+def flag(asked: object) -> bool:
+    """Return True or False. Raises `WrongValue` for everything else: "no" would be true."""
+    if not isinstance(asked, bool):
+        raise WrongValue(f"flag: expected True or False, found {asked!r}")
+    return asked

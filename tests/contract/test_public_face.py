@@ -74,6 +74,7 @@ WRONG = [
     (lora_tool.plan_merge, (BASE, ADAPTER), {"fail_on": "note"}, "warning"),
     (lora_tool.merge, (ADAPTER,), {"max_shard_size": "five"}, "5GB"),
     (lora_tool.merge, (ADAPTER,), {"jobs": 0}, "at least 1"),
+    (lora_tool.merge, (ADAPTER,), {"untie": "no"}, "True or False"),
     (lora_tool.validate, (ADAPTER,), {"task": "rm"}, "reward"),
     (lora_tool.validate, (ADAPTER,), {"ignore": ["LT9999"]}, "LT9"),
     (lora_tool.validate, (ADAPTER,), {"servers": ["vlm"]}, "vllm"),

@@ -31,7 +31,7 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.merging import FoundInputs, named_base, planned
+from lora_tool.pipeline.merging import FoundInputs, download_base, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
 from lora_tool.pipeline.writing import Written, farthest, unwatched, write
@@ -44,8 +44,7 @@ from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
-from lora_tool.validation.bases import named_base as base_on_disk
-from lora_tool.validation.bases import open_base
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -166,7 +165,7 @@ class _Running:
     def _judged(self, opened: Checkpoint) -> Report:
         job, options = self._job, self._job.options
         if options.base is None:
-            base, why_not = base_on_disk(opened, near=self._root)
+            base, why_not = named_base(opened, near=self._root)
         elif isinstance(options.base, str | os.PathLike):
             base, why_not = open_base(resolve(options.base, near=self._root).path), ""
         else:
@@ -265,7 +264,7 @@ class _Running:
         base = self._job.options.base
         if base is None:
             # what was put together lies elsewhere than the config that names the base by a relative path
-            return named_base(adapter, near=self._root)
+            return download_base(adapter, near=self._root)
         return located(base, Wanted.MODEL, near=self._root)
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> Written:
