@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model, open_sharded
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
-from lora_tool.plan.consolidate.plan_consolidate import prepare_consolidate
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.progress import Progress
@@ -84,18 +84,17 @@ def test_a_merge_in_another_process_writes_the_same_bytes(tmp_path: Path) -> Non
 
 def test_values_are_checked_in_another_process(tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(ROOT / "fixtures/zero/stage2-reward", tmp_path / "run"))
-    plan, values = prepare_consolidate(open_sharded(checkpoint))
-    assert values is not None
-    assert pickle.loads(pickle.dumps((plan, values.parts))) == (plan, values.parts)
-    execute(plan, tmp_path / "sent", engine=ProcessEngine(), values=values)
-    execute(plan, tmp_path / "here", values=values)
+    plan = plan_consolidate(checkpoint)
+    assert plan.values is not None
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    execute(plan, tmp_path / "sent", engine=ProcessEngine())
+    execute(plan, tmp_path / "here")
     assert content(tmp_path / "sent") == content(tmp_path / "here")
 
     span = next(plan.steps).op.inputs[0].spans[0]
     data = bytearray(span.path.read_bytes())
     data[span.offset] ^= 1
     span.path.write_bytes(data)
-    plan, values = prepare_consolidate(open_sharded(checkpoint))
     with pytest.raises(FindingsFound, match="LT411"):
-        execute(plan, tmp_path / "damaged", engine=ProcessEngine(), values=values)
+        execute(plan_consolidate(checkpoint), tmp_path / "damaged", engine=ProcessEngine())
     assert not (tmp_path / "damaged").exists()

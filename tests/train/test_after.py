@@ -104,9 +104,9 @@ def test_what_would_fail_at_the_end_is_told_at_the_beginning(
         ({"merge": {"precision": "flaot32"}}, "after: .*flaot32"),
         ({"merge": {"dtype": "bf17"}}, "after: .*bf17"),
         ({"merge": {"jobs": "lots"}}, "after: .*lots"),
-        ({"merge": {"ouput": "x"}}, "after.merge: unknown option `ouput`"),
+        ({"merge": {"ouput": "x"}}, "after.merge.ouput`: unknown key. Did you mean 'output'"),
         ({"push": "me/my/model"}, "after: .*me/my/model"),
-        ({"push": {"repo": "me/x", "privat": True}}, "after.push: unknown option `privat`"),
+        ({"push": {"repo": "me/x", "privat": True}}, "after.push.privat`: unknown key. Did you mean 'private'"),
     ],
 )
 def test_a_value_that_a_command_would_refuse_is_a_usage_error(tmp_path: Path, after: Any, said: str) -> None:

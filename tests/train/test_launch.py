@@ -33,11 +33,11 @@ def ended(monkeypatch: pytest.MonkeyPatch, script: str) -> object:
     [
         ("sys.exit(1)", "before a worker began"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM"),
-        ("write_begun(folder, 0); os.kill(os.getpid(), signal.SIGKILL)", "the worker ended without a word"),
-        ("write_begun(folder, 0); os._exit(5)", "the worker ended without a word"),
+        ("write_begun(folder, 0); os.kill(os.getpid(), signal.SIGKILL)", "the worker died without an error"),
+        ("write_begun(folder, 0); os._exit(5)", "the worker died without an error"),
         (
             "write_begun(folder, 0); write_begun(folder, 1); fails(0, 'RuntimeError: Connection closed by peer'); sys.exit(1)",
-            "the worker of rank 1 ended without a word",
+            "the worker of rank 1 died without an error",
         ),
     ],
 )

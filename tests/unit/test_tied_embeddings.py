@@ -8,6 +8,8 @@ import pytest
 
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.merge.direct_base import direct_base
 from lora_tool.plan.merge.steps import base_steps
 from lora_tool.plan.merge.tied_embeddings import tied_copies, tied_under_one_name
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Q, context, facts, llama, lora, numbers
@@ -30,7 +32,8 @@ def test_an_output_layer_with_the_embeddings_values_is_a_tied_copy_and_written_o
 @pytest.mark.parametrize(("output", "says_tied"), [(OTHER, True), (MATRIX, False)], ids=["other values", "untied"])
 def test_two_matrices_stay_two(output: object, says_tied: bool, tmp_path: Path) -> None:
     model = base(tmp_path / "base", llama(**{OUTPUT: output}), tie_word_embeddings=says_tied)  # type: ignore[arg-type]
-    merge = context(model, adapter(tmp_path / "adapter", lora(Q)))
+    saved = adapter(tmp_path / "adapter", lora(Q))
+    merge = context(direct_base(model, [saved], ARCHITECTURES["llama"], Task.CAUSAL_LM))
     assert (merge.ends.copies, merge.ends.tied) == ({}, None)
     assert merge.ends.untied == says_tied  # the merged config has to say what the weights are
 

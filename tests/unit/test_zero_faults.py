@@ -8,6 +8,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoin
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.report import Severity
+from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.validation.validating import validate
 from tests.bench.zero_checkpoints import write
 
@@ -38,9 +40,12 @@ def stage2(tmp_path: Path) -> Path:
 
 
 def plan(folder: Path, **choices: Any) -> Plan:
-    checkpoint = open_sharded(folder.parent)
-    assert isinstance(checkpoint, ShardedDir)
-    return plan_consolidate(checkpoint, **{"what": "state", **choices})
+    """Plan, and look at the values as whoever executes the plan does."""
+    planned = plan_consolidate(folder.parent, **{"what": "state", **choices})
+    if planned.values is None:
+        return planned
+    kept = refuse_errors(planned.values.run(lambda _: None), planned.values.ignored)
+    return replace(planned, warnings=(*planned.warnings, *map(str, kept)))
 
 
 def codes(tag: Path) -> set[str]:

@@ -16,12 +16,12 @@ from typing import Any
 
 import click
 
+from lora_tool.choices import suggestion
 from lora_tool.display import printable
 from lora_tool.errors import BadRunConfig
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import finding
 from lora_tool.train.config import RunConfig
-from lora_tool.train.options import unknown_option
 
 
 def after_command(run: RunConfig, output: Path) -> list[str]:
@@ -54,7 +54,7 @@ def _options(command: str, given: Mapping[str, Any], block: str) -> Iterator[str
     known = {word[2:].replace("-", "_"): option for option in options for word in option.opts if word.startswith("--")}
     for name, value in given.items():
         if name not in known:
-            raise unknown_option(name, known, f"lora_tool.after.{block}")
+            raise BadRunConfig(f"`lora_tool.after.{block}.{name}`: unknown key. {suggestion(name, known)}")
         option = known[name]
         if isinstance(value, bool):
             yield from (option.opts if value else option.secondary_opts)[:1]

@@ -13,7 +13,7 @@ from lora_tool.cli.terminal import show_findings, warn
 from lora_tool.cli.writing import Parsed, Word, run_options, show_plan, show_written, size_option, written
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
-from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidate
+from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
 from lora_tool.tensors import float_type
 
 
@@ -74,7 +74,7 @@ def command(
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
-    plan, values = prepare_consolidate(opened, max_shard_bytes=max_shard_size, ignore=ignore, **asked)
+    plan = plan_consolidate(opened, max_shard_bytes=max_shard_size, ignore=ignore, **asked)
     out = output or default_output(opened, str(plan.manifest["what"]))
     check_output(out, overwrite=overwrite, inputs=(opened.root,))
     show_findings(plan.findings)
@@ -90,7 +90,6 @@ def command(
         jobs=jobs,
         overwrite=overwrite,
         resume=resume,
-        values=values,
         quiet=quiet or as_json,
     )
     show_written(done, as_json=as_json, quiet=quiet)

@@ -79,11 +79,11 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     bad = [item for item in saved if item.errors]
     if bad:
         found = bad[0].errors[0]
-        rescue = f"; put together from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
+        rescue = f"; reassembled from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
         raise TrainingStopped(f"the result is bad: {found}{rescue}", hint=found.hint)
     if not outcomes:
         raise TrainingFailed(
-            f"{words[0]} ended well, but no HF Trainer was seen in it, so nothing was guarded",
+            f"{words[0]} succeeded, but created no HF Trainer, so nothing was guarded",
             hint="run it with the Python environment that has lora-tool",
         )
     if not as_json:
@@ -111,9 +111,7 @@ def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_s
     try:
         return run_group(words, environment, own_stdout=own_stdout)
     except (FileNotFoundError, PermissionError) as error:
-        raise TrainingFailed(
-            f"{words[0]}: {error.strerror}", hint=f"is this the command? {shlex.join(words)}"
-        ) from error
+        raise TrainingFailed(f"{words[0]}: {error.strerror}", hint=f"check the command: {shlex.join(words)}") from error
 
 
 def _rescue(item: Saved) -> Path | None:

@@ -40,9 +40,9 @@ _SECRET = ("_token", "_key", "_secret")
     is_flag=False,
     flag_value="full",
     type=click.Choice(["full", "static"]),
-    help="Check everything and take no step; `static`: only what the options tell, and print them.",
+    help="Check everything and take no step; `static`: check the options alone, and print them.",
 )
-@click.option("--resume", metavar="auto|PATH", help="Go on from the last checkpoint that is whole, or from this one.")
+@click.option("--resume", metavar="auto|PATH", help="Resume from the last whole checkpoint, or from this one.")
 @json_option
 @quiet_option("No summary.")
 def command(
@@ -74,7 +74,7 @@ def command(
     found = (*choice.skipped, *after, *found)
     _show(found)
     if choice.path is not None:
-        click.echo(f"going on from {printable(str(choice.path))}", err=True)
+        click.echo(f"resuming from {printable(str(choice.path))}", err=True)
     outcome = _outcome(run, choice, found, dry_run=dry_run)
     if not dry_run:
         _write_report(run, settings, outcome)
@@ -118,7 +118,7 @@ def _outcome(run: RunConfig, choice: ResumeChoice, found: tuple[Any, ...], *, dr
 
 
 def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, ResumeChoice]:
-    """Return the run, and the checkpoint that it goes on from: what was typed, else TRL's own ``resume_from_checkpoint``."""
+    """Return the run, and the checkpoint that it resumes from: what was typed, else TRL's own ``resume_from_checkpoint``."""
     from dataclasses import replace  # noqa: PLC0415
 
     from lora_tool.train.resume import ResumeChoice, last_valid, named  # noqa: PLC0415
@@ -129,7 +129,7 @@ def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, ResumeChoice
         return run, ResumeChoice()
     choice = last_valid(run.output) if asked == "auto" else named(Path(asked))
     if choice.path is None:
-        click.echo(f"nothing to go on from in {printable(str(run.output))}: starting at step 0", err=True)
+        click.echo(f"no checkpoint to resume from in {printable(str(run.output))}: starting at step 0", err=True)
     return replace(run, resuming=choice.path is not None), choice
 
 
@@ -211,7 +211,7 @@ def _summarise(run: RunConfig, outcome: TrainingOutcome) -> None:
 
 
 def _rescued(run: RunConfig, outcome: TrainingOutcome) -> TrainingOutcome:
-    """Return the outcome with an adapter without values put together from the rank files, where that was asked for."""
+    """Return the outcome with an adapter without values reassembled from the rank files, where that was requested."""
     from dataclasses import replace  # noqa: PLC0415
 
     from lora_tool.train.job import TrainingStatus  # noqa: PLC0415
@@ -222,7 +222,7 @@ def _rescued(run: RunConfig, outcome: TrainingOutcome) -> TrainingOutcome:
     checkpoint = newest_rank_files(output) if empty and run.after.consolidate else None
     if checkpoint is None or not consolidate(checkpoint, output / "consolidated"):
         return outcome
-    click.echo(f"put the adapter together from the rank files of {printable(str(checkpoint))}", err=True)
+    click.echo(f"reassembled the adapter from the rank files of {printable(str(checkpoint))}", err=True)
     facts = {**outcome.facts, "output": str(output / "consolidated")}
     return replace(outcome, status=TrainingStatus.DONE, facts=facts)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.choices import number_of_bytes
 from lora_tool.pipeline.writing import Written, write
-from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidate
+from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
 from lora_tool.tensors import DType
 
 
@@ -42,7 +42,7 @@ def consolidate(
     Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and `WrongValue` for an argument.
     """
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
-    plan, values = prepare_consolidate(
+    plan = plan_consolidate(
         opened,
         what=what,
         tag=tag,
@@ -52,4 +52,4 @@ def consolidate(
         ignore=ignore,
     )
     target = Path(out) if out else default_output(opened, str(plan.manifest["what"]))
-    return write(plan, target, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume, values=values)
+    return write(plan, target, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)

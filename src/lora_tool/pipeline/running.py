@@ -36,13 +36,12 @@ from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
 from lora_tool.pipeline.writing import Written, farthest, unwatched, write
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.consolidate.plan_consolidate import prepare_consolidate
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
 from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
@@ -194,11 +193,11 @@ class _Running:
             done = self._cache.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
-        plan, values = prepare_consolidate(
+        plan = plan_consolidate(
             open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.ignore
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
-        self._write("consolidate", key, plan, folder, values)
+        self._write("consolidate", key, plan, folder)
         summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
         stage = self._put_together(folder, Status.PASSED, summary)
         if stage.status is Status.PASSED:
@@ -267,7 +266,7 @@ class _Running:
             return download_base(adapter, near=self._root)
         return located(base, Wanted.MODEL, near=self._root)
 
-    def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> Written:
+    def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
         options = self._job.options
         overwrite = options.overwrite or self._cache.begun(name, key)
@@ -284,7 +283,6 @@ class _Running:
             folder,
             jobs=options.jobs,
             overwrite=overwrite,
-            values=values,
             watch=lambda _, nbytes: watch(name, nbytes),
         )
 

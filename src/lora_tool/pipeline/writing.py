@@ -17,7 +17,6 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
-from lora_tool.sharded.value_check import ValueCheck
 
 
 def unwatched(_what: str, _nbytes: int) -> nullcontext[Callable[[int], None]]:
@@ -92,13 +91,12 @@ def write(
     jobs: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    values: ValueCheck | None = None,
     watch: StageWatch = unwatched,
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
 ) -> Written:
     """Write the folder `out` as `plan` says and return what was done.
 
-    `jobs`, `overwrite`, `resume` and `values` are those of `execute`. With `verify`, samples of what was written are
+    `jobs`, `overwrite` and `resume` are those of `execute`. With `verify`, samples of what was written are
     read back and compared before the folder gets its name, and `found` is called with what the rules say of it. `watch`
     is asked for the progress of the writing. Raises as `execute` does, and `VerificationFailed`.
     """
@@ -117,8 +115,8 @@ def write(
         summary = summary_json(seen)
         return summary
 
-    what, total = ("checking and writing", plan.data_bytes + values.nbytes) if values else ("writing", plan.data_bytes)
-    with watch(what, total) as progress:
+    looked_at = plan.values.nbytes if plan.values else 0
+    with watch("checking and writing" if looked_at else "writing", plan.data_bytes + looked_at) as progress:
         execute(
             plan,
             out,
@@ -127,7 +125,6 @@ def write(
             resume=resume,
             progress=progress,
             check=check if verify else None,
-            values=values,
         )
     manifest = read_manifest(out / FILE_NAME).raw
     return Written(

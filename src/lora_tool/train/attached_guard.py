@@ -41,7 +41,7 @@ class AttachedGuard(Guard):
         args.logging_nan_inf_filter = False  # it shows a NaN loss as 0.0
         for found in self._checks(args, extract_model_from_parallel(model), rest.get("train_dataloader")):
             if found.code not in self.settings.ignore:
-                self._tell(found, main=state.is_world_process_zero)
+                self._print(found, main=state.is_world_process_zero)
         errors = [found for found in self.seen if found.severity is Severity.ERROR]
         if errors and self.settings.mode == "stop":
             self._raise(TrainingStopped(f"{errors[0].code}: {errors[0].message}", hint=errors[0].hint))
@@ -52,15 +52,15 @@ class AttachedGuard(Guard):
         if self.method is not None and hasattr(data, "select") and hasattr(data, "column_names"):
             yield from data_checks.row_findings(self.method, data)
 
-    def _tell(self, found: Finding, *, main: bool) -> None:
+    def _print(self, found: Finding, *, main: bool) -> None:
         self.seen.append(found)
         if main:
             hint = f"\n  hint: {printable(found.hint)}" if found.hint else ""
             sys.stderr.write(f"{found.severity}: {found.code}: {printable(found.message)}{hint}\n")
 
-    def _say(self, *args: Any, **kwargs: Any) -> None:
+    def _report(self, *args: Any, **kwargs: Any) -> None:
         try:
-            super()._say(*args, **kwargs)
+            super()._report(*args, **kwargs)
         except TrainingStopped as stop:
             self._raise(stop)
 

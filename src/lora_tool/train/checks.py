@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import BadRunConfig, TrainingFailed
+from lora_tool.errors import BadRunConfig
 from lora_tool.report import Finding
 from lora_tool.train.codes import adapter_as_base, error, warning
 from lora_tool.train.config import RunConfig
@@ -53,48 +53,12 @@ def _settings(run: RunConfig) -> Iterator[Setting]:
 
 
 def require_inputs(run: RunConfig) -> None:
-    """Return if a model and data are named. Raises `BadRunConfig`, and `TrainingFailed` for a path that cannot be used."""
-    model = run.text("model_name_or_path")
-    if model is None:
+    """Return if a model and data are named. Raises `BadRunConfig`."""
+    if run.text("model_name_or_path") is None:
         raise BadRunConfig("no model: model_name_or_path is not given", hint="model_name_or_path: FOLDER_OR_HUB_ID")
     if run.text("dataset_name") is None and not run.options.get("datasets"):
         hint = "dataset_name: FOLDER_OR_HUB_ID, or datasets: [{path: json, data_files: train.jsonl}]"
         raise BadRunConfig("no data: neither dataset_name nor datasets is given", hint=hint)
-    _require_folder(run, "model_name_or_path", "MODEL")
-    _require_folder(run, "reward_model_name_or_path", "REWARD_MODEL")
-    _require_data(run)
-
-
-def _require_folder(run: RunConfig, option: str, example: str) -> None:
-    named = run.text(option)
-    if named is None or Path(named).expanduser().is_dir():
-        return
-    if Path(named).expanduser().is_file():
-        hint = run.line(option, Path(named).parent)
-        raise TrainingFailed(f"{option}: {named} is a file, not a model's folder", hint=hint)
-    if _is_path(named):
-        raise TrainingFailed(f"{option}: {named}: no such folder, and no Hub id", hint=run.line(option, example))
-
-
-def _require_data(run: RunConfig) -> None:
-    named = run.text("dataset_name")
-    if named is None or run.options.get("datasets"):
-        return
-    path = Path(named).expanduser()
-    if path.is_file() and path.suffix != ".py":
-        kind = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}.get(path.suffix, "json")
-        raise TrainingFailed(
-            f"dataset_name: {named} is a file; TRL takes a folder or a Hub id there",
-            hint=f"datasets: [{{path: {kind}, data_files: {named}, split: train}}] instead of dataset_name",
-        )
-    if _is_path(named) and not path.exists():
-        hint = run.line("dataset_name", "FOLDER_OR_HUB_ID")
-        raise TrainingFailed(f"dataset_name: {named}: no such folder, and no Hub id", hint=hint)
-
-
-def _is_path(name: str) -> bool:
-    """Whether a name cannot be one of the Hub: ``owner/name`` has one slash and no dots before it."""
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:
@@ -113,7 +77,7 @@ def _old_checkpoints(run: RunConfig) -> Iterator[Finding]:
     names = read_folder(output).checkpoints if output.is_dir() and not run.resuming else ()
     if names:
         message = f"holds {names[-1]} of an earlier run, which --resume auto would later take for one of this run"
-        hint = "--resume auto goes on from it; else another output_dir, or move the old ones away"
+        hint = "--resume auto resumes from it; else choose another output_dir, or move the old checkpoints away"
         yield warning("old-checkpoints", message, hint=hint, where=str(output))
 
 
@@ -133,9 +97,9 @@ def _without_peft(run: RunConfig) -> Iterator[Finding]:
     """TRL reads its ``lora_`` options only with ``use_peft``, and without it trains the whole model silently."""
     unread = sorted(name for name in run.given if name.startswith("lora_"))
     if unread and "use_peft" not in run.given:
-        message = "is given, but not use_peft: TRL does not read it and trains the whole model"
+        message = "is given without use_peft, so TRL ignores it and trains the whole model"
         hint = f"{run.line('use_peft', 'true')}; use_peft: false, if the whole model is meant"
-        yield warning("peft-off", f"{message}, {len(unread)} such options", hint=hint, subject=unread[0])
+        yield warning("peft-off", f"{message} ({len(unread)} such options)", hint=hint, subject=unread[0])
 
 
 def _adapter_as_base(run: RunConfig) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ CODES = {
     "reward-cancels": "reward functions cancel each other",
     "all-masked": "every completion is truncated, and truncated ones are masked",
     "no-gradient": "no gradient reaches the adapter",
-    "no-margin": "chosen and rejected are never told apart",
+    "no-margin": "the model never distinguishes chosen from rejected",
     "signal-lost": "there was a gradient, and there is none any more",
     "never-moved": "no trained parameter changed",
     "bad-result": "what was saved does not pass `lora-tool validate`",

@@ -38,7 +38,7 @@ class AfterSettings:
 
     validate: bool = False
     consolidate: bool = False
-    """Whether an adapter that was saved without values is put together from the rank files."""
+    """Whether an adapter that was saved without values is reassembled from the rank files."""
     merge: Mapping[str, Any] | None = None
     push: Mapping[str, Any] | None = None
 

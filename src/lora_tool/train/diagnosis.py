@@ -1,4 +1,4 @@
-"""Why a run does not learn, told from its log: pure, without torch.
+"""Why a run does not learn, read from its log: pure, without torch.
 
 A loss near 0 says nothing: GRPO's is 0 in every healthy run without a KL term, because its advantages are centred
 (https://github.com/huggingface/trl/issues/3452). What tells is whether there is a gradient, and if not, why.
@@ -29,7 +29,8 @@ class Cause:
 
     code: str
     message: str
-    hint: str
+    hint: str = ""
+    """Empty where the guard finds it: it knows the dtypes, which the log does not tell."""
     rare: bool = False
     """Whether it may be luck: a reward of nothing, which the next completion may earn."""
 
@@ -101,9 +102,9 @@ def _number(value: object) -> float | None:
 def _not_finite(logs: Mapping[str, Any]) -> Cause | None:
     loss, norm = _number(logs.get("loss")), _number(logs.get("grad_norm"))
     if norm is not None and not math.isfinite(norm):
-        return Cause(code="nan-gradients", message=f"grad_norm is {norm} with loss {loss}", hint="")
+        return Cause(code="nan-gradients", message=f"grad_norm is {norm} with loss {loss}")
     if loss is not None and not math.isfinite(loss):
-        return Cause(code="nan-loss", message=f"loss is {loss}", hint="")
+        return Cause(code="nan-loss", message=f"loss is {loss}")
     return None
 
 

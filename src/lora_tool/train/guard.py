@@ -60,10 +60,14 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self.moved: float | None = None
         self.gradient: float | None = None
         self.output_dir: Path | None = None
+        self.args: Any = None
+        self.state: Any = None
+        self.model: Any = None
         self._skipped = 0
         self._logging = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        self.args, self.state, self.model = args, state, model
         self.output_dir = Path(args.output_dir)
         self.tracker.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
         self.tracker.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -78,7 +82,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             if state.global_step == 0 and kept.exists():  # of an earlier run
                 kept.rename(free_name(kept))
         for found in self.reported:
-            self._log_finding(state, found)
+            self._log_finding(found)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self._sharded or model is None or self.settings.mode == "off":
@@ -95,9 +99,9 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self._skipped += 1
         if self._skipped > (_SCALER_PATIENCE if _has_scaler(args) else 0):
             message = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
-            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+            self._report(Cause(code="nan-gradients", message=message))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step >= state.max_steps and not self.tracker.last_step and self.settings.mode != "off":
             control.should_log = True  # a run shorter than logging_steps would end without a figure to judge it by
         engine = getattr(self.trainer, "deepspeed", None)
@@ -106,21 +110,13 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         norm = engine.get_global_grad_norm()
         if norm is not None and not math.isfinite(float(norm)):
             message = f"the gradient of all ranks is {float(norm)} in step {state.global_step}"
-            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+            self._report(Cause(code="nan-gradients", message=message))
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,  # noqa: ARG002
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
         if logs is None or self._logging:
             return
         if state.is_world_process_zero:
-            self._write_metrics(state, logs)
+            self._write_metrics(logs)
         if self.settings.mode == "off":
             return
         if _has_scaler(args) and 0 < self._skipped <= _SCALER_PATIENCE:
@@ -128,7 +124,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         cause = self.tracker.observe(state.global_step, logs, self.gradient)
         self.gradient = None
         if cause is not None and cause.code not in self.tracker.reported:
-            self._say(cause, args, model, state)
+            self._report(cause)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.is_world_process_zero:
@@ -139,7 +135,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             return
         cause = self.tracker.verdict()
         if cause is not None:
-            self._say(cause, args, model, state)
+            self._report(cause)
         since = self.tracker.lost()
         if since is not None and self.tracker.last is not None:
             message = f"no signal since step {since}: {self.tracker.last.message}"
@@ -149,12 +145,11 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             if self.moved == 0.0:
                 text = f"none of {len(self.start)} trained parameters changed in {state.global_step} steps"
                 hint = "a learning_rate above 0, and more steps than warmup_steps"
-                self._say(Cause(code="never-moved", message=text, hint=hint), args, model, state)
+                self._report(Cause(code="never-moved", message=text, hint=hint))
 
     def logits_not_finite(self, said: str) -> None:
         """Report that completions could not be drawn from the model's logits. Raises `TrainingStopped` in mode `stop`."""
-        trainer = self.trainer
-        self._say(Cause(code="nan-logits", message=said, hint=""), trainer.args, trainer.model, trainer.state)
+        self._report(Cause(code="nan-logits", message=said))
 
     def _movement(self, model: Any) -> float:
         """Return the norm of the change of all trained parameters."""
@@ -165,7 +160,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                 total += float((parameter.detach().cpu().float() - before.float()).square().sum())
         return math.sqrt(total)
 
-    def _say(self, cause: Cause, args: Any, model: Any, state: Any) -> None:
+    def _report(self, cause: Cause) -> None:
         if cause.code in self.settings.ignore or cause.code in self.tracker.reported:
             return
         self.tracker.reported.add(cause.code)
@@ -173,19 +168,19 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         found = finding(
             cause.code,
             Severity.ERROR if self.settings.mode == "stop" else Severity.WARNING,
-            cause.message + (f"; {_why_not_finite(args, model)}" if numeric else ""),
-            hint=_cure(args, model) if numeric else cause.hint,
-            where=f"step {state.global_step}",
+            cause.message + (f"; {_why_not_finite(self.args, self.model)}" if numeric else ""),
+            hint=_cure(self.args, self.model) if numeric else cause.hint,
+            where=f"step {self.state.global_step}",
         )
         self.findings.append(found)
-        self._log_finding(state, found)
+        self._log_finding(found)
         if self.settings.mode == "stop":
             raise TrainingStopped(f"{found.code}: {found.message}", hint=found.hint)
 
-    def _log_finding(self, state: Any, found: Finding) -> None:
+    def _log_finding(self, found: Finding) -> None:
         entry = {f"guard/{found.code}": 1.0}
-        if state.is_world_process_zero:
-            self._write_metrics(state, entry)
+        if self.state.is_world_process_zero:
+            self._write_metrics(entry)
         if self.trainer is not None:
             self._logging = True
             try:
@@ -193,11 +188,11 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             finally:
                 self._logging = False
 
-    def _write_metrics(self, state: Any, logs: Mapping[str, Any]) -> None:
+    def _write_metrics(self, logs: Mapping[str, Any]) -> None:
         if self.output_dir is None or not self.writes_metrics:
             return
         plain = {name: _json_number(value) for name, value in logs.items()}
-        line = json.dumps({"step": state.global_step, "epoch": state.epoch, **plain}, default=str)
+        line = json.dumps({"step": self.state.global_step, "epoch": self.state.epoch, **plain}, default=str)
         with (self.output_dir / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

@@ -15,7 +15,6 @@ from lora_tool.train.config import GuardSettings
 from lora_tool.train.methods import METHODS, Method
 
 JOB_FILE = "job.json"
-TRACEBACK = "traceback-{rank}.txt"
 FOLDER_VARIABLE = "LORA_TOOL_JOB"
 """Environment variable that names the folder to a worker, or to a command under `lora-tool guard`."""
 
@@ -64,6 +63,7 @@ class TrainingOutcome:
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     hint: str | None = None
+    traceback: str | None = None
     rank: int = 0
 
 

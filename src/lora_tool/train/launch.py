@@ -1,11 +1,10 @@
-"""The parent of a run: light, without torch. It launches the workers, passes signals on, and reads how they ended."""
+"""The parent of a run: it launches the workers, passes signals on, and reads how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from lora_tool.errors import BadRunConfig, TrainingFailed, TrainingStopped
 from lora_tool.train.config import RunConfig
 from lora_tool.train.job import (
     FOLDER_VARIABLE,
-    TRACEBACK,
     TrainingJob,
     TrainingOutcome,
     TrainingStatus,
@@ -78,13 +76,13 @@ def _ended(folder: Path, code: int) -> TrainingOutcome:
     failed.sort(key=lambda outcome: bool(_PEER_LOST.search(outcome.error or "")))
     silent = ended_silently(folder)
     if code and failed and not (silent and _PEER_LOST.search(failed[0].error or "")):
-        return _kept_traceback(folder, failed[0])
+        return _kept_traceback(failed[0])
     if code and silent:
         sys.stderr.write("\n")  # it may have died within the line of a progress bar
         ranks = "" if silent == [0] else f" of rank {', '.join(map(str, silent))}"
         raise TrainingFailed(
-            f"the worker{ranks} ended without a word: killed from outside (out of memory?), or by os._exit",
-            hint="the kernel's log (dmesg) tells whether memory ran out; --resume auto goes on from the last whole checkpoint",
+            f"the worker{ranks} died without an error: killed from outside (out of memory?), or by os._exit",
+            hint="the kernel's log (dmesg) says whether memory ran out; --resume auto resumes from the last whole checkpoint",
         )
     if code or not outcomes:
         raise TrainingFailed(_died(code), hint="the lines above are the launcher's own")
@@ -138,15 +136,15 @@ def _died(code: int) -> str:
     return f"accelerate ended with exit code {code} before a worker began: it refused the launch"
 
 
-def _kept_traceback(folder: Path, outcome: TrainingOutcome) -> TrainingOutcome:
-    """Return the outcome with the traceback moved to a file that outlives the job's folder."""
-    found = folder / TRACEBACK.format(rank=outcome.rank)
-    if not found.is_file():
+def _kept_traceback(outcome: TrainingOutcome) -> TrainingOutcome:
+    """Return the outcome with its traceback in a file, which the hint names."""
+    if outcome.traceback is None:
         return outcome
-    handle, kept = tempfile.mkstemp(prefix="lora-tool-train-", suffix=".txt")
-    os.close(handle)
-    shutil.copyfile(found, kept)
-    return replace(outcome, hint=f"{outcome.hint + '; ' if outcome.hint else ''}the whole traceback is in {kept}")
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="lora-tool-train-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as kept:
+        kept.write(outcome.traceback)
+    return replace(outcome, hint="; ".join(filter(None, (outcome.hint, f"the whole traceback is in {kept.name}"))))
 
 
 def require_good(outcome: TrainingOutcome) -> None:
@@ -162,7 +160,7 @@ def require_good(outcome: TrainingOutcome) -> None:
         raise TrainingFailed(outcome.error or "the run failed", hint=outcome.hint)
     if outcome.status is TrainingStatus.STOPPED:
         raise TrainingStopped(f"training was stopped: {outcome.error}", hint=outcome.hint)
-    what = "training was not begun" if outcome.status is TrainingStatus.REFUSED else "the result is bad"
+    what = "training did not start" if outcome.status is TrainingStatus.REFUSED else "the result is bad"
     kept = f"; it was kept in {outcome.facts['output']}" if "output" in outcome.facts else ""
     why = f": {first.code}: {first.message}" if first else ""
     raise TrainingStopped(f"{what}{why}{more}{kept}", hint=first.hint if first else None)

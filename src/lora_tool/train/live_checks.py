@@ -60,8 +60,8 @@ def process_findings(asked: int | None, running: int) -> Iterator[Finding]:
     if asked is not None and asked != running:
         yield warning(
             "processes",
-            f"{asked} processes were asked for, {running} run: the effective batch size is another",
-            hint=f"num_processes: {running}; accelerate starts one alone with cpu: true (multi_gpu: true with TRL's "
+            f"{asked} processes were requested, {running} run: the effective batch size differs",
+            hint=f"num_processes: {running}; with cpu: true accelerate starts only one (multi_gpu: true with TRL's "
             "use_cpu: true starts several)",
             where="launch",
             subject="num_processes",
@@ -82,7 +82,7 @@ def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> It
     asked_attention = (getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
     in_effect = getattr(model.config, "_attn_implementation", None)
     if asked_attention is not None and in_effect is not None and asked_attention != in_effect:
-        message = f"{asked_attention} was asked for, {in_effect} is in effect"
+        message = f"{asked_attention} was requested, {in_effect} is in effect"
         hint = f"attn_implementation: {in_effect}, or install what {asked_attention} needs"
         yield warning("attention-in-effect", message, hint=hint, where="model", subject="attn_implementation")
     yield from _packing(model, collator, args, sharded=sharded)
@@ -120,7 +120,7 @@ def _packing(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator
     packing = bool(getattr(args, "packing", False))
     flat = bool(getattr(collator, "padding_free", False))
     if getattr(args, "padding_free", False) and collator is not None and not flat:
-        message = f"padding_free was asked for, but {type(collator).__name__} pads: the memory and the speed are those of padding"
+        message = f"padding_free was requested, but {type(collator).__name__} pads: the memory and the speed are those of padding"
         yield warning("padding-free-off", message, hint="padding_free: false", where="model", subject="padding_free")
     if not (flat and (packing or args.per_device_train_batch_size > 1)):
         return

@@ -151,4 +151,5 @@ def parse(method: Method, table: Mapping[str, Any], words: Sequence[str]) -> lis
         # what is left over is accelerate's, and was judged before
         return list(parser.parse_args_into_dataclasses(args=list(words), return_remaining_strings=True)[:4])
     except (ValueError, TypeError) as error:
-        raise BadRunConfig(f"TRL does not accept the options: {error}", hint=f"trl {method.name} --help") from error
+        hint = f"trl {method.name} --help" if method.has_script else None
+        raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error

@@ -1,4 +1,4 @@
-"""An adapter saved without values (`save_pretrained` under ZeRO-3): found, and put together from the rank files."""
+"""An adapter saved without values (`save_pretrained` under ZeRO-3): found, and reassembled from the rank files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def newest_rank_files(output: Path) -> Path | None:
 
 
 def consolidate(checkpoint: Path, out: Path) -> bool:
-    """Put an adapter together from rank files into `out`, as `lora-tool consolidate` does; return whether it is good."""
+    """Reassemble an adapter from rank files into `out`, as `lora-tool consolidate` does; return whether it is good."""
     arguments = ["consolidate", str(checkpoint), "-o", str(out), "--what", "adapter", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "lora_tool", *arguments], check=False, stdout=sys.stderr)  # noqa: S603
     return done.returncode == 0 and not validate(open_checkpoint(out), deep=True).at_least(Severity.ERROR)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the last one that is whole, not the one with the largest number."""
+"""Which checkpoint a run resumes from: the last one that is whole, not the one with the largest number."""
 
 from __future__ import annotations
 
@@ -79,4 +79,4 @@ def _unusable_state(path: Path, names: set[str]) -> str | None:
             return None
     except CheckpointError:
         pass
-    return "has no optimizer state (save_only_model): going on from it would begin with a fresh optimizer"
+    return "has no optimizer state (save_only_model): resuming from it would begin with a fresh optimizer"

@@ -28,7 +28,6 @@ from lora_tool.train.codes import error
 from lora_tool.train.guard import Guard
 from lora_tool.train.job import (
     FOLDER_VARIABLE,
-    TRACEBACK,
     TrainingJob,
     TrainingOutcome,
     TrainingStatus,
@@ -57,23 +56,24 @@ def main() -> int:
         return 130
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
         outcome = training.failed(error)
-        if not isinstance(error, LoraToolError):
-            (folder / TRACEBACK.format(rank=rank)).write_text(traceback.format_exc(), encoding="utf-8")
-            write_outcome(folder, rank, outcome)
-            return 1
     write_outcome(folder, rank, outcome)
-    return 0
+    return 0 if outcome.traceback is None else 1
 
 
-_DATA = "dataset_name: a Hub id, or a folder of .jsonl, .csv or .parquet files"
+_DATA = (
+    "dataset_name: a Hub id, or a folder of .jsonl, .csv or .parquet files; for a single file "
+    "datasets: [{path: json, data_files: FILE, split: train}]"
+)
+_NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"
 _HINTS = (
     ("find any data file", _DATA),
     ("doesn't exist on the Hub", _DATA),
+    ("Couldn't reach", _DATA),
     ("StopIteration", "another dataset_name: this one has no rows"),
     ("KeyError: 'train'", "dataset_train_split: a split that the data has"),
     ("KeyError: 'test'", "dataset_test_split: a split that the data has, or eval_strategy: no"),
     ("Could not load reward function", "reward_funcs: [my_module.my_reward], or reward_model_name_or_path"),
-    ("No module named", "run it from the folder that holds the module"),
+    ("No module named", "install it; or, for a module of reward_funcs, run this in the folder that holds it"),
     ("FlashAttention", "attn_implementation: sdpa, or install flash-attn"),
     ("`kernels`", "attn_implementation: sdpa, or pip install kernels"),
     ("Target modules", "lora_target_modules: all-linear"),
@@ -86,7 +86,9 @@ _HINTS = (
         "dataloader does not have a length",
         "max_steps: N for streamed data; else a smaller per_device_train_batch_size: there is no whole batch of rows",
     ),
-    ("Repo id must be in the form", "a folder that is there, or a Hub id of the form owner/name"),
+    ("Repo id must", _NAME),
+    ("is not a valid model identifier", _NAME),
+    ("is not a valid JSON file", "model_name_or_path: the model's folder, not a file of it"),
     (
         "out of memory",
         "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
@@ -149,7 +151,7 @@ class Training:
         text = " ".join(str(error).split())
         said = f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
         hint = next((hint for words, hint in _HINTS if words in said), None)
-        return self.outcome(TrainingStatus.FAILED, error=said, hint=hint)
+        return self.outcome(TrainingStatus.FAILED, error=said, hint=hint, traceback=traceback.format_exc())
 
     def judge_data(self, train: Any, args: Any) -> None:
         """Judge the rows as they were loaded, before TRL prepares them."""

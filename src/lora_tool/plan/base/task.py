@@ -82,27 +82,32 @@ def trained_class(adapters: Sequence[AdapterDir], base: ModelDir) -> str | None:
     return next(filter(None, (*named, *own)), None)
 
 
+def declared_types(adapters: Sequence[AdapterDir]) -> frozenset[str | None]:
+    """Return the task types that the adapters' configs name; None for one that names none."""
+    return frozenset(adapter.config.task_type for adapter in adapters if adapter.config)
+
+
 def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
     """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
 
     None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where what was
     asked for and the configs contradict each other.
     """
-    told = {adapter.root: _told(adapter.config, base) for adapter in adapters if adapter.config}
+    declared = {adapter.root: _declared(adapter.config, base) for adapter in adapters if adapter.config}
     if task is not Task.AUTO:
         of_the_two = task in {Task.CAUSAL_LM, *CLASSIFIERS}
         for adapter in adapters if task is not Task.AS_TRAINED else ():
             said = adapter.config.task_type if adapter.config else None
             # where both are of the two, `decide_task` compares them
-            if adapter.config and said and told[adapter.root] is not task and not (of_the_two and said in _TWO):
+            if adapter.config and said and declared[adapter.root] is not task and not (of_the_two and said in _TWO):
                 raise UnsupportedAdapter(
-                    f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
+                    f'{adapter.config.path}: task_type is {said}, but `task="{task}"` was asked for',
                     hint='give `task="as-trained"`, or no task',
                 )
         return None if of_the_two else task
-    heard = set(told.values()) - {None}
+    heard = set(declared.values()) - {None}
     if len(heard) > 1:
-        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in told.items())
+        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in declared.items())
         raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
     if heard:
         return next(iter(heard - {Task.CAUSAL_LM, *CLASSIFIERS}), None)
@@ -112,7 +117,7 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
     return Task.AS_TRAINED if own is not None and not brought and not _is_of_the_two(own, base) else None
 
 
-def _told(config: AdapterConfig | None, base: ModelDir) -> Task | None:
+def _declared(config: AdapterConfig | None, base: ModelDir) -> Task | None:
     """Return what the config of an adapter says: its task type, else the class that it was trained on."""
     if config is None:
         return None
@@ -155,18 +160,18 @@ def _vote(asked: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDi
     """Return what was asked for, else the adapter's `task_type`, else the class that it was trained on or a head among
     its tensors, else the base's own class.
     """
-    told = _TASK_TYPES.get(config.task_type or "")
+    declared = _TASK_TYPES.get(config.task_type or "")
     classifier_base = base.config is not None and is_classifier(base.config.architectures)
     has_head = head is not None and any(
         key.module == head or key.module.startswith(f"{head}.") for key in adapter.keys.values()
     )
     seen = Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM
     if asked is Task.AUTO:
-        if told is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
+        if declared is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
             raise _contradiction(config, "CAUSAL_LM", f"the {'adapter' if has_head else 'base'} has a {head} head")
-        return told or _told(config, base) or seen
+        return declared or _declared(config, base) or seen
     wanted = Task.CAUSAL_LM if asked is Task.CAUSAL_LM else Task.SEQ_CLS
-    if told is not None and told is not wanted:
+    if declared is not None and declared is not wanted:
         raise _contradiction(config, config.task_type or "", f'`task="{asked}"` was asked for')
     if wanted is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
         raise _contradiction(config, config.task_type or "not set", f"a {head} head is there")

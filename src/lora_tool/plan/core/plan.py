@@ -13,6 +13,7 @@ from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
+from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp
 
 
@@ -32,6 +33,8 @@ class Plan:
     """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     findings: tuple[Finding, ...] = ()
     """What the rules say of the inputs, nothing of which refused the plan."""
+    values: ValueCheck | None = None
+    """The look at the values of the inputs that is taken while they are copied."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

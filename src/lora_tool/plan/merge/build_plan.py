@@ -196,8 +196,8 @@ def _task_note(merge: MergeContext) -> str:
     sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
     labels = "" if merge.labels is None else counted(merge.labels, "label")
     if merge.head is None:
-        told = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
-        return f"merging {sources} into {merge.base.root} as {told}"
+        model = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
+        return f"merging {sources} into {merge.base.root} as {model}"
     head = f"head from {merge.head.weight.path.parent}"
     return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
 

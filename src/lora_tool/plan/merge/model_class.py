@@ -15,7 +15,7 @@ from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names.weight_mapping import WeightMapping, candidates, own_class
 from lora_tool.plan.base.side_files import config_of, model_dtype
-from lora_tool.plan.base.task import CLASSIFIERS, Task, is_classifier, trained_class
+from lora_tool.plan.base.task import CLASSIFIERS, Task, declared_types, is_classifier, trained_class
 from lora_tool.plan.merge.homes import homes
 from lora_tool.tensors import DType, TensorTable
 
@@ -117,9 +117,9 @@ def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -
     """Return whether the merged model may be a classifier; building a second class is slow, so skip it when the
     task is already declared.
     """
-    told = {adapter.config.task_type for adapter in adapters if adapter.config}
     classes = base.config.architectures if base.config else ()
-    return asked is not Task.CAUSAL_LM and (told != {"CAUSAL_LM"} or is_classifier(classes) or asked is not Task.AUTO)
+    causal = declared_types(adapters) == {"CAUSAL_LM"} and asked is Task.AUTO and not is_classifier(classes)
+    return asked is not Task.CAUSAL_LM and not causal
 
 
 def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:

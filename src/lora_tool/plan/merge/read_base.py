@@ -13,7 +13,7 @@ from lora_tool.architectures import Architecture, architecture_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
 from lora_tool.plan.base.side_files import config_of, model_dtype
-from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, other_task
+from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.converted_base import converted_base
 from lora_tool.plan.merge.direct_base import direct_base
@@ -124,9 +124,9 @@ def require_transformers() -> None:
 
 def _has_class(row: Architecture, adapters: Sequence[AdapterDir], asked: Task) -> bool:
     """Return whether the row has the class that the merged model is to be of, as far as it was said."""
-    told = {adapter.config.task_type for adapter in adapters if adapter.config}
-    classifier = asked in CLASSIFIERS or "SEQ_CLS" in told
-    causal = asked is Task.CAUSAL_LM or "CAUSAL_LM" in told
+    declared = declared_types(adapters)
+    classifier = asked in CLASSIFIERS or "SEQ_CLS" in declared
+    causal = asked is Task.CAUSAL_LM or "CAUSAL_LM" in declared
     return not (classifier and row.sequence_classification is None) and not (causal and row.causal_lm is None)
 
 
