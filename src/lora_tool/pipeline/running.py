@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
     TRAINED_MODEL,
     AdapterDir,
@@ -249,7 +248,7 @@ class _Running:
             return
         asked, config = Task(self._job.options.task), opened.config
         name = config.architectures[0] if config and config.architectures else ""
-        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFICATION_HEADS))
+        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors))
         if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
             asked is Task.CAUSAL_LM and name.endswith(_CLASSIFIER)
         ):
@@ -331,7 +330,9 @@ class _Running:
             private=job.private,
             revision=job.revision or MAIN,
             create_pr=job.create_pr,
+            select=job.select,
             ignore=job.ignore,
+            fail_on=job.fail_on,
         )
         with self._watch("push", plan.sent_bytes) as advance:
             done = push(with_hashes(plan, advance))

@@ -1,40 +1,45 @@
 """The adapters of one merge: each with its config and its tensors by what they do, and all of them as one.
 
-The deltas of several adapters are summed. What cannot be summed must not contradict: a module that two of them saved
-whole, a head, trained tokens, DoRA's magnitudes.
+The deltas of several adapters are summed. What cannot be summed is in one of them only, or the same in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import TypeVar
 
+from lora_tool.adapter.view import AdapterView
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.formats.stored import same_values
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
 Value = TypeVar("Value")
-
-_ONE_BY_ONE = "merge one of them, then the other into the result: lora-tool merge ADAPTER2 --base MERGED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
     """One adapter of a merge."""
 
-    adapter: AdapterDir
-    config: AdapterConfig
+    view: AdapterView
     modules: AdapterModules
+
+    @property
+    def adapter(self) -> AdapterDir:
+        """Its folder."""
+        return self.view.adapter
+
+    @property
+    def config(self) -> AdapterConfig:
+        """Its config, which the rules found whole."""
+        return self.view.config
 
     @property
     def tokens(self) -> Mapping[str, tuple[int, ...]]:
         """Embedding module → the rows that this adapter trained by themselves."""
-        return {module: self.config.tokens(module) for module in self.modules.tokens}
+        return {module: self.view.tokens[module].indices for module in self.modules.tokens}
 
     def without(self, tensors: Collection[StoredTensor], reason: str) -> Adapted:
         """Return the same adapter with these of its whole tensors dropped, for the reason."""
@@ -43,24 +48,11 @@ class Adapted:
         return replace(self, modules=replace(self.modules.without(mine), dropped=dropped))
 
 
-def config_of_adapter(adapter: AdapterDir) -> AdapterConfig:
-    """Return the config, which a whole adapter has."""
-    if adapter.config is None:
-        raise AssertionError("a whole adapter has a config")
-    return adapter.config
-
-
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return the adapters with the tensors dropped that an earlier one holds too, and what all of them do together.
 
-    Terms are in the order of the adapters. Raises `UnsupportedAdapter` where two of them contradict each other.
+    Terms are in the order of the adapters; rule LT512 saw that no two of them contradict each other.
     """
-    for one, other in combinations(adapted, 2):
-        for module, what in _clashes(one.modules, other.modules):
-            raise UnsupportedAdapter(
-                f"{one.adapter.root} and {other.adapter.root} cannot be merged together: `{module}` {what}",
-                hint=_ONE_BY_ONE,
-            )
     kept: list[Adapted] = []
     for part in adapted:
         kept.append(_without_repeated(part, kept))
@@ -92,32 +84,6 @@ def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
                     f"several adapters alone: it would leave this one out",
                     hint=f'give {part.adapter.root} first, or merge without `precision="peft"`',
                 )
-
-
-def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, str]]:
-    """Yield module and sentence for everything that both do and that cannot be done twice."""
-    for left, right in ((one, other), (other, one)):
-        for module in sorted(left.magnitudes.keys() & right.lora.keys()):
-            yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
-        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)} | right.parameters.keys()
-        touched |= {f"{module}.bias" for module in right.lora_bias}
-        for name in left.saved.keys() & touched:
-            yield name, "is saved whole in one and has LoRA or trained tokens in the other"
-        for module in left.tokens.keys() & right.lora.keys():
-            yield module, "has trained tokens in one and LoRA in the other"
-    for module in one.tokens.keys() & other.tokens.keys():
-        yield module, "has trained tokens in both"
-    for module in one.lora.keys() & other.lora.keys():
-        if (module in one.embeddings) != (module in other.embeddings):
-            yield module, "is an embedding in one and a linear layer in the other"
-    whole = (one.saved.keys() & other.saved.keys()) | (one.frozen_base.keys() & other.frozen_base.keys())
-    for name in sorted(whole):
-        mine, theirs = (each.saved.get(name) or each.frozen_base[name] for each in (one, other))
-        if not same_values(mine, theirs):
-            yield (
-                name,
-                f"has other values in each ({mine.dtype} {list(mine.shape)}, {theirs.dtype} {list(theirs.shape)})",
-            )
 
 
 def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lora_tool.adapter.support import OTHER_BASE, require_mergeable
+from lora_tool.adapter.support import require_mergeable
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join, require_saved_in_first
+from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
@@ -22,10 +24,10 @@ from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base, require_full_precision
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
-from lora_tool.rules.merging import judge_merge
+from lora_tool.report.model import joined
+from lora_tool.rules.merging import MergeJudge, names_are_those_on_disk
 from lora_tool.sources import Reference, opened_adapter, opened_model, several
 from lora_tool.tensors import DType, float_type
 
@@ -65,20 +67,21 @@ def plan_merge(
     dtype = None if dtype is None else float_type(dtype)
     expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
     inputs = MergeInputs(base=base, adapters=adapters, base_origin=base_origin, adapter_origin=adapter_origin)
-    report = judge_merge(
-        adapters,
-        base,
+    judge = MergeJudge(
         task=task.expected,
         num_labels=num_labels,
-        select=select,
-        ignore=ignore,
+        select=tuple(select),
+        ignore=tuple(ignore),
         fail_on=Severity(fail_on),
     )
+    report = judge.as_stored(adapters, base)
     for each in adapters:
-        require_mergeable(config_of_adapter(each))
+        require_mergeable(view_of(each))
     require_full_precision(base)
-    require_not_merged_before(inputs)
     view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT)
+    apart = [each for each, raw in zip(view.adapters, adapters, strict=True) if not names_are_those_on_disk(base, raw)]
+    if view.facts is not None and apart:
+        report = joined([report, judge.in_memory(apart, view.in_memory(), view.arch)])
     adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)
@@ -108,32 +111,6 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
 
 
 def _adapted(adapter: AdapterDir, view: BaseView, expert_layout: ExpertLayout | None) -> Adapted:
-    config = config_of_adapter(adapter)
-    ends = end_names(view.base, view.arch)
-    modules = adapter_modules(
-        adapter, config, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors
-    )
-    if not modules.lora and not modules.parameters and not modules.saved:
-        raise UnsupportedAdapter(
-            f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
-            hint=f"lora-tool validate {adapter.root}",
-        )
-    return Adapted(adapter=adapter, config=config, modules=modules)
-
-
-def require_not_merged_before(inputs: MergeInputs) -> None:
-    """Return unless an adapter is in the base already, or given twice. Raises `IncompatibleBase`."""
-    base, fingerprints = inputs.base, inputs.fingerprints
-    for at, (adapter, print_) in enumerate(zip(inputs.adapters, fingerprints, strict=True)):
-        if print_ in fingerprints[:at]:
-            raise IncompatibleBase(
-                f"{adapter.root} holds the same weights as {inputs.adapters[fingerprints.index(print_)].root}: "
-                "they would be merged twice",
-                hint="give each adapter once",
-            )
-        if base.manifest is not None and print_ in base.manifest.merged_adapters:
-            raise IncompatibleBase(
-                f"{base.root} is a merged model that holds this very adapter already ({adapter.root}): "
-                "merging again would apply it twice",
-                hint=OTHER_BASE,
-            )
+    own, ends = view_of(adapter), end_names(view.base, view.arch)
+    modules = adapter_modules(own, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors)
+    return Adapted(view=own, modules=modules)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.adapter.view import drift
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
 from lora_tool.display import size
+from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.targeting import head_of, is_end
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
@@ -55,7 +57,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")
 
 
-@rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY)
+@rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
 def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     """Copies that nobody needs.
 
@@ -66,7 +68,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     ## Why it matters
     The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary with
     `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings and
-    output layers under LoRA: that is noted only.
+    output layers under LoRA: that is noted only. Two copies with different values are an error: only one was trained.
 
     ## Example
     `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
@@ -77,12 +79,18 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     plain = _plain(subject)
     embeddings = {layer.target for layer in subject.layers if layer.embedding}
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
+    repeats = subject.view.repeats.items()
+    other_values = {name: first for name, first in repeats if not same_values(subject.tensors[name], first)}
+    for name, first in other_values.items():
+        message = f"has other values than `{first.name}`, and both are the same module's"
+        yield Fault(subject=name, message=message, severity=Severity.ERROR)
     for item in subject.view.whole:
         name, held = item.tensor.name, size(item.tensor.nbytes)
         if item.part in copied and item.name in plain:
             message = f"{copied[item.part]}, {held} that nobody reads"
-            expected = is_end(item.module) or item.name.endswith(".bias")
-            yield Fault(subject=name, message=message, severity=Severity.INFO if expected else None)
+            severity = Severity.INFO if is_end(item.module) or item.name.endswith(".bias") else None
+            if name not in other_values:
+                yield Fault(subject=name, message=message, severity=severity)
         elif item.part is Part.BASE_LAYER and item.leaf != "bias" and not head_of(item.module):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             expected = is_end(item.module) or item.module in embeddings
