@@ -43,6 +43,19 @@ _COMMON = frozenset(field.name for field in dataclasses.fields(PretrainedConfig)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "chunked_attention", "conv", "mamba",
                 "attention", "recurrent", "hybrid", "global", "local")  # fmt: skip
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MOST_PAIRS = 170
+_LEFT_OUT = frozenset(
+    {
+        "bamba",  # `attn_layer_indices` says which layers are of another kind
+        "blt",  # several models in one
+        "funnel",  # lists of blocks of layers
+        "gpt_neo",  # `attention_types` says how many layers there are
+        "internlm3",  # LlamaForCausalLM reads fields that this config does not declare
+        "iquestcoder",
+        "phi4_multimodal",
+        "reformer",  # `attn_layers` says how many layers there are
+    }
+)
 _SIZE = re.compile(r"inner|dim|size|rank|heads|layers|d_")
 
 Fields = Mapping[str, Any]
@@ -197,42 +210,49 @@ def merged(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
     return both
 
 
-def sampled(model_type: str) -> list[Built]:
-    """Return the models of a type: the first class under all changes, the others under those that tell something."""
-    found: list[Built] = []
-    telling: list[dict[str, Any]] = []
+def bases(model_type: str) -> list[tuple[Task, PretrainedConfig, Built]]:
+    """Return every class of a type under its base config, the one with the most tensors first."""
+    found = []
     for task, class_name in classes(model_type):
         try:
             config = tiny_config(model_type, task)
-            base = build(config, class_name)
-            pinned = derived(config) | silent(model_type, task, class_name, base)
+            found.append((task, config, build(config, class_name)))
         except Exception as error:  # noqa: BLE001 - a class that cannot be built has no entry
             print(model_type, class_name, "is left out:", str(error)[:100], file=sys.stderr)
-            continue
-        found.extend(one for _, one in _tried(model_type, task, class_name, [pinned, {}]))
+    return sorted(found, key=lambda item: -len(item[2].shapes))
+
+
+def sampled(model_type: str) -> list[Built]:
+    """Return the models of a type: the largest class under all changes, the others under those that tell something."""
+    found: list[Built] = []
+    telling: list[dict[str, Any]] = []
+    for task, config, base in bases(model_type):
+        name = base.class_name
+        pinned = derived(config) | silent(model_type, task, name, base)
+        found.extend(one for _, one in _tried(model_type, task, name, [pinned, {}]))
         labels = [{"num_labels": 5}, {"num_labels": 3}]
-        if not telling:
-            loose = [*longer(config), *overrides(config, source_of(class_name)), *labels]
-            changes = [merged(pinned, change) for change in loose]
-            singles = _tried(model_type, task, class_name, [*changes, *(loose if pinned else ())])
-            telling = [change for change, one in singles if one.shapes != base.shapes or one.ties != base.ties]
-            structures: dict[Any, dict[str, Any]] = {}
-            for change, one in singles:
-                alike = frozenset(one.shapes if _sizes(changed(change, pinned)) else one.shapes.items())
-                structures.setdefault(alike, change)
-            sizes = _one_per_field([change for change in telling if _sizes(changed(change, pinned))], pinned)
-            switches = list(structures.values())[1:13]
-            pairs = [merged(size, switch) for switch in switches for size in sizes]
-            pairs += [merged(one, two) for one, two in itertools.combinations(sizes, 2)]
-            pairs += [merged(one, two) for one, two in itertools.combinations(switches[:6], 2)]
-            paired = _tried(model_type, task, class_name, pairs[:170])
-            found.extend(one for _, one in (*singles, *paired))
-            kept: dict[Any, dict[str, Any]] = {}
-            for change, one in paired:
-                kept.setdefault(frozenset(one.shapes), change)
-            telling = [*switches, *sizes, *list(kept.values())[:20]]
-        else:
-            found.extend(one for _, one in _tried(model_type, task, class_name, [*telling, *labels]))
+        if telling:
+            found.extend(one for _, one in _tried(model_type, task, name, [*telling, *labels]))
+            continue
+        loose = [*longer(config), *overrides(config, source_of(name)), *labels]
+        changes = [merged(pinned, change) for change in loose]
+        singles = _tried(model_type, task, name, [*changes, *(loose if pinned else ())])
+        telling = [change for change, one in singles if one.shapes != base.shapes or one.ties != base.ties]
+        structures: dict[Any, dict[str, Any]] = {}
+        for change, one in singles:
+            alike_as = frozenset(one.shapes if _sizes(changed(change, pinned)) else one.shapes.items())
+            structures.setdefault(alike_as, change)
+        sizes = _one_per_field([change for change in telling if _sizes(changed(change, pinned))], pinned)
+        switches = list(structures.values())[1:13]
+        pairs = [merged(size, switch) for switch in switches for size in sizes]
+        pairs += [merged(one, two) for one, two in itertools.combinations(sizes, 2)]
+        pairs += [merged(one, two) for one, two in itertools.combinations(switches[:6], 2)]
+        paired = _tried(model_type, task, name, pairs[:_MOST_PAIRS])
+        found.extend(one for _, one in (*singles, *paired))
+        kept: dict[Any, dict[str, Any]] = {}
+        for change, one in paired:
+            kept.setdefault(frozenset(one.shapes), change)
+        telling = [*switches, *sizes, *list(kept.values())[:20]]
     return found
 
 
@@ -339,6 +359,9 @@ def described(models: Sequence[Built]) -> dict[str, Any]:
     present = {name: presence(each, stacks) for name, each in by_class.items()}
     common = set.intersection(*(set(always) for always, _, _ in present.values()))
     together = set.intersection(*(set(groups) for _, groups, _ in present.values()))
+    sure = set().union(*(always for always, _, _ in present.values()))
+    for path in tensors.keys() - sure:  # a constant there may be a field's size that no model of such tensors changed
+        tensors[path] = [None if isinstance(each, int) and each > 1 else each for each in tensors[path] or ()] or None
     used = {field for dim in (*tensors.values(), stacks.values()) for each in dim or () for field in fields_in(each)}
     return {
         "model_type": models[0].fields["model_type"],
@@ -353,7 +376,7 @@ def described(models: Sequence[Built]) -> dict[str, Any]:
         "classes": {
             name: class_entry(by_class[name], stacks, found, common, together) for name, found in present.items()
         },
-        "defaults": {n: v for n, v in sorted(fills(models, used, tensors, stacks).items()) if v is not None},
+        "follows": follows(models, used, tensors, stacks),
     }
 
 
@@ -398,13 +421,15 @@ def class_entry(
     for model in models:
         found = {template(a, stacks)[0]: template(b, stacks)[0] for a, b in model.ties.items()}
         ties[model.fields.get("tie_word_embeddings") is not False].update(found)
+    config_class = getattr(transformers, models[0].class_name).config_class
+    stays_tied = config_class(tie_word_embeddings=False).tie_word_embeddings
     return {
         "prefix": models[0].prefix,
         "always": sorted(set(always) - common),
         "groups": sorted(map(list, set(groups) - together)),
         "others": sorted(names - set(always) - {each for group in groups for each in group}),
         "tied": dict(sorted((ties[True] | ties[False]).items())),
-        "tied_anyway": dict(sorted(ties[False].items())),
+        "tied_anyway": dict(sorted((ties[True] if stays_tied else ties[False]).items())),
         "ignored": list(models[0].unexpected),
     }
 
@@ -483,20 +508,20 @@ def presence(models: Sequence[Built], stacks: Stacks) -> tuple[list[str], list[t
     return always, together, set(seen)
 
 
-def fills(
-    models: Sequence[Built], used: set[str], tensors: Mapping[str, Any], stacks: Stacks
-) -> dict[str, int | str | None]:
-    """Return what a field means that a config leaves out: a number, or other fields'."""
+def follows(
+    models: Sequence[Built], used: set[str], tensors: Mapping[str, Dims | None], stacks: Stacks
+) -> dict[str, str]:
+    """Return what the fields that may be left out follow: other fields. Numbers are not given: files have old names."""
     config_class = getattr(transformers, models[0].class_name).config_class
     declared = {field.name: field.default for field in dataclasses.fields(config_class)}
-    found: dict[str, int | str | None] = {}
-    for name in used:
-        if isinstance(default := declared.get(name), int):
-            found[name] = default
-        elif declared.get(name, 0) is None:
+    found: dict[str, str] = {}
+    for name in sorted(used):
+        if declared.get(name, 0) is None:
             tensor = next(((t, d.index(name)) for t, d in tensors.items() if d and name in d), None)
             loose = [(without(m, name), size) for m in models if (size := followed(m, name, tensor, stacks))]
-            found[name] = fit(loose) if len(loose) > 3 else None
+            expression = fit(loose) if len(loose) > 3 else None
+            if isinstance(expression, str):
+                found[name] = expression
     return found
 
 
@@ -641,7 +666,7 @@ def main(asked: Sequence[str]) -> None:
         {} if not TABLE.exists() else {json.loads(line)["model_type"]: line for line in TABLE.read_text().splitlines()}
     )
     with ProcessPoolExecutor(2) as pool:
-        wanted = list(asked or ARCHITECTURES)
+        wanted = [name for name in asked or ARCHITECTURES if name not in _LEFT_OUT]
         for model_type, line in zip(wanted, pool.map(row, wanted), strict=True):
             print(model_type, len(line), file=sys.stderr, flush=True)
             if line:

@@ -23,6 +23,7 @@ from typing import Any
 
 from lora_tool.architectures import is_computed
 from lora_tool.formats.model_config import ModelConfig
+from lora_tool.keys import split_layer
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")
 _MOST_LAYERS = 4096
@@ -55,7 +56,7 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     other names than in memory, or names of which less than half are the model's.
     """
     row = None if config.custom_code or config.quantization else _row(config.model_type or "")
-    if row is None:
+    if row is None or any(map(_lists_layers, config.raw.items())):
         return None
     known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
     found = _Compared(row, row["classes"].get(known), config, names)
@@ -71,6 +72,19 @@ def _row(model_type: str) -> Mapping[str, Any] | None:
     return row
 
 
+def _lists_layers(field: tuple[str, Any]) -> bool:
+    """Return whether a field of a config lists numbers, which may be layers of another kind."""
+    name, value = field
+    numbers = isinstance(value, list) and any(isinstance(each, int | list) for each in value)
+    return numbers and not name.endswith(("token_id", "token_ids", "tokens"))
+
+
+def _any_class(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what may be said of a class that is not in the row: what is tied in one may be tied in another."""
+    tied = {name: of for entry in row["classes"].values() for name, of in entry["tied"].items()}
+    return {"always": [], "groups": [], "others": [], "tied": tied, "tied_anyway": tied, "ignored": []}
+
+
 class _Compared:
     """The names of a checkpoint as the table has them, and what of its class they are."""
 
@@ -78,10 +92,11 @@ class _Compared:
         self, row: Mapping[str, Any], own: Mapping[str, Any] | None, config: ModelConfig, names: Collection[str]
     ) -> None:
         self._row = row
-        self._own = own or {"always": [], "groups": [], "others": [], "tied": {}, "tied_anyway": {}, "ignored": []}
+        self._own = own or _any_class(row)
         self._sizes = Sizes(row, config)
         self._strict = own is not None
         self._prefix = self._prefix_of(names)
+        self._bare = not any(name.startswith(self._prefix) for name in names)
         self._held = {self._in_table(name): name for name in names}
         self._placed = {name: self._template(name) for name in self._held}
         self._always = [*row["always"], *self._own["always"]]
@@ -98,7 +113,8 @@ class _Compared:
             name = f"{rest}.{_LEGACY[leaf]}"
         if name.startswith(self._prefix):
             return f"@{name.removeprefix(self._prefix)}"
-        return f"@{name}" if self._template(f"@{name}")[0] in self._row["tensors"] else name
+        known = self._template(name)[0] in self._row["tensors"]
+        return f"@{name}" if self._bare and not known else name
 
     def _template(self, name: str) -> tuple[str, int | None]:
         for stack in self._row["stacks"]:
@@ -117,7 +133,12 @@ class _Compared:
     def result(self, class_name: str | None) -> ModelTensors:
         beyond = {name for name, (path, layer) in self._placed.items() if not self._is_in_stack(path, layer)}
         mine = {*self._always, *self._own["others"], *(n for g in self._groups for n in g)}
-        strange = [name for name in self._held if self._placed[name][0] not in mine or name in beyond]
+        lists = {split_layer(path)[1] for path in self._row["tensors"] if split_layer(path)[0] is not None}
+        strange = [
+            name
+            for name in self._held
+            if name in beyond or not (self._placed[name][0] in mine or split_layer(self._placed[name][0])[1] in lists)
+        ]
         strange = [name for name in strange if not self._is_ignored(name)] if self._strict else []
         known = {name for name in strange if self._placed[name][0] in self._row["tensors"] and name not in beyond}
         doubtful = self._sizes.doubtful
@@ -190,8 +211,7 @@ class _Compared:
     def _on_disk(self, name: str) -> str:
         if not name.startswith("@"):
             return name
-        bare = not any(held.startswith(self._prefix) for held in self._held.values())
-        return name[1:] if bare else self._prefix + name[1:]
+        return name[1:] if self._bare else self._prefix + name[1:]
 
     def _dims(self, name: str) -> Sequence[str | int | None] | None:
         dims: Sequence[str | int | None] | None = self._row["tensors"].get(self._placed[name][0])
@@ -205,7 +225,7 @@ class _Compared:
 
 
 class Sizes:
-    """The fields of one config that decide shapes, with what transformers puts where they are left out."""
+    """The fields of one config that decide shapes, and those that follow others where they are left out."""
 
     def __init__(self, row: Mapping[str, Any], config: ModelConfig) -> None:
         self._raw = config.raw
@@ -254,5 +274,5 @@ class Sizes:
             found = found.get(part, found.get(self._row["aliases"].get(part))) if isinstance(found, dict) else None
         if type(found) is int:
             return found
-        default = self._row["defaults"].get(name) if found is None else None
-        return self.value(default, deep=False) if deep or isinstance(default, int) else None
+        follows = self._row["follows"].get(name) if found is None and deep else None
+        return self.value(follows, deep=False)

@@ -15,7 +15,8 @@ FLOORS: dict[str, float] = {
     "formats": 1,
     **dict.fromkeys(("hub_cache", "path_suggestions"), 1),
     "checkpoint": 2,
-    **dict.fromkeys(("sources", "architectures", "model_tensors"), 2.1),
+    **dict.fromkeys(("sources", "architectures"), 2.1),
+    "model_tensors": 2.15,
     "adapter": 2.2,
     # judgement: findings are data, the state of rank files is read for them, and rules import no plan
     **dict.fromkeys(("report", "names"), 3),

@@ -20,8 +20,7 @@ TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "seq-2-seq-lm", "token-cls", 
 ROWS = {row["model_type"]: row for row in map(json.loads, TABLE.read_text().splitlines())}
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
-    {"tie_word_embeddings": False},
-    {"hidden_size": 64, "d_model": 64, "n_embd": 64, "head_dim": 16, "vocab_size": 50},
+    {"hidden_size": 64, "d_model": 64, "n_embd": 64, "head_dim": 16, "vocab_size": 50, "tie_word_embeddings": False},
     {"num_hidden_layers": 4, "n_layer": 4, "encoder_layers": 3, "decoder_layers": 1, "num_layers": 3},
     {"attention_bias": True, "mlp_bias": True, "bias": True, "use_bias": True, "qkv_bias": True, "use_qk_norm": True},
 )
