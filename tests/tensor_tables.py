@@ -44,6 +44,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "chun
                 "attention", "recurrent", "hybrid", "global", "local")  # fmt: skip
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MOST_PAIRS = 170
+_NEARLY = 1.2
+"""How many times the tensors of a class without the encoder the whole model has, at least."""
 _LEFT_OUT = frozenset(
     {
         "bamba",  # `attn_layer_indices` says which layers are of another kind
@@ -211,7 +213,7 @@ def merged(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bases(model_type: str) -> list[tuple[Task, PretrainedConfig, Built]]:
-    """Return every class of a type under its base config, the one with the most tensors first."""
+    """Return every class of a type under its base config, first one that has the parts of the others."""
     found = []
     for task, class_name in classes(model_type):
         try:
@@ -219,7 +221,8 @@ def bases(model_type: str) -> list[tuple[Task, PretrainedConfig, Built]]:
             found.append((task, config, build(config, class_name)))
         except Exception as error:  # noqa: BLE001 - a class that cannot be built has no entry
             print(model_type, class_name, "is left out:", str(error)[:100], file=sys.stderr)
-    return sorted(found, key=lambda item: -len(item[2].shapes))
+    largest = max((len(base.shapes) for _, _, base in found), default=0)
+    return sorted(found, key=lambda item: len(item[2].shapes) * _NEARLY < largest)
 
 
 def sampled(model_type: str) -> list[Built]:
@@ -230,7 +233,7 @@ def sampled(model_type: str) -> list[Built]:
         name = base.class_name
         pinned = derived(config) | silent(model_type, task, name, base)
         found.extend(one for _, one in _tried(model_type, task, name, [pinned, {}]))
-        labels = [{"num_labels": 5}, {"num_labels": 3}]
+        labels = [{"num_labels": 5}, {"num_labels": 3}, {"tie_word_embeddings": not config.tie_word_embeddings}]
         if telling:
             found.extend(one for _, one in _tried(model_type, task, name, [*telling, *labels]))
             continue
@@ -448,7 +451,7 @@ def of_weight(path: str, tensors: Mapping[str, Dims | None], dims: Samples) -> D
 
 
 def fields_in(expression: str | int | None) -> list[str]:
-    return re.findall(r"[a-z_][a-z0-9_.]*", str(expression or ""))
+    return re.findall(r"[A-Za-z_][\w.]*", str(expression or ""))
 
 
 def alike(models: Sequence[Built], stacks: Stacks) -> set[str]:
@@ -550,7 +553,7 @@ def fit(samples: Sequence[tuple[Fields, int]]) -> str | int | None:
     names = moving(samples)
     if not names:
         return None
-    known = [(f, v) for f, v in samples if all(_whole(f.get(n)) for n in names)]
+    known = [(f, v) for f, v in samples if all(_whole(f.get(n)) and f[n] for n in names)]  # 0 may mean "by default"
     if len(known) < 3 or len(known) < len(samples) * 0.5:
         return None
     terms = monomials(names)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -45,8 +45,6 @@ class ModelTensors:
     """What the checkpoint has and another class of its type has, too."""
     shapes: Mapping[str, tuple[int | None, ...]]
     """The shape that the config gives each of the checkpoint's tensors; None for a dimension that is not known."""
-    labels: frozenset[str]
-    """Tensors of which a dimension is the number of labels, which is None in `shapes`."""
 
 
 def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors | None:
@@ -92,14 +90,20 @@ class _Compared:
         self, row: Mapping[str, Any], own: Mapping[str, Any] | None, config: ModelConfig, names: Collection[str]
     ) -> None:
         self._row = row
+        self._stacks = tuple(row["stacks"])
         self._own = own or _any_class(row)
         self._sizes = Sizes(row, config)
+        self._lengths = {stack: self._sizes.value(length) for stack, length in row["stacks"].items()}
         self._strict = own is not None
         self._prefix = self._prefix_of(names)
         self._bare = not any(name.startswith(self._prefix) for name in names)
         self._held = {self._in_table(name): name for name in names}
         self._placed = {name: self._template(name) for name in self._held}
         self._always = [*row["always"], *self._own["always"]]
+        self._layers: dict[str, set[int]] = defaultdict(set)
+        for path, layer in self._placed.values():
+            if layer is not None:
+                self._layers[path.partition(".*.")[0]].add(layer)
 
     def _prefix_of(self, names: Collection[str]) -> str:
         """Return what the checkpoint puts before the base model's names."""
@@ -117,9 +121,9 @@ class _Compared:
         return f"@{name}" if self._bare and not known else name
 
     def _template(self, name: str) -> tuple[str, int | None]:
-        for stack in self._row["stacks"]:
-            if name.startswith(f"{stack}."):
-                number, dot, rest = name.removeprefix(f"{stack}.").partition(".")
+        for stack in self._stacks:
+            if name.startswith(stack) and name[len(stack) : len(stack) + 1] == ".":
+                number, dot, rest = name[len(stack) + 1 :].partition(".")
                 if dot and number.isdecimal() and len(number) < 6:  # noqa: PLR2004 - no model has so many layers
                     return f"{stack}.*.{rest}", int(number)
         return name, None
@@ -148,7 +152,6 @@ class _Compared:
             unexpected=() if doubtful else tuple(self._held[name] for name in strange if name not in known),
             of_other_classes=tuple(self._held[name] for name in strange if name in known),
             shapes={} if doubtful else dict(self._shapes()),
-            labels=frozenset(self._held[n] for n in self._held if "num_labels" in (self._dims(n) or ())),
         )
 
     @property
@@ -156,17 +159,12 @@ class _Compared:
         return [*self._row["groups"], *self._own["groups"]]
 
     def _is_in_stack(self, path: str, layer: int | None) -> bool:
-        length = self._length(path.partition(".*.")[0]) if layer is not None else None
+        length = self._lengths[path.partition(".*.")[0]] if layer is not None else None
         return layer is None or length is None or layer < length
 
     def _is_ignored(self, name: str) -> bool:
         on_disk = self._held[name]
         return is_computed(on_disk) or any(re.search(pattern, on_disk) for pattern in self._own["ignored"])
-
-    def _length(self, stack: str) -> int | None:
-        """Return how many layers the config gives the stack."""
-        length = self._sizes.value(self._row["stacks"][stack])
-        return None if length is None else min(length, _MOST_LAYERS)
 
     def _missing(self) -> Iterator[str]:
         """Yield the names, in the table's words, that the class has under this config and the checkpoint lacks."""
@@ -192,11 +190,9 @@ class _Compared:
         if not star:
             yield path
             return
-        length = self._length(stack)
-        held = {
-            layer for found, layer in self._placed.values() if layer is not None and found.startswith(f"{stack}.*.")
-        }
-        for layer in sorted(held) if length is None else range(length):
+        length = self._lengths[stack]
+        held = self._layers[stack]
+        for layer in sorted(held) if length is None else range(min(length, _MOST_LAYERS)):
             if layer in held or not held:  # of a layer that is lost as a whole LT310 tells
                 yield f"{stack}.{layer}.{rest}"
 
@@ -213,15 +209,13 @@ class _Compared:
             return name
         return name[1:] if self._bare else self._prefix + name[1:]
 
-    def _dims(self, name: str) -> Sequence[str | int | None] | None:
-        dims: Sequence[str | int | None] | None = self._row["tensors"].get(self._placed[name][0])
-        return dims
-
     def _shapes(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+        dims = {path: self._row["tensors"].get(path) for path, _ in self._placed.values()}
+        shapes = {path: tuple(map(self._sizes.value, of)) for path, of in dims.items() if of is not None}
         for name, on_disk in self._held.items():
-            dims = self._dims(name)
-            if dims is not None:
-                yield on_disk, tuple(self._sizes.value(each) for each in dims)
+            path = self._placed[name][0]
+            if path in shapes:
+                yield on_disk, shapes[path]
 
 
 class Sizes:
