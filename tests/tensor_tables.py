@@ -233,7 +233,11 @@ def sampled(model_type: str) -> list[Built]:
         name = base.class_name
         pinned = derived(config) | silent(model_type, task, name, base)
         found.extend(one for _, one in _tried(model_type, task, name, [pinned, {}]))
-        labels = [{"num_labels": 5}, {"num_labels": 3}, {"tie_word_embeddings": not config.tie_word_embeddings}]
+        labels: list[dict[str, Any]] = [
+            {"num_labels": 5},
+            {"num_labels": 3},
+            {"tie_word_embeddings": not config.tie_word_embeddings},
+        ]
         if telling:
             found.extend(one for _, one in _tried(model_type, task, name, [*telling, *labels]))
             continue
