@@ -1,13 +1,14 @@
 """LoRA checkpoints: open, judge, plan, merge, prove, push.
 
-    base, adapter = open_checkpoint("base"), open_checkpoint("adapter")
-    validate(adapter, base=base).raise_for_errors()
-    execute(plan_merge(base, adapter), "merged")
+    merge("adapter", out="merged", task="reward")  # judged, planned, written, verified: what the command does
+
+    validate("adapter", base="base").raise_for_errors()
+    execute(plan_merge("base", "adapter", task="reward"), "merged")
     verify("merged").raise_for_errors()
 
-Rank files of a training run, which may lie beside an adapter, are opened by `open_sharded` and planned by
-`plan_consolidate`. Whatever goes wrong on purpose is a `LoraToolError`; its `hint` says what to do, and
-`lora_tool.errors` draws the tree of its classes. Names are loaded when they are first used: importing costs nothing.
+A path, a Hub id or an opened checkpoint does wherever a checkpoint is asked for. Whatever goes wrong on purpose is a
+`LoraToolError`; its `hint` says what to do, and `lora_tool.errors` draws the tree of its classes. Names are loaded when
+they are first used: importing costs nothing.
 """
 
 from __future__ import annotations
@@ -16,51 +17,101 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lora_tool.checkpoint import open_checkpoint, open_sharded
-    from lora_tool.errors import LoraToolError
-    from lora_tool.execution.engine import execute
-    from lora_tool.hub.planning import plan_push
-    from lora_tool.hub.pushing import push
-    from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-    from lora_tool.plan.merge.plan_merge import plan_merge
-    from lora_tool.validation.validating import validate
-    from lora_tool.verification.verifying import verify
-    from lora_tool.version import __version__
-
-__all__ = [
-    "LoraToolError",
-    "__version__",
-    "execute",
-    "open_checkpoint",
-    "open_sharded",
-    "plan_consolidate",
-    "plan_merge",
-    "plan_push",
-    "push",
-    "validate",
-    "verify",
-]
+    from lora_tool.checkpoint import AdapterDir as AdapterDir
+    from lora_tool.checkpoint import Checkpoint as Checkpoint
+    from lora_tool.checkpoint import ModelDir as ModelDir
+    from lora_tool.checkpoint import RunDir as RunDir
+    from lora_tool.checkpoint import ShardedDir as ShardedDir
+    from lora_tool.checkpoint import open_checkpoint as open_checkpoint
+    from lora_tool.checkpoint import open_sharded as open_sharded
+    from lora_tool.errors import LoraToolError as LoraToolError
+    from lora_tool.execution.engine import execute as execute
+    from lora_tool.execution.work import Engine as Engine
+    from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
+    from lora_tool.hub.card import Readme as Readme
+    from lora_tool.hub.model import PushCheck as PushCheck
+    from lora_tool.hub.model import Pushed as Pushed
+    from lora_tool.hub.model import PushPlan as PushPlan
+    from lora_tool.hub.planning import plan_push as plan_push
+    from lora_tool.hub.pushing import push as push
+    from lora_tool.inspection.comparison import Comparison as Comparison
+    from lora_tool.inspection.model import Inspection as Inspection
+    from lora_tool.inventory import Inventory as Inventory
+    from lora_tool.pipeline.comparing import diff as diff
+    from lora_tool.pipeline.consolidating import consolidate as consolidate
+    from lora_tool.pipeline.looking import inspect as inspect
+    from lora_tool.pipeline.looking import ls as ls
+    from lora_tool.pipeline.merging import merge as merge
+    from lora_tool.pipeline.writing import Written as Written
+    from lora_tool.plan.base.task import Task as Task
+    from lora_tool.plan.consolidate.plan_consolidate import What as What
+    from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
+    from lora_tool.plan.core.ops import Precision as Precision
+    from lora_tool.plan.core.plan import Plan as Plan
+    from lora_tool.plan.merge.build_plan import HubOrigin as HubOrigin
+    from lora_tool.plan.merge.plan_merge import plan_merge as plan_merge
+    from lora_tool.progress import Progress as Progress
+    from lora_tool.progress import StageWatch as StageWatch
+    from lora_tool.progress import Watch as Watch
+    from lora_tool.report.findings import Finding as Finding
+    from lora_tool.report.findings import Severity as Severity
+    from lora_tool.report.model import Report as Report
+    from lora_tool.rules.engine.subjects import Server as Server
+    from lora_tool.sharded.value_check import ValueCheck as ValueCheck
+    from lora_tool.tensors import DType as DType
+    from lora_tool.validation.validating import Criteria as Criteria
+    from lora_tool.validation.validating import validate as validate
+    from lora_tool.verification.checking import Level as Level
+    from lora_tool.verification.verifying import Verification as Verification
+    from lora_tool.verification.verifying import verify as verify
+    from lora_tool.version import __version__ as __version__
 
 _HOMES = {
-    "LoraToolError": "lora_tool.errors",
-    "__version__": "lora_tool.version",
-    "execute": "lora_tool.execution.engine",
-    "open_checkpoint": "lora_tool.checkpoint",
-    "open_sharded": "lora_tool.checkpoint",
-    "plan_consolidate": "lora_tool.plan.consolidate.plan_consolidate",
-    "plan_merge": "lora_tool.plan.merge.plan_merge",
-    "plan_push": "lora_tool.hub.planning",
-    "push": "lora_tool.hub.pushing",
-    "validate": "lora_tool.validation.validating",
-    "verify": "lora_tool.verification.verifying",
+    "checkpoint": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
+    "errors": "LoraToolError",
+    "execution.engine": "execute",
+    "execution.work": "Engine",
+    "formats.adapter_config": "ExpertLayout",
+    "hub.card": "Readme",
+    "hub.model": "PushCheck Pushed PushPlan",
+    "hub.planning": "plan_push",
+    "hub.pushing": "push",
+    "inspection.comparison": "Comparison",
+    "inspection.model": "Inspection",
+    "inventory": "Inventory",
+    "pipeline.consolidating": "consolidate",
+    "pipeline.comparing": "diff",
+    "pipeline.looking": "inspect ls",
+    "pipeline.merging": "merge",
+    "pipeline.writing": "Written",
+    "plan.base.task": "Task",
+    "plan.consolidate.plan_consolidate": "What plan_consolidate",
+    "plan.core.ops": "Precision",
+    "plan.core.plan": "Plan",
+    "plan.merge.build_plan": "HubOrigin",
+    "plan.merge.plan_merge": "plan_merge",
+    "progress": "Progress StageWatch Watch",
+    "report.findings": "Finding Severity",
+    "report.model": "Report",
+    "rules.engine.subjects": "Server",
+    "sharded.value_check": "ValueCheck",
+    "tensors": "DType",
+    "validation.validating": "Criteria validate",
+    "verification.checking": "Level",
+    "verification.verifying": "Verification verify",
+    "version": "__version__",
 }
+"""Module below `lora_tool` → the public names in it."""
+_MODULES = {name: f"lora_tool.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - the names above, without a second list of them
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562: whatever the name is
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)

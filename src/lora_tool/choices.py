@@ -49,3 +49,24 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def _plain(value: object) -> str:
     return str(value).lower().replace("_", "-")
+
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B?|B)?\Z", re.IGNORECASE)
+
+
+def number_of_bytes(asked: object) -> int:
+    """Return a size such as ``5GB``, ``500MiB`` or 1000000 in bytes. Raises `WrongValue`."""
+    match = _SIZE.match(str(asked).strip())
+    unit = (match["unit"] or "B").upper() if match else ""
+    step = 1024 if "I" in unit else 1000
+    nbytes = int(float(match["number"]) * step ** "BKMGT".index(unit[0])) if match else 0
+    if nbytes < 1:
+        raise WrongValue(f"size: expected a number of bytes such as 5GB or 500MiB, found {asked!r}")
+    return nbytes
+
+
+def positive(asked: object) -> int:
+    """Return an int of at least 1. Raises `WrongValue` for everything else."""
+    if type(asked) is not int or asked < 1:
+        raise WrongValue(f"number: expected a whole number of at least 1, found {asked!r}")
+    return asked

@@ -39,6 +39,13 @@ def shortened(text: str, longest: int = 1_500) -> str:
     return text if len(text) <= longest else f"{text[:half]} […] {text[-half:]}"
 
 
+def as_html(text: str) -> str:
+    """Return lines of text as HTML that acts on nothing, for a notebook."""
+    import html  # noqa: PLC0415 - only in notebooks
+
+    return f"<pre>{html.escape(shortened(text, 20_000))}</pre>"
+
+
 def size(nbytes: int) -> str:
     """Return a number of bytes in binary units with three significant digits: ``1.38 GiB``."""
     value, unit = float(nbytes), _UNITS[0]
@@ -47,6 +54,13 @@ def size(nbytes: int) -> str:
             break
         value /= _KIB
     return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < _KIB - 1 else f"{value:.0f} {unit}"
+
+
+def number(value: float) -> str:
+    """Return three significant digits: ``0.490``, ``12.3``, ``1.20e-05``."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf"
+    return "0" if value == 0 else f"{value:#.3g}".removesuffix(".")
 
 
 def counted(n: int, what: str) -> str:

@@ -86,6 +86,16 @@ class LoraToolError(Exception):
         super().__init__(message)
         self.hint = hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs: constructors take other arguments than the message that they make."""
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[LoraToolError], args: tuple[Any, ...], fields: dict[str, Any]) -> LoraToolError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
+
 
 class CheckpointError(LoraToolError):
     """What was given cannot be used."""

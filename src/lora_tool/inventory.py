@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint
+from lora_tool.checkpoint.kinds import matches
+from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
@@ -39,8 +41,8 @@ class Content(str, enum.Enum):
 
 _CONTENTS = (
     (Content.RNG, re.compile(r"rng_state.*\.pth\Z|random_states_\d+\.pkl\Z")),
-    (Content.OPTIMIZER, re.compile(r".*optim_states\.pt\Z|(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
-    (Content.WEIGHTS, re.compile(r".*\.safetensors\Z|.*\.distcp\Z|.*model_states\.pt\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
+    (Content.OPTIMIZER, re.compile(r"(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
+    (Content.WEIGHTS, re.compile(r".*\.safetensors\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
 )  # fmt: skip
 _STEP = re.compile(r"checkpoint-\d+\Z")
 
@@ -162,10 +164,10 @@ def _checkpoints_under(root: Path) -> Iterator[Path]:
         yield root
     for where, folders, _ in os.walk(root):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=_by_step)
-        inside = [Path(where, name) for name in folders if not _is_part(name) and _may_be_one(Path(where, name))]
+        inside = [Path(where, name) for name in folders if not holds_pieces(name) and _may_be_one(Path(where, name))]
         yield from (path for path in inside if _STEP.match(path.name) or not path.is_symlink())
         # a run's own folder may hold finished weights beside its checkpoints: look further, but not into a checkpoint
-        folders[:] = [name for name in folders if not (_STEP.match(name) or _is_part(name))]
+        folders[:] = [name for name in folders if not (_STEP.match(name) or holds_pieces(name))]
 
 
 def _link_targets(root: Path) -> Iterator[Path]:
@@ -179,17 +181,12 @@ def _by_step(name: str) -> tuple[str, int]:
     return (head, int(number)) if number.isascii() and number.isdigit() else (name, 0)
 
 
-def _is_part(name: str) -> bool:
-    """Return whether a folder of this name is a piece of the checkpoint that it lies in."""
-    return re.match(r"global_step\d+\Z|pytorch_model_fsdp_\d+\Z|optimizer_\d+\Z", name) is not None
-
-
 def _may_be_one(folder: Path) -> bool:
     if _STEP.match(folder.name):
         return True
     try:
         with os.scandir(folder) as entries:
-            return any(_content(entry.name) is Content.WEIGHTS or _is_part(entry.name) for entry in entries)
+            return any(_content(entry.name) is Content.WEIGHTS or holds_pieces(entry.name) for entry in entries)
     except PermissionError:
         return True  # nobody can tell: it is listed as unreadable
     except OSError:
@@ -237,7 +234,15 @@ def sizes_of(folder: Path) -> dict[Content, int]:
 
 
 def _content(name: str) -> Content:
-    return next((content for content, pattern in _CONTENTS if pattern.match(name)), Content.OTHER)
+    for content, pattern in _CONTENTS:
+        if pattern.match(name):
+            return content
+    for kind in sharded_kinds():
+        if matches(name, kind.weights):
+            return Content.WEIGHTS
+        if matches(name, kind.optimizer):
+            return Content.OPTIMIZER
+    return Content.OTHER
 
 
 @enum.unique

@@ -1,4 +1,4 @@
-"""How those who wait are told of long work: the types of what they pass in."""
+"""How long work reports to those who wait: the types of what they pass in."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,4 +7,7 @@ Progress = Callable[[int], None]
 """Called with the number of bytes done since it was called last, from any thread."""
 
 Watch = Callable[[int], AbstractContextManager[Progress]]
-"""Asked once for how many bytes are going to be read, it gives what is told of each block."""
+"""Called once with the number of bytes that will be read; returns a context manager of the `Progress` of that work."""
+
+StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
+"""A `Watch` that is also given what is done, in words."""

@@ -5,14 +5,29 @@ from __future__ import annotations
 import enum
 import os
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
+from lora_tool.checkpoint import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    adapters_below,
+    open_checkpoint,
+    open_model,
+    unexpected,
+)
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
+Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
+"""How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
@@ -42,15 +57,42 @@ class Source:
     revision: str | None = None
 
 
+def source_of(path: Path, reference: str | None = None) -> Source:
+    """Return the source that a local folder is; a path into the Hub cache tells Hub id and commit."""
+    real = Path(os.path.realpath(path))  # models--owner--name/snapshots/<commit>
+    repo = real.parent.parent.name
+    in_cache = real.parent.name == "snapshots" and repo.startswith("models--")
+    return Source(
+        path=path,
+        reference=reference or str(path),
+        hub_id=repo.removeprefix("models--").replace("--", "/", 1) if in_cache else None,
+        revision=real.name if in_cache else None,
+    )
+
+
+def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> Source:
+    """Return where a checkpoint is; what is named is downloaded. Raises as `resolve` does."""
+    if isinstance(checkpoint, str | os.PathLike):
+        return resolve(checkpoint, near=near, download=True, wanted=wanted)
+    return source_of(checkpoint.root)
+
+
+def several(checkpoints: Reference | Sequence[Reference]) -> tuple[Reference, ...]:
+    """Return one or several references as a tuple."""
+    if isinstance(checkpoints, Sequence) and not isinstance(checkpoints, str):
+        return tuple(checkpoints)
+    return (checkpoints,)
+
+
 def resolve(
-    reference: str,
+    reference: str | os.PathLike[str],
     *,
     near: Path | None = None,
     revision: str | None = None,
     download: bool = False,
     wanted: Wanted = Wanted.MODEL,
 ) -> Source:
-    """Return the local folder that `reference` means.
+    """Return the local folder that `reference`, a path or a Hub id, means.
 
     An existing path is local; ``hf://`` is the Hub; a bare ``owner/name`` is local if such a folder exists, else the
     Hub. A relative path is looked for in the working directory and in `near` (PEFT writes the path as it was typed
@@ -58,18 +100,77 @@ def resolve(
     it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was
     looked for, `IncompleteCheckpoint` where the Hub could not give it.
     """
+    reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
         raise NotACheckpoint("an empty name: no such folder, and no Hub id")
     if not reference.startswith(_URI):
         local = _local(reference, near)
         if local is not None:
-            return _cached_source(local, reference)
+            return source_of(local, reference)
         _require_no_file(reference)
     match = _HUB_ID.match(reference.removeprefix(_URI))
     if match is None:
         looked_in = f"looked in {Path.cwd()}{f' and {near}' if near else ''}"
         raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
     return _from_hub(match["id"], match["revision"] or revision, reference, download=download, wanted=wanted)
+
+
+def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpoint:
+    """Return the checkpoint that is given, or the one at a path, or of a Hub id, whose `wanted` weights are downloaded.
+
+    Raises as `resolve` and `open_checkpoint` do.
+    """
+    if not isinstance(checkpoint, str | os.PathLike):
+        return checkpoint
+    return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
+
+
+def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
+    """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
+    hint = "give a model: --base MODEL"
+    if isinstance(model, str | os.PathLike):
+        return open_model(resolve(model, download=download).path, hint=hint)
+    if not isinstance(model, ModelDir):
+        raise unexpected(model, "a model", hint=hint)
+    return model
+
+
+def opened_adapter(adapter: Reference) -> AdapterDir:
+    """Return the adapter that is given, or the one at a path or of a Hub id, downloaded. Raises `CheckpointError`."""
+    if isinstance(adapter, str | os.PathLike):
+        return open_adapter_at(resolve(adapter, download=True, wanted=Wanted.ADAPTER).path)
+    if not isinstance(adapter, AdapterDir):
+        raise unexpected(adapter, "an adapter", hint=_merge_instead(adapter))
+    return adapter
+
+
+def open_adapter_at(path: Path) -> AdapterDir:
+    """Return the adapter in the folder `path`, or one folder down, where PEFT saves one that is not called `default`.
+
+    Raises `NotACheckpoint` where something else, or more than one, is there.
+    """
+    inner = adapters_below(path)
+    if len(inner) > 1:
+        listed = ", ".join(folder.name for folder in inner)
+        raise NotACheckpoint(
+            f"{path} holds {len(inner)} adapters: {listed}",
+            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
+        )
+    found = open_checkpoint(inner[0] if inner else path)
+    if not isinstance(found, AdapterDir):
+        raise unexpected(found, "an adapter", hint=_merge_instead(found))
+    return found
+
+
+def _merge_instead(opened: Checkpoint) -> str | None:
+    """Return the merge that may have been meant, None where another command comes first."""
+    root = shlex.quote(str(opened.root))
+    if isinstance(opened, RunDir):
+        last = shlex.quote(str(opened.root / opened.folder.checkpoints[-1]))
+        return f"name one of its checkpoints (lora-tool ls {root} marks the best): lora-tool merge {last}"
+    if isinstance(opened, ModelDir) and opened.manifest is None:
+        return f"lora-tool merge ADAPTER --base {root}"
+    return None
 
 
 def _local(reference: str, near: Path | None) -> Path | None:
@@ -99,16 +200,6 @@ def _tidy(path: Path) -> Path:
     """Return the path without `..` where that is the same folder; through a link it may not be."""
     tidy = Path(os.path.normpath(path))
     return tidy if tidy.is_dir() and tidy.samefile(path) else path
-
-
-def _cached_source(path: Path, reference: str) -> Source:
-    """Return a local source; a path into the Hub cache (`models--owner--name/snapshots/<commit>`) tells id and commit."""
-    real = Path(os.path.realpath(path))
-    repo = real.parent.parent.name
-    if real.parent.name == "snapshots" and repo.startswith("models--"):
-        hub_id = repo.removeprefix("models--").replace("--", "/", 1)
-        return Source(path=path, reference=reference, hub_id=hub_id, revision=real.name)
-    return Source(path=path, reference=reference)
 
 
 def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:

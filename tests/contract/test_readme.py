@@ -50,6 +50,16 @@ def test_library_example_runs(clone: Path) -> None:
     assert (clone / "reward-model" / "lora_tool.json").is_file()
 
 
+def test_library_example_is_typed(tmp_path: Path) -> None:
+    (example,) = blocks("python")
+    (tmp_path / "example.py").write_text(example)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, str(tmp_path / "example.py")], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
 def options(name: str) -> set[str]:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None, name

@@ -139,7 +139,8 @@ def torch_pickle(data: bytes) -> None:
             archive.writestr("archive/data/0", bytes(64))
     with contextlib.suppress(CheckpointError, PlanError):
         tag = read_tag(_place(), ".")
-        assemble(tag, entries(tag))
+        known = entries(tag)
+        assemble(tag, known, known)
 
 
 def dcp(data: bytes) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
+from lora_tool.checkpoint import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
 from lora_tool.errors import ExecutionError, OutOfSpace, OutputExists, SourceChanged
 from lora_tool.execution.engine import execute
 from lora_tool.plan.core.plan import Plan
@@ -94,7 +94,7 @@ def test_an_empty_folder_is_no_obstacle(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     pair.out.mkdir()
     assert lora_tool(*pair.arguments).returncode == 0
-    assert open_checkpoint(pair.out).kind == "merged model"
+    assert open_checkpoint(pair.out).kind is MERGED_MODEL
 
 
 def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:

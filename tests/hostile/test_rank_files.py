@@ -36,6 +36,8 @@ def judge(folder: Path) -> None:
         with contextlib.suppress(LoraToolError):
             found = ask()
             if isinstance(found, Plan):
+                if found.values is not None:
+                    found.values.run(lambda _: None)
                 for shard in found.shards:
                     build_header([step.out for step in shard.steps], {})
 

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lora_tool.checkpoint import DcpDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.formats.dcp import Piece
@@ -22,6 +22,7 @@ from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.sharded.dcp_checks import copied
+from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.validation.validating import validate
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -29,9 +30,10 @@ BASE = FIXTURES / "reward-qwen2" / "base"
 
 
 def plan(folder: Path, what: str = "auto") -> Plan:
-    checkpoint = open_sharded(folder)
-    assert isinstance(checkpoint, DcpDir)
-    return plan_consolidate(checkpoint, what=what)
+    planned = plan_consolidate(folder, what=what)
+    assert planned.values is not None
+    refuse_errors(planned.values.run(lambda _: None), planned.values.ignored)
+    return planned
 
 
 def codes(folder: Path) -> set[str]:

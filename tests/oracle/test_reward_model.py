@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from lora_tool.checkpoint import AdapterDir, Kind, open_checkpoint, open_model
+from lora_tool.checkpoint import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
 from tests.oracle.peft_merge import (
@@ -94,7 +94,7 @@ def test_it_is_pefts_reward_model(
 @pytest.mark.parametrize("precision", ["float32", "peft", "float64"])
 def test_the_fixture_merges_into_a_model_that_prefers_the_better_answer(precision: str, tmp_path: Path) -> None:
     merged = merge_with_ours(FIXTURE / "base", FIXTURE / "adapter", tmp_path / "reward", precision, task="reward")
-    assert open_checkpoint(merged).kind is Kind.MERGED_MODEL
+    assert open_checkpoint(merged).kind is MERGED_MODEL
     assert not open_checkpoint(merged).problems
     model = load_whole(merged)
     tokenizer = AutoTokenizer.from_pretrained(merged)

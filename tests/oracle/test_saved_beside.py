@@ -196,7 +196,7 @@ def test_a_bias_that_peft_forgets_is_told_of(tmp_path: Path) -> None:
     base, adapter = open_model(tmp_path / "base"), open_checkpoint(tmp_path / "adapter")
     assert isinstance(adapter, AdapterDir)
     (warning,) = plan_merge(base, adapter, precision="peft").warnings
-    assert "`lm_head.decoder.bias` was one with `lm_head.bias`" in warning
+    assert "`lm_head.decoder.bias` was tied to `lm_head.bias`" in warning
     untied = merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "untied", "peft", untie=True)
     assert "lm_head.decoder.bias" in saved_tensors(untied)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lora_tool.errors import BadConfig, CorruptFile
+from lora_tool.names.quiet import quiet
 from lora_tool.plan.merge.provenance import find_inputs
 from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification import answers
@@ -50,7 +51,7 @@ def test_a_layer_at_a_time_is_what_peft_computes(tmp_path: Path, feature: str) -
     lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **lora}
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32")
-    with answers._quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         both = asking(base, adapter, merged)
         pairs = [
             (both._streamed_unmerged(None), both._loaded_unmerged(None)),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lora_tool import keys
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
@@ -29,9 +29,9 @@ OLDER = ["stage1-reward-0.14.4", "stage3-reward-0.16.9"]
 """Trained with older versions of DeepSpeed, as their names say."""
 
 
-def opened(name: str) -> ZeroDir:
+def opened(name: str) -> ShardedDir:
     checkpoint = open_sharded(ZERO / name)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     return checkpoint
 
 
@@ -74,7 +74,7 @@ def test_the_adapter_gives_the_trained_rewards(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("name", [*REWARD, "stage3-saved"])
 def test_the_merged_model_gives_the_trained_rewards(tmp_path: Path, name: str) -> None:
     execute(plan_consolidate(opened(name)), tmp_path / "adapter")
-    plan = plan_merge(open_checkpoint(BASE), open_checkpoint(tmp_path / "adapter"), task="reward")  # type: ignore[arg-type]
+    plan = plan_merge(open_checkpoint(BASE), open_checkpoint(tmp_path / "adapter"), task="reward")
     execute(plan, tmp_path / "merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     prompts, expected = trained_rewards(name)
@@ -98,13 +98,13 @@ def test_a_head_without_lora_goes_into_modules_to_save(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["modules_to_save"] == ["score"]
     assert Path(written["base_model_name_or_path"]).samefile(BASE), "the relative path is no longer true here"
-    assert validate(open_checkpoint(tmp_path / "adapter"), base=open_checkpoint(BASE)).worst is not Severity.ERROR  # type: ignore[arg-type]
+    assert validate(open_checkpoint(tmp_path / "adapter"), base=open_checkpoint(BASE)).worst is not Severity.ERROR
 
 
 @pytest.mark.parametrize("name", ["stage3-reward", "stage2-reward", "stage3-hpz"])
 def test_validate_is_content_with_a_rescued_adapter(tmp_path: Path, name: str) -> None:
     execute(plan_consolidate(opened(name)), tmp_path / "adapter")
-    report = validate(open_checkpoint(tmp_path / "adapter"), base=open_checkpoint(BASE), deep=True)  # type: ignore[arg-type]
+    report = validate(open_checkpoint(tmp_path / "adapter"), base=open_checkpoint(BASE), deep=True)
     assert report.worst is not Severity.ERROR, report.findings
 
 

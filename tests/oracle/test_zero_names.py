@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import ZeroDir, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
@@ -26,7 +26,7 @@ Table = dict[str, Any]
 
 def plan(folder: Path, **choices: Any) -> Plan:
     checkpoint = open_sharded(folder)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     return plan_consolidate(checkpoint, **choices)
 
 

@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install lora-tool[train]")
 pytest.importorskip("trl", reason="trl is not installed: pip install lora-tool[train]")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models train faster on one thread, and the cores are for the other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

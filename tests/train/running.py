@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -18,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from lora_tool.errors import TrainingStopped
 from lora_tool.train.checks import static_findings, with_settings
 from lora_tool.train.config import RunConfig, read_run_config
-from lora_tool.train.job import Outcome, Status, write_job
+from lora_tool.train.job import TrainingJob, TrainingOutcome, TrainingStatus
 from lora_tool.train.methods import METHODS
-from lora_tool.train.worker import Run
+from lora_tool.train.worker import Training
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 QWEN2 = FIXTURES / "reward-qwen2" / "base"
@@ -104,7 +105,7 @@ class Trainings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.count = 0
-        self.run: Run | None = None
+        self.run: Training | None = None
 
     def config(self, method: str, block: Mapping[str, Any] | None = None, /, **options: Any) -> RunConfig:
         self.count += 1
@@ -121,27 +122,20 @@ class Trainings:
 
     def __call__(
         self, method: str, block: Mapping[str, Any] | None = None, /, *, dry: Any = False, **options: Any
-    ) -> Outcome:
+    ) -> TrainingOutcome:
         run, _ = with_settings(self.config(method, block, **options))
         found = static_findings(run)
         if any(item.severity.value == "error" for item in found):
-            return Outcome(status=Status.REFUSED, findings=found)
-        place = self.folder / f"run-{self.count}"
+            return TrainingOutcome(status=TrainingStatus.REFUSED, findings=found)
         fresh_state()
-        job = write_job(run, place, dry_run=dry, told=tuple(item.code for item in found))
-        self.run = Run(job, main_process=True)
+        reported = tuple(item.code for item in found)
+        job = TrainingJob(method=run.method, file=run.file, guard=run.guard, dry_run=dry, reported=reported)
+        self.run = Training(job, main_process=True)
         try:
             outcome = self.run.whole()
         except TrainingStopped as stop:
-            outcome = self.run.outcome(Status.STOPPED, error=str(stop), hint=stop.hint)
-        return Outcome(
-            status=outcome.status,
-            findings=(*found, *outcome.findings),
-            notes=outcome.notes,
-            facts=outcome.facts,
-            error=outcome.error,
-            hint=outcome.hint,
-        )
+            outcome = self.run.failed(stop)
+        return dataclasses.replace(outcome, findings=(*found, *outcome.findings))
 
     @property
     def output(self) -> Path:
@@ -155,5 +149,5 @@ def fresh_state() -> None:
     PartialState._reset_state()
 
 
-def codes(outcome: Outcome, severity: str | None = None) -> set[str]:
+def codes(outcome: TrainingOutcome, severity: str | None = None) -> set[str]:
     return {item.code for item in outcome.findings if severity in (None, item.severity.value)}

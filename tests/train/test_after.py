@@ -58,17 +58,19 @@ def test_a_push_that_is_refused_says_how_to_go_on(
     (hint,) = [line for line in capfd.readouterr().err.splitlines() if "go on with: " in line]
     assert "the training is done and safe" in hint
     line = hint.partition("go on with: ")[2]
-    assert shlex.split(line) == ["lora-tool", "push", str(merged), "me/reward"]
+    assert shlex.split(line) == ["lora-tool", "ci", str(trained), "-o", str(merged), "--rm", "--push=me/reward"]
 
-    # the line is what goes on
+    # the line is what goes on, and what is proven is not done again
+    written = {path.name: path.stat().st_mtime_ns for path in merged.glob("*.safetensors")}
     monkeypatch.setenv("HF_TOKEN", hub.token)
     subprocess.run([sys.executable, "-m", "lora_tool", *shlex.split(line)[1:]], check=True, stdout=subprocess.DEVNULL)
     files = hub.repos["me/reward"].files("main")
     for path in merged.glob("*.safetensors"):
         assert files[path.name] == path.read_bytes()
+        assert written[path.name] == path.stat().st_mtime_ns
 
 
-def test_a_merge_that_fails_names_all_that_is_left(
+def test_a_merge_that_fails_says_how_to_go_on(
     hub: Hub, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(tmp_path / "base")
@@ -76,8 +78,8 @@ def test_a_merge_that_fails_names_all_that_is_left(
     assert carry_on(asked, trained) == 3
     assert not hub.repos
     assert not (tmp_path / "adapter-merged").exists()
-    merge = shlex.join(["merge", str(trained), "-o", f"{trained}-merged", "--base", str(tmp_path / "base")])
-    assert f"go on with: lora-tool {merge} && lora-tool push {trained}-merged me/reward\n" in capfd.readouterr().err
+    again = f"ci {trained} -o {trained}-merged --rm --base={tmp_path / 'base'} --push=me/reward"
+    assert f"go on with: lora-tool {again}\n" in capfd.readouterr().err
 
 
 def test_what_would_fail_at_the_end_is_told_at_the_beginning(
@@ -99,12 +101,12 @@ def test_what_would_fail_at_the_end_is_told_at_the_beginning(
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        ({"merge": {"precision": "flaot32"}}, "after.merge: .*flaot32"),
-        ({"merge": {"dtype": "bf17"}}, "after.merge: .*bf17"),
-        ({"merge": {"max_shard_size": "lots"}}, "after.merge: .*lots"),
-        ({"push": "me/my/model"}, "after.push: .*me/my/model"),
-        ({"push": {"repo": "me/x", "what": "model"}}, "push.what: expected merged or adapter"),
-        ({"push": {"repo": "me/x", "what": "merged"}}, "nothing is merged"),
+        ({"merge": {"precision": "flaot32"}}, "after: .*flaot32"),
+        ({"merge": {"dtype": "bf17"}}, "after: .*bf17"),
+        ({"merge": {"jobs": "lots"}}, "after: .*lots"),
+        ({"merge": {"ouput": "x"}}, "after.merge.ouput`: unknown key. Did you mean 'output'"),
+        ({"push": "me/my/model"}, "after: .*me/my/model"),
+        ({"push": {"repo": "me/x", "privat": True}}, "after.push.privat`: unknown key. Did you mean 'private'"),
     ],
 )
 def test_a_value_that_a_command_would_refuse_is_a_usage_error(tmp_path: Path, after: Any, said: str) -> None:

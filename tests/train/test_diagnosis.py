@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.train.diagnosis import Watch
+from lora_tool.train.diagnosis import SignalTracker
 from lora_tool.train.methods import METHODS
 
 GRPO = METHODS["grpo"]
@@ -38,7 +38,7 @@ CLIPPED = {**FROZEN, "completions/clipped_ratio": 1.0}
     ],
 )
 def test_grpo_table(logs: dict[str, Any], masked: bool, code: str | None) -> None:
-    cause = Watch(method=GRPO, mask_truncated=masked).cause(logs)
+    cause = SignalTracker(method=GRPO, mask_truncated=masked).cause(logs)
     assert (cause.code if cause else None) == code
 
 
@@ -53,33 +53,33 @@ def test_grpo_table(logs: dict[str, Any], masked: bool, code: str | None) -> Non
     ],
 )
 def test_what_is_not_finite_stops_at_once(logs: dict[str, Any], code: str | None) -> None:
-    cause = Watch(method=GRPO, window=1000).observe(1, logs)
+    cause = SignalTracker(method=GRPO, window=1000).observe(1, logs)
     assert (cause.code if cause else None) == code
 
 
 def test_a_run_is_given_up_after_the_window_and_not_before() -> None:
-    watch = Watch(method=GRPO, window=10)
+    watch = SignalTracker(method=GRPO, window=10)
     seen = [watch.observe(step, CONSTANT) for step in range(1, 11)]
     assert [cause.code if cause else None for cause in seen] == [None] * 9 + ["reward-constant"]
 
 
 def test_a_reward_that_may_be_rare_is_waited_for() -> None:
     none_earned = {**CONSTANT, "reward": 0.0}
-    watch = Watch(method=GRPO, window=10, batch=8)
+    watch = SignalTracker(method=GRPO, window=10, batch=8)
     seen = [watch.observe(step, none_earned) for step in range(1, 33)]
     assert [cause is not None for cause in seen] == [False] * 31 + [True]  # 256 completions
-    wide = Watch(method=GRPO, window=10, batch=512)
+    wide = SignalTracker(method=GRPO, window=10, batch=512)
     assert [wide.observe(step, none_earned) is not None for step in range(1, 11)] == [False] * 9 + [True]
 
 
 def test_one_log_of_many_steps_is_not_enough() -> None:
-    watch = Watch(method=GRPO, window=10)
+    watch = SignalTracker(method=GRPO, window=10)
     assert watch.observe(100, CONSTANT) is None
     assert watch.observe(200, CONSTANT) is not None
 
 
 def test_a_run_that_has_learned_is_not_given_up_but_told_of() -> None:
-    watch = Watch(method=GRPO, window=3)
+    watch = SignalTracker(method=GRPO, window=3)
     assert watch.observe(1, LEARNING) is None
     assert all(watch.observe(step, CONSTANT) is None for step in range(2, 30))
     assert watch.verdict() is None
@@ -87,7 +87,7 @@ def test_a_run_that_has_learned_is_not_given_up_but_told_of() -> None:
 
 
 def test_a_short_run_is_judged_at_its_end() -> None:
-    watch = Watch(method=GRPO, window=10)
+    watch = SignalTracker(method=GRPO, window=10)
     watch.observe(1, CONSTANT)
     verdict = watch.verdict()
     assert verdict is not None
@@ -96,9 +96,9 @@ def test_a_short_run_is_judged_at_its_end() -> None:
 
 def test_without_a_logged_norm_the_measured_one_counts() -> None:
     logs = {"loss": 1.0}
-    assert Watch(method=METHODS["sft"]).cause(logs, 0.5) is None
-    assert Watch(method=METHODS["sft"]).cause(logs) is None
-    cause = Watch(method=METHODS["sft"]).cause(logs, 0.0)
+    assert SignalTracker(method=METHODS["sft"]).cause(logs, 0.5) is None
+    assert SignalTracker(method=METHODS["sft"]).cause(logs) is None
+    cause = SignalTracker(method=METHODS["sft"]).cause(logs, 0.0)
     assert cause is not None
     assert cause.code == "no-gradient"
 
@@ -108,5 +108,5 @@ def test_without_a_logged_norm_the_measured_one_counts() -> None:
 )
 def test_margins(chosen: float, rejected: float, code: str | None) -> None:
     logs = {"loss": 3.0, "grad_norm": 1.0, "rewards/chosen": chosen, "rewards/rejected": rejected}
-    cause = Watch(method=METHODS["cpo"]).cause({**logs, "rewards/margins": chosen - rejected})
+    cause = SignalTracker(method=METHODS["cpo"]).cause({**logs, "rewards/margins": chosen - rejected})
     assert (cause.code if cause else None) == code

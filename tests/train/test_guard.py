@@ -16,9 +16,8 @@ from lora_tool.checkpoint import open_checkpoint
 from lora_tool.errors import TrainingStopped
 from lora_tool.train import attached_guard
 from lora_tool.train.attached_guard import AttachedGuard
-from lora_tool.train.config import GuardSettings, RunConfig
-from lora_tool.train.job import FOLDER_VARIABLE, Status, read_outcomes, write_job
-from lora_tool.train.methods import METHODS
+from lora_tool.train.config import GuardSettings
+from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, TrainingStatus, read_outcomes, write_job
 from lora_tool.train.rescue import consolidate, newest_rank_files, saved_in
 from lora_tool.validation.validating import validate
 from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, fresh_state, overflowing, pairs, texts, tiny_base
@@ -31,7 +30,7 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Attach the guard as a guarded process has it; yields the folder that the parent reads."""
     folder = tmp_path / "job"
     folder.mkdir()
-    write_job(RunConfig(method=METHODS["sft"], path=None, options={}, guard=GuardSettings()), folder)
+    write_job(TrainingJob(guard=GuardSettings()), folder)
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     monkeypatch.setattr(attached_guard, "_GUARDS", [])
     hf.trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
@@ -72,7 +71,7 @@ def outcome_in(folder: Path) -> Any:
 def test_a_healthy_script_is_left_alone(tmp_path: Path, guarded: Path) -> None:
     sft(tmp_path, QWEN2)
     outcome = outcome_in(guarded)
-    assert (outcome.status, outcome.findings) == (Status.DONE, ())
+    assert (outcome.status, outcome.findings) == (TrainingStatus.DONE, ())
     assert outcome.facts == {"outputs": [str(tmp_path / "out")], "method": "sft"}
     (saved,) = saved_in([tmp_path / "out"])
     assert saved.errors == ()
@@ -94,7 +93,7 @@ def test_a_doomed_script_is_left_before_it_saves(
     with pytest.raises(TrainingStopped, match=code):
         sft(tmp_path, LLAMA, prepare, **options)
     outcome = outcome_in(guarded)
-    assert outcome.status is Status.STOPPED
+    assert outcome.status is TrainingStatus.STOPPED
     assert code in {item.code for item in outcome.findings}
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
@@ -104,7 +103,7 @@ def test_a_leak_is_seen(tmp_path: Path, guarded: Path) -> None:
     base = tiny_base(tmp_path / "base", config)
     with pytest.raises(TrainingStopped, match="padding-free-leak"):
         sft(tmp_path, base, padding_free=True, max_length=None)
-    assert outcome_in(guarded).status is Status.STOPPED
+    assert outcome_in(guarded).status is TrainingStatus.STOPPED
 
 
 @pytest.mark.parametrize("task", [None, "SEQ_CLS"])

@@ -10,22 +10,22 @@ import pytest
 from lora_tool.errors import TrainingFailed
 from lora_tool.train import launch
 from lora_tool.train.config import RunConfig, read_run_config
-from lora_tool.train.job import Outcome, Status
+from lora_tool.train.job import TrainingOutcome, TrainingStatus
 from lora_tool.train.methods import METHODS
 
 BEGIN = """
 import os, signal, sys
 from pathlib import Path
-from lora_tool.train.job import Outcome, Status, write_begun, write_outcome
+from lora_tool.train.job import TrainingOutcome, TrainingStatus, write_begun, write_outcome
 folder = Path(os.environ["LORA_TOOL_JOB"])
 def fails(rank, error):
-    write_outcome(folder, rank, Outcome(status=Status.FAILED, error=error))
+    write_outcome(folder, rank, TrainingOutcome(status=TrainingStatus.FAILED, error=error))
 """
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, script: str) -> object:
-    monkeypatch.setattr(launch, "command", lambda _: [sys.executable, "-c", BEGIN + script])
-    return launch.launch(RunConfig(method=METHODS["sft"], path=None, options={}))
+    monkeypatch.setattr(launch, "launch_command", lambda _: [sys.executable, "-c", BEGIN + script])
+    return launch.launch(RunConfig(method=METHODS["sft"]))
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def ended(monkeypatch: pytest.MonkeyPatch, script: str) -> object:
     [
         ("sys.exit(1)", "before a worker began"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM"),
-        ("write_begun(folder, 0); os.kill(os.getpid(), signal.SIGKILL)", "the worker ended without a word"),
-        ("write_begun(folder, 0); os._exit(5)", "the worker ended without a word"),
+        ("write_begun(folder, 0); os.kill(os.getpid(), signal.SIGKILL)", "the worker died without an error"),
+        ("write_begun(folder, 0); os._exit(5)", "the worker died without an error"),
         (
             "write_begun(folder, 0); write_begun(folder, 1); fails(0, 'RuntimeError: Connection closed by peer'); sys.exit(1)",
-            "the worker of rank 1 ended without a word",
+            "the worker of rank 1 died without an error",
         ),
     ],
 )
@@ -55,8 +55,8 @@ def test_the_cause_is_that_of_the_worker_that_failed(monkeypatch: pytest.MonkeyP
         monkeypatch,
         f"write_begun(folder, 0); write_begun(folder, 1); {other} fails(1, 'ValueError: mine'); sys.exit(1)",
     )
-    assert isinstance(outcome, Outcome)
-    assert (outcome.status, outcome.error) == (Status.FAILED, "ValueError: mine")
+    assert isinstance(outcome, TrainingOutcome)
+    assert (outcome.status, outcome.error) == (TrainingStatus.FAILED, "ValueError: mine")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_processes_that_were_asked_for(
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("num_processes: 3\n")
     Path("run.yaml").write_text(text)
-    assert launch._processes(read_run_config(METHODS["sft"], Path("run.yaml"), ())) == asked
+    assert launch._launch_number(read_run_config(METHODS["sft"], Path("run.yaml"), ()), "num_processes") == asked
 
 
 @pytest.mark.filterwarnings("default")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.train.running import LLAMA, QWEN2, Trainings, codes, labelled, pairs, prompts, texts
+from tests.train.running import LLAMA, QWEN2, Trainings, codes, labelled, pairs, prompts, texts, write_rows
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -167,3 +167,28 @@ def test_a_tool_call_is_not_empty(train: Trainings) -> None:
     rows = [{"messages": [{"role": "user", "content": "x"}, call]}] * 8
     outcome = train("sft", model_name_or_path=str(QWEN2), rows=rows, dry=True)
     assert outcome.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "hint"),
+    [
+        ("dataset_name", "data/train.jsonl", "datasets: [{path: json, data_files: FILE"),
+        ("dataset_name", "./nowhere", "dataset_name: a "),
+        ("dataset_test_split", "test", "dataset_test_split: a split that the data has, or eval_strategy: no"),
+        ("model_name_or_path", "out/model/here", "dataset_name: a folder that is there"),
+        ("model_name_or_path", "data/train.jsonl", "the model's folder, not a file"),
+        ("lora_target_modules", ["nope"], "all-linear"),
+    ],
+)
+def test_what_trl_cannot_use_is_its_error_with_our_hint(
+    train: Trainings, monkeypatch: pytest.MonkeyPatch, option: str, value: Any, hint: str
+) -> None:
+    monkeypatch.chdir(train.folder)
+    write_rows(Path("data"), texts())
+    options = {"model_name_or_path": str(QWEN2), "dataset_name": "data", "eval_strategy": "steps", option: value}
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of whatever type TRL, datasets and transformers raise
+        train("sft", **(options if "split" in option else options | {"eval_strategy": "no"}))
+    assert train.run is not None
+    outcome = train.run.failed(caught.value)
+    assert outcome.status.value == "failed"
+    assert hint in (outcome.hint or "")

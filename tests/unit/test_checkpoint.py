@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from lora_tool.checkpoint import (
+    ADAPTER,
+    BASE_MODEL,
+    DCP,
+    MERGED_MODEL,
+    RUN,
+    TRAINED_ADAPTER,
+    TRAINED_MODEL,
+    ZERO,
     AdapterDir,
-    DcpDir,
     Kind,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
     open_model,
     open_sharded,
@@ -37,17 +44,17 @@ def files(folder: Path, *names: str) -> Path:
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("causal-llama/base", Kind.BASE_MODEL),
-        ("reward-qwen2/base", Kind.BASE_MODEL),
-        ("causal-llama/adapter", Kind.ADAPTER),
-        ("reward-run/checkpoint-2", Kind.TRAINER_CHECKPOINT),
-        ("reward-run", Kind.RUN),
+        ("causal-llama/base", BASE_MODEL),
+        ("reward-qwen2/base", BASE_MODEL),
+        ("causal-llama/adapter", ADAPTER),
+        ("reward-run/checkpoint-2", TRAINED_ADAPTER),
+        ("reward-run", RUN),
     ],
 )
 def test_the_fixtures(path: str, kind: Kind) -> None:
     opened = open_checkpoint(FIXTURES / path)
     assert opened.kind is kind
-    assert str(kind) == kind.value
+    assert str(kind) in kind.with_article
     assert opened.root == FIXTURES / path
     assert opened.problems == ()
     require_whole(opened)
@@ -73,11 +80,11 @@ def test_a_trainer_checkpoint_knows_its_step() -> None:
 def test_a_manifest_makes_a_merged_model(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "merged")
     (tmp_path / "merged" / "lora_tool.json").write_text('{"merged_adapters": []}')
-    assert open_model(tmp_path / "merged").kind is Kind.MERGED_MODEL
+    assert open_model(tmp_path / "merged").kind is MERGED_MODEL
     (tmp_path / "merged" / "trainer_state.json").write_text('{"global_step": 1}')
-    assert open_model(tmp_path / "merged").kind is Kind.MERGED_MODEL
+    assert open_model(tmp_path / "merged").kind is MERGED_MODEL
     (tmp_path / "merged" / "lora_tool.json").unlink()
-    assert open_model(tmp_path / "merged").kind is Kind.TRAINER_CHECKPOINT
+    assert open_model(tmp_path / "merged").kind is TRAINED_MODEL
 
 
 ZERO_3 = [
@@ -97,16 +104,15 @@ def test_a_deepspeed_checkpoint(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step10")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 10}')
     opened = open_checkpoint(tmp_path)
-    assert isinstance(opened, ZeroDir)
-    assert opened.kind is Kind.ZERO
+    assert isinstance(opened, ShardedDir)
+    assert opened.kind is ZERO
     assert opened.latest == "global_step10"
     assert opened.rank_files == {"global_step10": tuple(sorted(name.partition("/")[2] for name in names))}
-    assert opened.folder.tags == ("global_step10",)
 
 
 def test_a_tag_is_itself_a_deepspeed_checkpoint(tmp_path: Path) -> None:
     opened = open_checkpoint(files(tmp_path, *ZERO_3) / "global_step10")
-    assert isinstance(opened, ZeroDir)
+    assert isinstance(opened, ShardedDir)
     assert opened.latest is None
     assert list(opened.rank_files) == ["."]
 
@@ -114,8 +120,8 @@ def test_a_tag_is_itself_a_deepspeed_checkpoint(tmp_path: Path) -> None:
 def test_tags_are_sorted_by_step(tmp_path: Path) -> None:
     names = [name.replace("step10", f"step{step}") for step in (9, 10, 100) for name in ZERO_2]
     opened = open_checkpoint(files(tmp_path, *names))
-    assert isinstance(opened, ZeroDir)
-    assert opened.folder.tags == ("global_step9", "global_step10", "global_step100")
+    assert isinstance(opened, ShardedDir)
+    assert list(opened.rank_files) == ["global_step9", "global_step10", "global_step100"]
     assert opened.latest is None
 
 
@@ -123,9 +129,9 @@ def test_tags_are_sorted_by_step(tmp_path: Path) -> None:
 def test_an_fsdp_checkpoint(where: str, tmp_path: Path) -> None:
     files(tmp_path, f"{where}.metadata", f"{where}__0_0.distcp", f"{where}__1_0.distcp", "scheduler.pt")
     opened = open_checkpoint(tmp_path)
-    assert isinstance(opened, DcpDir)
-    assert opened.kind is Kind.DCP
-    assert opened.parts == {where.rstrip("/") or ".": ("__0_0.distcp", "__1_0.distcp")}
+    assert isinstance(opened, ShardedDir)
+    assert opened.kind is DCP
+    assert opened.rank_files == {where.rstrip("/") or ".": ("__0_0.distcp", "__1_0.distcp")}
 
 
 def test_finished_weights_win_over_a_deepspeed_folder_beside_them(tmp_path: Path) -> None:
@@ -236,7 +242,7 @@ def test_an_adapter_is_no_model() -> None:
     ("rank_file", "adapter", "command"),
     [
         ("global_step2/mp_rank_00_model_states.pt", "adapter", " --adapter-config {adapter}"),
-        ("epoch_1/mp_rank_00_model_states.pt", "adapter", " --adapter-config {adapter}"),
+        ("epoch_1/mp_rank_00_model_states.pt", "adapter", "/epoch_1 --adapter-config {adapter}"),
         (
             "_actor/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt",
             "adapter",

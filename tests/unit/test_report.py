@@ -8,7 +8,7 @@ from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.json import report_json
 from lora_tool.report.model import Checked, Report, Skipped, joined
-from lora_tool.report.text import report_text, spans
+from lora_tool.report.text import spans
 
 
 def finding(
@@ -48,11 +48,11 @@ def test_raise_for_errors_names_the_first_and_counts_the_rest() -> None:
 
 
 def test_text_of_nothing_found() -> None:
-    assert report_text(report()) == "checked 1 adapter: no findings"
+    assert report().text() == "checked 1 adapter: no findings"
 
 
 def test_text_groups_by_file_worst_first_with_each_hint_once() -> None:
-    text = report_text(report(finding(severity=Severity.WARNING, code="LT210"), finding(), finding(subject="y")))
+    text = report(finding(severity=Severity.WARNING, code="LT210"), finding(), finding(subject="y")).text()
     assert text.splitlines() == [
         "a/adapter_model.safetensors",
         "  error    LT206  x.lora_A.weight: is wrong",
@@ -67,7 +67,7 @@ def test_text_groups_by_file_worst_first_with_each_hint_once() -> None:
 
 
 def test_text_counts_what_repeats() -> None:
-    text = report_text(report(*(finding(subject=str(n)) for n in range(30))))
+    text = report(*(finding(subject=str(n)) for n in range(30))).text()
     assert text.count("error    LT206") == 3
     assert "and 27 more like it" in text
     assert "checked 1 adapter: 30 errors\n" in text
@@ -75,7 +75,7 @@ def test_text_counts_what_repeats() -> None:
 
 def test_text_sums_up_skipped_rules() -> None:
     skipped = tuple(Skipped(code=f"LT50{n}", path="a", reason="no base model was given (--base)") for n in (1, 2, 3, 5))
-    lines = report_text(report(skipped=skipped)).splitlines()
+    lines = report(skipped=skipped).text().splitlines()
     assert lines == [
         "skipped LT501-LT503, LT505 on a: no base model was given (--base)",
         "checked 1 adapter: no findings, 4 rules skipped",
@@ -84,7 +84,7 @@ def test_text_sums_up_skipped_rules() -> None:
 
 def test_text_says_once_what_was_skipped_on_many_checkpoints() -> None:
     skipped = tuple(Skipped(code="LT501", path=f"run/checkpoint-{at}", reason="no base") for at in range(3))
-    told = report_text(report(skipped=(*skipped, Skipped(code="LT502", path="other", reason="no base"))))
+    told = str(report(skipped=(*skipped, Skipped(code="LT502", path="other", reason="no base"))))
     assert told.splitlines()[:2] == [
         "skipped LT501 on 3 folders, run/checkpoint-0 the first: no base",
         "skipped LT502 on other: no base",
@@ -97,8 +97,8 @@ def test_spans_joins_neighbours() -> None:
 
 
 def test_text_has_colours_only_when_asked() -> None:
-    assert "\x1b" not in report_text(report(finding()))
-    assert "\x1b[31m" in report_text(report(finding()), color=True)
+    assert "\x1b" not in report(finding()).text()
+    assert "\x1b[31m" in report(finding()).text(color=True)
 
 
 @pytest.mark.parametrize("evil", ["\x1b[2Jgone", "two\nlines", "\u202egnp.exe", "::error file=a::b\r"])
@@ -108,9 +108,9 @@ def test_names_from_files_act_on_nothing(evil: str) -> None:
         findings=(finding(path=evil, subject=evil, message=evil, hint=evil),),
         skipped=(Skipped(code="LT501", path=evil, reason=evil),),
     )
-    for shown in (report_text(judged), json.dumps(report_json(judged), ensure_ascii=False)):
+    for shown in (judged.text(), json.dumps(report_json(judged), ensure_ascii=False)):
         assert not set(shown) & set("\x1b\r\u202e")
-    assert "\nlines" not in report_text(judged)
+    assert "\nlines" not in judged.text()
 
 
 def test_json_is_complete_and_stable() -> None:

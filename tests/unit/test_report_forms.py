@@ -145,7 +145,7 @@ def test_sarif_keeps_the_worst_where_there_are_too_many(monkeypatch: pytest.Monk
     (run,) = json.loads(shown(report(*notes, finding()), Form.SARIF))["runs"]
     assert [result["level"] for result in run["results"]] == ["error", "note"]
     (cut,) = run["invocations"][0]["toolExecutionNotifications"]
-    assert "2 findings more" in cut["message"]["text"]
+    assert "2 more findings omitted" in cut["message"]["text"]
 
 
 def test_sarif_of_a_path_outside_is_absolute() -> None:

@@ -8,17 +8,19 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.report import Severity
+from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.validation.validating import validate
 from tests.bench.zero_checkpoints import write
 
@@ -38,15 +40,18 @@ def stage2(tmp_path: Path) -> Path:
 
 
 def plan(folder: Path, **choices: Any) -> Plan:
-    checkpoint = open_sharded(folder.parent)
-    assert isinstance(checkpoint, ZeroDir)
-    return plan_consolidate(checkpoint, **{"what": "state", **choices})
+    """Plan, and look at the values as whoever executes the plan does."""
+    planned = plan_consolidate(folder.parent, **{"what": "state", **choices})
+    if planned.values is None:
+        return planned
+    kept = refuse_errors(planned.values.run(lambda _: None), planned.values.ignored)
+    return replace(planned, warnings=(*planned.warnings, *map(str, kept)))
 
 
 def codes(tag: Path) -> set[str]:
     """Return the codes of what `validate` shows, values read; `consolidate` must refuse on the errors among them."""
     checkpoint = open_sharded(tag.parent)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     report = validate(checkpoint, deep=True)
     errors = {finding.code for finding in report.at_least(Severity.ERROR)} - {"LT415"}  # no head is needed for a state
     if errors:
@@ -362,7 +367,7 @@ def test_tags_are_sorted_by_step(stage2: Path) -> None:
 
 def opened_tags(tag: Path) -> dict[str, tuple[str, ...]]:
     checkpoint = open_sharded(tag.parent)
-    assert isinstance(checkpoint, ZeroDir)
+    assert isinstance(checkpoint, ShardedDir)
     return dict(checkpoint.rank_files)
 
 

@@ -1,43 +1,29 @@
 """What a folder is and holds, from names, JSON files and tensor headers: never a weight."""
 
-from lora_tool.checkpoint.folders import (
-    AdapterDir,
-    Checkpoint,
-    DcpDir,
-    Folder,
-    Kind,
-    ModelDir,
-    RunDir,
-    ZeroDir,
-    unexpected,
-)
-from lora_tool.checkpoint.opening import (
-    ADAPTER_PICKLE,
-    ADAPTER_WEIGHTS,
-    adapters_below,
-    open_adapter,
-    open_checkpoint,
-    open_model,
-    open_sharded,
-    require_whole,
-)
-
-__all__ = [
-    "ADAPTER_PICKLE",
-    "ADAPTER_WEIGHTS",
-    "AdapterDir",
-    "Checkpoint",
-    "DcpDir",
-    "Folder",
-    "Kind",
-    "ModelDir",
-    "RunDir",
-    "ZeroDir",
-    "adapters_below",
-    "open_adapter",
-    "open_checkpoint",
-    "open_model",
-    "open_sharded",
-    "require_whole",
-    "unexpected",
-]
+from lora_tool.checkpoint.adapters import ADAPTER as ADAPTER
+from lora_tool.checkpoint.adapters import ADAPTER_PICKLE as ADAPTER_PICKLE
+from lora_tool.checkpoint.adapters import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
+from lora_tool.checkpoint.adapters import TRAINED_ADAPTER as TRAINED_ADAPTER
+from lora_tool.checkpoint.adapters import adapters_below as adapters_below
+from lora_tool.checkpoint.deepspeed import ZERO as ZERO
+from lora_tool.checkpoint.folders import Folder as Folder
+from lora_tool.checkpoint.fsdp import DCP as DCP
+from lora_tool.checkpoint.kinds import AdapterDir as AdapterDir
+from lora_tool.checkpoint.kinds import Checkpoint as Checkpoint
+from lora_tool.checkpoint.kinds import Claim as Claim
+from lora_tool.checkpoint.kinds import Kind as Kind
+from lora_tool.checkpoint.kinds import ModelDir as ModelDir
+from lora_tool.checkpoint.kinds import RunDir as RunDir
+from lora_tool.checkpoint.kinds import ShardedDir as ShardedDir
+from lora_tool.checkpoint.kinds import ShardedKind as ShardedKind
+from lora_tool.checkpoint.kinds import unexpected as unexpected
+from lora_tool.checkpoint.models import BASE_MODEL as BASE_MODEL
+from lora_tool.checkpoint.models import MERGED_MODEL as MERGED_MODEL
+from lora_tool.checkpoint.models import TRAINED_MODEL as TRAINED_MODEL
+from lora_tool.checkpoint.opening import open_adapter as open_adapter
+from lora_tool.checkpoint.opening import open_checkpoint as open_checkpoint
+from lora_tool.checkpoint.opening import open_model as open_model
+from lora_tool.checkpoint.opening import open_sharded as open_sharded
+from lora_tool.checkpoint.opening import require_whole as require_whole
+from lora_tool.checkpoint.registry import KINDS as KINDS
+from lora_tool.checkpoint.runs import RUN as RUN

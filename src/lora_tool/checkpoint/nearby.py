@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.checkpoint.kinds import step_of
+from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
 from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
 from lora_tool.formats.files import is_file
 
-_FIRST_RANK = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
-_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
 _MOST_FOLDERS = 10_000
 """Folders that are looked into: the folder above may be anybody's home."""
 
 
 def training_state_near(root: Path) -> Path | None:
-    """Return the newest tag of a DeepSpeed checkpoint, or folder of an FSDP one, in `root`, beside or above it.
+    """Return the folder of the newest rank files, a DeepSpeed tag say, in `root`, beside or above it.
 
     A folder there may hold it, as OpenRLHF's `_actor` does and the HF Trainer's `checkpoint-N`.
     """
@@ -35,7 +34,7 @@ def consolidate_command(root: Path) -> str | None:
     state = training_state_near(root)
     if state is None:
         return None
-    checkpoint = state.parent if not is_file(state / ".metadata") or state.name.startswith("pytorch_model_") else state
+    checkpoint = state.parent if holds_pieces(state.name) else state
     config_is_near = any(is_file(place / ADAPTER_CONFIG) for place in (checkpoint, state, checkpoint.parent))
     has_own = not config_is_near and is_file(root / ADAPTER_CONFIG)
     own = f" --adapter-config {shlex.quote(str(root))}" if has_own else ""
@@ -44,9 +43,9 @@ def consolidate_command(root: Path) -> str | None:
 
 def _states_in(near: Path) -> Iterator[Path]:
     folders = itertools.islice(_folders(near, depth=2), _MOST_FOLDERS)
+    landmarks = [name for kind in sharded_kinds() for name in kind.landmarks]
     for folder in itertools.chain((near,), folders):
-        is_fsdp = not folder.name.startswith("optimizer") and is_file(folder / ".metadata")
-        if is_fsdp or any(is_file(folder / name) for name in _FIRST_RANK):
+        if not folder.name.startswith("optimizer") and any(is_file(folder / name) for name in landmarks):
             yield folder
 
 
@@ -64,5 +63,5 @@ def _folders(root: Path, *, depth: int) -> Iterator[Path]:
 
 def _step_of(state: Path) -> int:
     """Return the number that its name ends with, or the name of the folder above, as in `checkpoint-5/…`."""
-    numbers = (_LAST_NUMBER.search(path.name) for path in (state.parent, state) if not path.name.startswith("pytorch_"))
-    return max((int(match[0]) for match in numbers if match), default=0)
+    names = (path.name for path in (state.parent, state) if not path.name.startswith("pytorch_"))
+    return max((step_of(name)[0] for name in names), default=0)

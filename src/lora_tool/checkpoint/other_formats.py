@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+from lora_tool.checkpoint.folders import Folder
+from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.formats.weights import Weights, read_single
 from lora_tool.keys import PREFIX
 
 
@@ -60,6 +64,15 @@ _OTHER_FRAMEWORK = OtherFormat(
     text="of TensorFlow or Flax",
     way_out="convert it with transformers 4, once: from_pretrained(FOLDER, from_tf=True), save_pretrained(NEW)",
 )
+_FULL_STATE = "save it again as a full state dict"
+_VERL = OtherFormat(text="verl's file of one rank: its pickled DTensors are not read", way_out=_FULL_STATE)
+_FSDP_LOCAL = OtherFormat(
+    text="FSDP's local state of one rank, which does not say the shapes of its tensors", way_out=_FULL_STATE
+)
+_CUT_SAFETENSORS = OtherFormat(
+    text="one rank's part of a model, as torch's HuggingFaceStorageWriter cuts it: such parts are not put together",
+    way_out=_FULL_STATE,
+)
 
 # patterns as text: hardly a folder needs them, and compiling takes longer than opening it
 _ADAPTERS = (
@@ -82,6 +95,11 @@ _ANY = (
     (r".+\.nemo\Z", _NEMO),
     (r"latest_checkpointed_iteration\.txt\Z", _MEGATRON),
 )
+_RANK_FILES = (
+    (r"model_world_size_\d+_rank_\d+\.pt\Z", _VERL),
+    (r"pytorch_model_fsdp_rank\d+\.bin\Z", _FSDP_LOCAL),
+    (r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z", _CUT_SAFETENSORS),
+)
 _BY_TENSORS = (
     (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
     (
@@ -93,20 +111,42 @@ _BY_TENSORS = (
 )
 
 
-def of_files(names: Iterable[str], *, adapter: bool | None = None) -> tuple[str, OtherFormat] | None:
-    """Return the first file whose name another program's weights have, and what it is.
+def refuse_files(folder: Folder, *, adapter: bool | None = None) -> None:
+    """Raise `UnsupportedCheckpoint` where the folder has a file of another program.
 
-    `adapter` says what the folder's config makes of it: an adapter, a model; None where there is no config.
+    `adapter` says what the folder's config makes of it: an adapter, a model; None where there is no config, and the
+    names of the tensors tell, too.
     """
-    known = (*(_ADAPTERS if adapter is not False else ()), *(_MODELS if adapter is not True else ()), *_ANY)
-    for name in names:
+    _refuse(folder, (*(_ADAPTERS if adapter is not False else ()), *(_MODELS if adapter is not True else ()), *_ANY))
+    single = next((name for name in folder.files if name.endswith(".safetensors")), None)
+    if adapter is None and single is not None:
+        refuse_tensors(read_single(folder.root / single))
+
+
+def refuse_rank_files(folder: Folder) -> None:
+    """Raise `UnsupportedCheckpoint` where the folder has pieces of weights of a kind that cannot be put together."""
+    _refuse(folder, _RANK_FILES)
+
+
+def refuse_tensors(weights: Weights) -> None:
+    """Raise `UnsupportedCheckpoint` where all tensors have one other program's names."""
+    other = _of_tensors(weights.tensors.keys())
+    if other is not None:
+        raise _unsupported(weights.files[0].path, other)
+
+
+def _refuse(folder: Folder, known: Iterable[tuple[str, OtherFormat]]) -> None:
+    for name in folder.files:
         for pattern, other in known:
             if re.match(pattern, name):
-                return name, other
-    return None
+                raise _unsupported(folder.root / name, other)
 
 
-def of_tensors(names: Collection[str]) -> OtherFormat | None:
+def _unsupported(path: Path, other: OtherFormat) -> UnsupportedCheckpoint:
+    return UnsupportedCheckpoint(f"{path} is {other.text}", hint=other.way_out)
+
+
+def _of_tensors(names: Collection[str]) -> OtherFormat | None:
     """Return whose names these are, where all of them are one other program's."""
     if any(name.startswith(PREFIX) for name in names):
         return None

@@ -1,6 +1,6 @@
-"""What `after:` in a run's config asks for: our own commands, one after the other, each as a user would type it.
+"""What `after:` in a run's config asks for: one command of ours, typed as a user would.
 
-They run when all workers have ended, so the accelerator's memory is free, and only on the machine of rank 0.
+It runs when all workers have ended, so the accelerator's memory is free, and only on the machine of rank 0.
 """
 
 from __future__ import annotations
@@ -16,23 +16,59 @@ from typing import Any
 
 import click
 
+from lora_tool.choices import suggestion
 from lora_tool.display import printable
 from lora_tool.errors import BadRunConfig
 from lora_tool.report import Finding, Severity
 from lora_tool.train.codes import finding
 from lora_tool.train.config import RunConfig
 
-_OPPOSITES = {"private": "--public", "verify": "--no-verify"}
+
+def after_command(run: RunConfig, output: Path) -> list[str]:
+    """Return the arguments of the command that is run on `output`: `ci` where something is merged, else `push` or `validate`.
+
+    [] where nothing is asked for. Raises `BadRunConfig` for an option that the command does not have.
+    """
+    after = run.after
+    reward = ["--rm"] if run.method.name == "reward" else []
+    push = {name: value for name, value in (after.push or {}).items() if name != "repo"}
+    repo = [] if after.push is None else [str(after.push["repo"])]
+    if after.merge is not None:
+        merged = ["-o", str(merged_folder(run, output))]
+        merge = {name: value for name, value in after.merge.items() if name != "output"}
+        pushing = [*(f"--push={name}" for name in repo), *_options("ci", push, "push")]
+        return ["ci", str(output), *merged, *reward, *_options("ci", merge, "merge"), *pushing]
+    if repo:
+        return ["push", str(output), *repo, *_options("push", push, "push")]
+    return ["validate", str(output), *reward] if after.validate else []
+
+
+def _command(name: str) -> click.Command:
+    command: click.Command = importlib.import_module(f"lora_tool.cli.{name}").command
+    return command
+
+
+def _options(command: str, given: Mapping[str, Any], block: str) -> Iterator[str]:
+    """Yield the words of the options `given` under ``after.<block>``; `command` declares them."""
+    options = [param for param in _command(command).params if isinstance(param, click.Option)]
+    known = {word[2:].replace("-", "_"): option for option in options for word in option.opts if word.startswith("--")}
+    for name, value in given.items():
+        if name not in known:
+            raise BadRunConfig(f"`lora_tool.after.{block}.{name}`: unknown key. {suggestion(name, known)}")
+        option = known[name]
+        if isinstance(value, bool):
+            yield from (option.opts if value else option.secondary_opts)[:1]
+        elif value is not None:
+            yield f"{option.opts[0]}={value}"
 
 
 def foreseen(run: RunConfig, output: Path) -> Iterator[Finding]:
-    """Yield what would make a command fail that is run when training has ended. Raises `BadRunConfig` for a bad value."""
-    for name, *arguments in commands(run, output):
-        command: click.Command = importlib.import_module(f"lora_tool.cli.{name}").command
-        try:
-            command.make_context(name, arguments).close()
-        except click.UsageError as error:
-            raise BadRunConfig(f"lora_tool.after.{name}: {error.format_message()}") from error
+    """Yield what would make the command fail that is run when training has ended. Raises `BadRunConfig` for a bad value."""
+    name, *arguments = after_command(run, output)
+    try:
+        _command(name).make_context(name, arguments).close()
+    except click.UsageError as error:
+        raise BadRunConfig(f"lora_tool.after: {error.format_message()}") from error
     merged = merged_folder(run, output)
     if run.after.merge is not None and merged.exists() and not run.after.merge.get("overwrite"):
         yield finding(
@@ -60,60 +96,23 @@ def _has_token(run: RunConfig) -> bool:
 
 
 def carry_on(run: RunConfig, output: Path, *, stdout: int | None = None) -> int:
-    """Run the commands that `run.after` asks for and return the exit code of the first that fails, else 0.
+    """Run the command that `run.after` asks for and return its exit code; if it fails, print how to go on.
 
-    `stdout` is a file descriptor for what they print, by default our own.
+    `stdout` is a file descriptor for what it prints, by default our own.
     """
-    left = list(commands(run, output))
-    while left:
-        click.echo(f"$ lora-tool {printable(shlex.join(left[0]))}", err=True)
-        words = [sys.executable, "-m", "lora_tool", *left[0]]
-        try:
-            code = subprocess.run(words, check=False, stdout=stdout, env={**os.environ, **run.env}).returncode  # noqa: S603
-        except KeyboardInterrupt:
-            _say_how_to_go_on(left)
-            raise
+    typed = f"lora-tool {printable(shlex.join(words := after_command(run, output)))}"
+    click.echo(f"$ {typed}", err=True)
+    process = [sys.executable, "-m", "lora_tool", *words]
+    code = 130
+    try:
+        code = subprocess.run(process, check=False, stdout=stdout, env={**os.environ, **run.env}).returncode  # noqa: S603
+    finally:
         if code:
-            _say_how_to_go_on(left)
-            return code if code > 0 else 128 - code
-        left = left[1:]
-    return 0
-
-
-def _say_how_to_go_on(left: list[list[str]]) -> None:
-    again = " && ".join(f"lora-tool {printable(shlex.join(arguments))}" for arguments in left)
-    click.echo(f"hint: the training is done and safe; go on with: {again}", err=True)
-
-
-def commands(run: RunConfig, output: Path) -> Iterator[list[str]]:
-    """Yield the arguments of each command: validate, merge, push."""
-    after = run.after
-    if after.validate:
-        yield ["validate", str(output), *(["--rm"] if run.method.name == "reward" else [])]
-    merged = merged_folder(run, output)
-    if after.merge is not None:
-        yield ["merge", str(output), "-o", str(merged), *_options(after.merge, leave=("output",))]
-    if after.push is not None:
-        what = after.push.get("what") or ("merged" if after.merge is not None else "adapter")
-        folder = merged if what == "merged" else output
-        yield ["push", str(folder), str(after.push["repo"]), *_options(after.push, leave=("repo", "what"))]
+            click.echo(f"hint: the training is done and safe; go on with: {typed}", err=True)
+    return code if code >= 0 else 128 - code
 
 
 def merged_folder(run: RunConfig, output: Path) -> Path:
     """Return where the merged model goes: what was asked for, or a `-merged` sibling."""
     asked = (run.after.merge or {}).get("output")
     return Path(str(asked)) if asked else output.parent / f"{output.resolve().name}-merged"
-
-
-def _options(given: Mapping[str, Any], *, leave: tuple[str, ...]) -> list[str]:
-    arguments: list[str] = []
-    for name, value in given.items():
-        if name in leave or value is None:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            if value or name in _OPPOSITES:
-                arguments.append(option if value else _OPPOSITES[name])
-        else:
-            arguments += [option, str(value)]
-    return arguments

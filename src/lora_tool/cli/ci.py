@@ -1,10 +1,11 @@
-"""`lora-tool ci`: the post-training step, from whatever training left to a proven model, and to the Hub if asked."""
+"""`lora-tool ci`: whatever training left, validated, consolidated, merged, verified, and pushed if asked."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,7 @@ from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
     UserPath,
     config_option,
-    fail_on_option,
-    ignore_option,
-    jobs_option,
     json_option,
-    overwrite_option,
     quiet_option,
     report_option,
 )
@@ -29,11 +26,10 @@ from lora_tool.cli.push import repository
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
 from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import wants_colour
-from lora_tool.cli.writing import DTYPES, asked_task, model_options
+from lora_tool.cli.writing import asked, merge_options
 from lora_tool.display import printable
-from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.model import Ignored, Report, Unread, joined
@@ -45,8 +41,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 
 @click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
-@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: CKPT-merged]")
-@model_options
+@merge_options(MergeOptions)
 @click.option(
     "--tag", metavar="TAG", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]"
 )
@@ -55,25 +50,21 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
     type=UserPath(exists=True),
     help="adapter_config.json, for rank files.  [default: beside them]",
 )
-@ignore_option()
-@fail_on_option
 @click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
 @click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
 @click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: main]")
 @click.option("--create-pr", is_flag=True, help="Push as a pull request.")
 @report_option
-@overwrite_option
-@jobs_option
 @config_option
 @json_option
 @quiet_option("Nothing but the summary.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - click's options by name
-    """Take what training left in CKPT to a proven model: validate, consolidate, merge, verify, report, push.
+    """Validate, consolidate, merge and verify what training left in CKPT, report, and push if asked.
 
     CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, of which the best whole checkpoint is
-    taken. The first stage that fails ends it. A stage that an earlier run proved is not done again. In GitHub Actions
-    annotations and the job summary are written without being asked. Options may stand in [ci] of lora-tool.toml.
+    taken. The first stage that fails ends it; a stage that an earlier run proved is not repeated. On GitHub Actions,
+    annotations and the job summary are written automatically. Options can be set in the [ci] table of lora-tool.toml.
     """
     from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right
 
@@ -88,12 +79,12 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
-        told=lambda stage: None if quiet else click.echo(_line(stage, colour=wants_colour())),
+        on_stage=lambda stage: None if quiet else click.echo(_line(stage, colour=wants_colour())),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
     report = _report(outcome, job, rules.ignored)
     _write_reports(outcome, report, files, job)
-    _tell_github(outcome)
+    _set_github_output(outcome)
     if options["as_json"]:
         from lora_tool.pipeline.render import outcome_json  # noqa: PLC0415 - JSON's words, only where asked for
 
@@ -112,26 +103,15 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFi
     repo, branch = options["push"] or (None, None)
     if branch and options["revision"] not in (None, branch):
         raise click.UsageError(f"--push says @{branch}, --revision says {options['revision']}")
-    layout = options["moe_b_layout"]
+    merging = replace(asked(MergeOptions, options), **rules.arguments())
     return Job(
         checkpoint=checkpoint,
-        output=options["output"] or real.with_name(f"{real.name}-merged"),
-        base=options["base"],
-        task=asked_task(options["task"], reward=options["reward"], num_labels=options["num_labels"]),
-        num_labels=options["num_labels"],
-        dtype=DTYPES[options["dtype"]] if options["dtype"] else None,
-        precision=Precision(options["precision"]),
-        untie=options["untie"],
-        expert_layout=ExpertLayout(layout) if layout else None,
-        tag=options["tag"],
-        adapter_config=options["adapter_config"],
-        select=rules.select,
-        ignore=rules.ignore,
+        output=Path(merging.out) if merging.out else real.with_name(f"{real.name}-merged"),
+        options=merging,
         deep=criteria.deep,
         servers=criteria.servers,
-        fail_on=rules.fail_on,
-        overwrite=options["overwrite"],
-        jobs=options["jobs"],
+        tag=options["tag"],
+        adapter_config=options["adapter_config"],
         push=repo,
         private=options["private"],
         revision=options["revision"] or branch,
@@ -141,7 +121,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFi
 
 
 def _report(outcome: Outcome, job: Job, ignored: tuple[Ignored, ...]) -> Report:
-    """Return all findings of all stages; an error that was no finding is told as a folder that could not be done."""
+    """Return the findings of all stages; an error of another sort stands in it as a folder that could not be read."""
     found = joined(stage.report for stage in outcome.stages if stage.report is not None)
     unread: tuple[Unread, ...] = ()
     if outcome.error is not None and not found.at_least(job.fail_on):
@@ -163,7 +143,7 @@ def _write_reports(outcome: Outcome, report: Report, files: list[ReportFile], jo
         file.write(_rendered(outcome, report, file.form, job))
 
 
-def _tell_github(outcome: Outcome) -> None:
+def _set_github_output(outcome: Outcome) -> None:
     """Set the step's output `output`, where a GitHub Actions runner waits for it."""
     path = os.environ.get("GITHUB_OUTPUT")
     output = str(outcome.output or "")

@@ -14,7 +14,7 @@ from lora_tool.cli.configuration import Configuration
 
 _TYPED_ONLY = frozenset({"config", "help", "json", "quiet"})
 """Options that say how one run is shown."""
-_PATHS = frozenset({"output", "adapter_config"})
+_PATHS = frozenset({"out", "adapter_config"})
 
 
 def with_table(ctx: click.Context, configured: Configuration) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from lora_tool.checkpoint import DcpDir, ZeroDir, open_sharded
-from lora_tool.cli.options import UserPath, ignore_option, require_rules
-from lora_tool.cli.writing import DTYPES, carry_out, dtype_option, writing_options
+from lora_tool.checkpoint import open_sharded
+from lora_tool.cli.options import UserPath, ignore_option, jobs_option, overwrite_option, require_rules
+from lora_tool.cli.terminal import show_findings, warn
+from lora_tool.cli.writing import Parsed, Word, run_options, show_plan, show_written, size_option, written
 from lora_tool.execution.folder import check_output
-from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidate
+from lora_tool.pipeline.consolidating import default_output
+from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
+from lora_tool.tensors import float_type
 
 
 @click.command("consolidate", epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
@@ -24,7 +28,7 @@ from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidat
 @click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]")
 @click.option(
     "--what",
-    type=click.Choice([what.value for what in What]),
+    type=Word(What),
     default=What.AUTO.value,
     show_default=True,
     help="auto is adapter where there are LoRA tensors, else model; state keeps names as saved.",
@@ -34,25 +38,33 @@ from lora_tool.plan.consolidate.plan_consolidate import What, prepare_consolidat
     type=UserPath(exists=True),
     help="adapter_config.json.  [default: beside CKPT]",
 )
-@dtype_option("each as saved")
+@click.option(
+    "--dtype",
+    type=Parsed(float_type),
+    metavar="[bfloat16|float16|float32]",
+    help="Type of all weights.  [default: each as saved]",
+)
 @ignore_option("Go on in spite of these faults: LT404,LT41.")
-@writing_options("5GB", verify=False)
+@size_option("5GB")
+@jobs_option
+@click.option("--verify/--no-verify", help="Read samples back and check them before publishing.", show_default=True)
+@overwrite_option
+@click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed.")
+@run_options
 def command(
     checkpoint: str,
     output: Path | None,
-    tag: str | None,
-    what: str,
-    adapter_config: Path | None,
-    dtype: str | None,
+    *,
     max_shard_size: int | None,
     ignore: tuple[str, ...],
     jobs: int | None,
-    verify: bool,  # noqa: FBT001
-    overwrite: bool,  # noqa: FBT001 - click passes flags by name
-    resume: bool,  # noqa: FBT001
-    dry_run: bool,  # noqa: FBT001
-    as_json: bool,  # noqa: FBT001
-    quiet: bool,  # noqa: FBT001
+    verify: bool,
+    overwrite: bool,
+    resume: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **asked: Any,  # noqa: ANN401 - what, tag, adapter_config and dtype
 ) -> None:
     """Put the rank files of a DeepSpeed or FSDP2 checkpoint together.
 
@@ -62,30 +74,22 @@ def command(
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
-    plan, values = prepare_consolidate(
-        opened,
-        what=what,
-        tag=tag,
-        adapter_config=adapter_config,
-        dtype=DTYPES[dtype] if dtype else None,
-        max_shard_bytes=max_shard_size,
-        ignore=ignore,
-    )
-    carry_out(
+    plan = plan_consolidate(opened, max_shard_bytes=max_shard_size, ignore=ignore, **asked)
+    out = output or default_output(opened, str(plan.manifest["what"]))
+    check_output(out, overwrite=overwrite, inputs=(opened.root,))
+    show_findings(plan.findings)
+    for warning in plan.warnings:
+        warn(warning)
+    if dry_run:
+        show_plan(plan, out, as_json=as_json)
+        return
+    done = written(
         plan,
-        output or _default_output(opened, str(plan.manifest["what"])),
-        inputs=(opened.root,),
+        out,
+        verify=verify,
         jobs=jobs,
         overwrite=overwrite,
         resume=resume,
-        dry_run=dry_run,
-        as_json=as_json,
-        quiet=quiet,
-        verify=verify,
-        values=values,
+        quiet=quiet or as_json,
     )
-
-
-def _default_output(opened: ZeroDir | DcpDir, what: str) -> Path:
-    folder = opened.root.resolve()
-    return folder.parent / f"{folder.name}-{what}"
+    show_written(done, as_json=as_json, quiet=quiet)

@@ -8,13 +8,10 @@ import sys
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, require_whole, unexpected
 from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import json_option, quiet_option
 from lora_tool.cli.progress import progress_bar
 from lora_tool.display import json_data
-from lora_tool.errors import NotACheckpoint
-from lora_tool.sources import Wanted, resolve
 
 
 @click.command(
@@ -32,20 +29,9 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
     Adapters are compared by what they do: the ΔW = scaling·B·A of each module, whatever its factors and rank. Shown
     are norms, the norm of the difference (relative to the first), and the cosine of the angle between them.
     """
-    pair = _open(first), _open(second)
-    nbytes = sum(checkpoint.weights.nbytes for checkpoint in pair)
-    from lora_tool.inspection.comparison import compare_adapters, compare_models  # noqa: PLC0415 - numpy
+    from lora_tool.pipeline.comparing import diff  # noqa: PLC0415 - after the usage is known to be right
 
-    with progress_bar("comparing", nbytes, quiet=quiet or as_json) as progress:
-        if isinstance(pair[0], AdapterDir) and isinstance(pair[1], AdapterDir):
-            comparison = compare_adapters(pair[0], pair[1], progress)
-        elif isinstance(pair[0], ModelDir) and isinstance(pair[1], ModelDir):
-            comparison = compare_models(pair[0], pair[1], progress)
-        else:
-            raise NotACheckpoint(
-                f"{first} is {pair[0].kind.with_article}, {second} is {pair[1].kind.with_article}: only like things can be compared",
-                hint="compare two adapters or two models; merge the adapter first: lora-tool merge ADAPTER",
-            )
+    comparison = diff(first, second, watch=lambda what, total: progress_bar(what, total, quiet=quiet or as_json))
     if as_json:
         table = {"schema_version": 1, "first": first, "second": second, "same": comparison.same}
         click.echo(json.dumps(json_data({**table, **dataclasses.asdict(comparison)}), indent=2))
@@ -54,11 +40,3 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
 
         show(comparison, sys.stdout, every=every)
     return FINDINGS if tell and not comparison.same else DONE
-
-
-def _open(reference: str) -> AdapterDir | ModelDir:
-    checkpoint: Checkpoint = open_checkpoint(resolve(reference, download=True, wanted=Wanted.ADAPTER).path)
-    if not isinstance(checkpoint, AdapterDir | ModelDir):
-        raise unexpected(checkpoint, "an adapter or a model")
-    require_whole(checkpoint)
-    return checkpoint

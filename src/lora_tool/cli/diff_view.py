@@ -11,8 +11,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import filled, new_table, number, print_all, ranges
-from lora_tool.display import printable
+from lora_tool.cli.tables import filled, new_table, print_all, ranges
+from lora_tool.display import number, printable
 from lora_tool.inspection.comparison import Change, Comparison, Difference
 from lora_tool.inspection.folders import short_names
 from lora_tool.keys import split_layer

@@ -30,7 +30,7 @@ _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.VerificationFailed, FAILED_CHECK),
     (errors.TrainingStopped, FINDINGS),
     (errors.BadRunConfig, USAGE),
-    (errors.UnknownRule, USAGE),
+    (errors.WrongValue, USAGE),
     (errors.HubRefused, 4),
     (errors.OutputExists, 6),
     (errors.HubConflict, 6),

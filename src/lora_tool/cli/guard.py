@@ -20,7 +20,7 @@ from lora_tool.report import Finding, Severity
 
 if TYPE_CHECKING:
     from lora_tool.train.config import GuardSettings
-    from lora_tool.train.job import Outcome
+    from lora_tool.train.job import TrainingOutcome
     from lora_tool.train.rescue import Saved
 
 
@@ -51,7 +51,7 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     """
     from lora_tool.train.codes import CODES  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.train.config import GuardSettings  # noqa: PLC0415
-    from lora_tool.train.job import Status, read_outcomes  # noqa: PLC0415
+    from lora_tool.train.job import TrainingStatus, read_outcomes  # noqa: PLC0415
     from lora_tool.train.options import require_training  # noqa: PLC0415
     from lora_tool.train.rescue import saved_in  # noqa: PLC0415
 
@@ -64,7 +64,7 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         settings = GuardSettings(mode=mode, window=window, ignore=ignore)
         code = _run(words, Path(folder), settings, own_stdout=not as_json)
         outcomes = read_outcomes(Path(folder))
-    stopped = next((outcome for outcome in outcomes if outcome.status is Status.STOPPED), None)
+    stopped = next((outcome for outcome in outcomes if outcome.status is TrainingStatus.STOPPED), None)
     outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts.get("outputs", ())})
     saved = list(saved_in(outputs, since=begun - 1))
     rescued = [_rescue(item) for item in saved if item.empty]
@@ -74,26 +74,26 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         raise TrainingStopped(f"training was stopped: {stopped.error}", hint=stopped.hint)
     if code:
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        click.echo(f"error: {printable(words[0])} ended with {how}; the lines above are its own", err=True)
+        click.echo(f"error: {printable(words[0])} failed with {how}; see its output above", err=True)
         return code if code > 0 else 128 - code  # as a shell has it
     bad = [item for item in saved if item.errors]
     if bad:
         found = bad[0].errors[0]
-        rescue = f"; put together from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
+        rescue = f"; reassembled from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
         raise TrainingStopped(f"the result is bad: {found}{rescue}", hint=found.hint)
     if not outcomes:
         raise TrainingFailed(
-            f"{words[0]} ended well, but no HF Trainer was seen in it, so nothing was guarded",
+            f"{words[0]} succeeded, but created no HF Trainer, so nothing was guarded",
             hint="run it with the Python environment that has lora-tool",
         )
     if not as_json:
         warnings = sum(item.severity is Severity.WARNING for item in _findings(outcomes))
-        told = f"{counted(warnings, 'warning')}, {counted(len(saved), 'result')} checked"
-        click.echo(f"guarded {printable(words[0])}: {told}", err=True)
+        seen = f"{counted(warnings, 'warning')}, {counted(len(saved), 'result')} checked"
+        click.echo(f"guarded {printable(words[0])}: {seen}", err=True)
     return 0
 
 
-def _findings(outcomes: list[Outcome]) -> tuple[Finding, ...]:
+def _findings(outcomes: list[TrainingOutcome]) -> tuple[Finding, ...]:
     """Return what was found, once: every rank of a training says the same."""
     return tuple(dict.fromkeys(found for outcome in outcomes for found in outcome.findings))
 
@@ -101,21 +101,17 @@ def _findings(outcomes: list[Outcome]) -> tuple[Finding, ...]:
 def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_stdout: bool) -> int:
     """Run the command with the guard's settings in `folder`, and return its exit code."""
     import lora_tool.train  # noqa: PLC0415
-    from lora_tool.train.config import RunConfig  # noqa: PLC0415
-    from lora_tool.train.job import FOLDER_VARIABLE, write_job  # noqa: PLC0415
+    from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, write_job  # noqa: PLC0415
     from lora_tool.train.launch import run_group  # noqa: PLC0415
-    from lora_tool.train.methods import METHODS  # noqa: PLC0415
 
-    write_job(RunConfig(method=METHODS["sft"], path=None, options={}, guard=settings), folder)
+    write_job(TrainingJob(guard=settings), folder)
     attach = Path(lora_tool.train.__file__).parent / "attach"
     paths = [str(attach), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), FOLDER_VARIABLE: str(folder)}
     try:
         return run_group(words, environment, own_stdout=own_stdout)
     except (FileNotFoundError, PermissionError) as error:
-        raise TrainingFailed(
-            f"{words[0]}: {error.strerror}", hint=f"is this the command? {shlex.join(words)}"
-        ) from error
+        raise TrainingFailed(f"{words[0]}: {error.strerror}", hint=f"check the command: {shlex.join(words)}") from error
 
 
 def _rescue(item: Saved) -> Path | None:
@@ -129,18 +125,18 @@ def _rescue(item: Saved) -> Path | None:
     return out if consolidate(checkpoint, out) else None
 
 
-def _status(outcomes: list[Outcome], saved: list[Saved]) -> str:
-    from lora_tool.train.job import Status  # noqa: PLC0415
+def _status(outcomes: list[TrainingOutcome], saved: list[Saved]) -> str:
+    from lora_tool.train.job import TrainingStatus  # noqa: PLC0415
 
-    if any(outcome.status is Status.STOPPED for outcome in outcomes):
-        return Status.STOPPED.value
+    if any(outcome.status is TrainingStatus.STOPPED for outcome in outcomes):
+        return TrainingStatus.STOPPED.value
     if any(item.errors for item in saved):
-        return Status.BAD_RESULT.value
-    return Status.DONE.value if outcomes else "unguarded"
+        return TrainingStatus.BAD_RESULT.value
+    return TrainingStatus.DONE.value if outcomes else "unguarded"
 
 
 def _print_json(
-    words: tuple[str, ...], code: int, outcomes: list[Outcome], saved: list[Saved], rescued: list[Path | None]
+    words: tuple[str, ...], code: int, outcomes: list[TrainingOutcome], saved: list[Saved], rescued: list[Path | None]
 ) -> None:
     from lora_tool.report import Report  # noqa: PLC0415
     from lora_tool.report.json import report_json  # noqa: PLC0415

@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_model
 from lora_tool.cli.options import UserPath, base_option, json_option
 from lora_tool.display import json_data, printable
 from lora_tool.errors import CheckpointError
 from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import Inspection
-from lora_tool.sources import Wanted, resolve
+from lora_tool.sources import opened, resolve
 
 
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
@@ -33,7 +33,7 @@ def command(path: str, norms: bool | None, plot: Path | None, base: str | None, 
     """
     if plot is not None and plot.suffix not in (".png", ".html"):
         raise click.BadParameter(f"{plot} ends neither in .png nor in .html", param_hint="--plot")
-    checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
+    checkpoint = opened(path)
     inspection = inspect_checkpoint(checkpoint, norms=norms)
     if plot is not None:
         _draw(checkpoint, inspection, plot, base)
@@ -46,10 +46,9 @@ def command(path: str, norms: bool | None, plot: Path | None, base: str | None, 
 
 
 def _draw(checkpoint: Checkpoint, inspection: Inspection, plot: Path, base: str | None) -> None:
-    from lora_tool.cli.inspect_view import facts  # noqa: PLC0415 - rich and matplotlib, only for pictures
-    from lora_tool.pictures.drawing import draw  # noqa: PLC0415
+    from lora_tool.pictures.drawing import draw  # noqa: PLC0415 - matplotlib, only for pictures
 
-    draw(checkpoint, plot, base=_base(checkpoint, base), facts=facts(inspection))
+    draw(checkpoint, plot, base=_base(checkpoint, base), facts=inspection.facts())
     click.echo(f"drawn: {printable(str(plot))}", err=True)
 
 

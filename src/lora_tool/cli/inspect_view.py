@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import new_table, number, print_all, ranges
-from lora_tool.display import counted, printable, size
+from lora_tool.cli.tables import new_table, print_all, ranges
+from lora_tool.display import counted, number, printable, size
 from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
@@ -19,8 +19,6 @@ from lora_tool.inspection.model import (
     ShardedInspection,
     Spread,
     Target,
-    TensorInfo,
-    Training,
 )
 
 _SHOWN = 8
@@ -32,7 +30,7 @@ _MATRIX = 2
 def show(inspection: Inspection, out: TextIO) -> None:
     """Write the inspection to `out`."""
     title = Text(inspection.kind, style="bold green").append("  ").append(printable(inspection.path), style="bold")
-    print_all([title, _facts(facts(inspection)), *_tables(inspection), *_problems(inspection)], out)
+    print_all([title, _facts(inspection.facts()), *_tables(inspection), *_problems(inspection)], out)
 
 
 def _facts(lines: Iterable[tuple[str, str]]) -> Table:
@@ -43,64 +41,6 @@ def _facts(lines: Iterable[tuple[str, str]]) -> Table:
         if value:
             table.add_row(name, Text(printable(value)))
     return table
-
-
-def facts(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """Yield names and values of what the folder is; a value may be empty, or of several lines."""
-    if isinstance(inspection, AdapterInspection):
-        yield from _adapter_lines(inspection)
-    elif isinstance(inspection, ModelInspection):
-        yield from _model_lines(inspection)
-    yield "training", _training(inspection.training)
-    yield "tokenizer", ", ".join(inspection.tokenizer_files)
-    yield "on disk", size(inspection.disk_bytes)
-
-
-def _adapter_lines(adapter: AdapterInspection) -> Iterator[tuple[str, str]]:
-    revision = f" @ {adapter.revision}" if adapter.revision else ""
-    yield "base model", f"{adapter.base_model}{revision}" if adapter.base_model else "not named"
-    yield "task", adapter.task_type or "not named"
-    kind = "LoRA" if adapter.peft_type == "LORA" else adapter.peft_type or ""
-    yield "method", ", ".join((kind, *adapter.variants)) if kind else ""
-    yield "parameters", f"{adapter.parameters:,}{_dtypes(adapter.dtypes.items())}, {size(adapter.nbytes)}"
-    yield "head", _tensor_list(adapter.head)
-    yield "saved", _tensor_list(adapter.saved)
-    yield "other", _tensor_list(adapter.others)
-
-
-def _model_lines(model: ModelInspection) -> Iterator[tuple[str, str]]:
-    yield "type", ", ".join(filter(None, (model.model_type, *model.architectures)))
-    yield "layers", "" if model.layers is None else str(model.layers)
-    yield "parameters", f"{model.parameters:,} in {counted(model.tensors, 'tensor')}{_dtypes(model.dtypes.items())}"
-    yield "weights", f"{size(model.nbytes)} in {counted(len(model.files), 'file')}"
-    yield "quantised", model.quantization or ""
-    yield "head", _tensor_list(model.head) or "none stored"
-    yield "labels", "" if model.num_labels is None else str(model.num_labels)
-    yield "embeddings", "" if model.tied is None else "tied" if model.tied else "not tied"
-    yield "merged from", ", ".join(model.merged_from)
-
-
-def _training(training: Training | None) -> str:
-    if training is None:
-        return ""
-    epoch = "" if training.epoch is None else f", epoch {training.epoch:.3g}"
-    return f"step {training.step:,}{epoch}" + ("" if training.loss is None else f", loss {number(training.loss)}")
-
-
-def _tensor_list(tensors: Sequence[TensorInfo]) -> str:
-    listed = [
-        f"{tensor.name.removeprefix('base_model.model.')} {list(tensor.shape)} {tensor.dtype}"
-        for tensor in tensors[:_SHOWN]
-    ]
-    more = [f"and {len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
-    return "\n".join(listed + more)
-
-
-def _dtypes(held: Iterable[tuple[str, int]]) -> str:
-    """Return the types in brackets, each with its elements where there are several; nothing for nothing."""
-    listed = list(held)
-    told = listed[0][0] if len(listed) == 1 else ", ".join(f"{dtype} {elements:,}" for dtype, elements in listed)
-    return f" ({told})" if told else ""
 
 
 def _tables(inspection: Inspection) -> Iterator[Table]:

@@ -9,8 +9,8 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import filled, fits, number, print_all
-from lora_tool.display import counted, printable, size
+from lora_tool.cli.tables import filled, fits, print_all
+from lora_tool.display import counted, number, printable, size
 from lora_tool.inventory import Choice, Content, Inventory, Listed
 
 _COLOURS = {"good": "green", "warned": "yellow", "broken": "red"}

@@ -22,9 +22,9 @@ def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes f
     The verdict is that of `validate`, under the same lora-tool.toml; the best one of a run that is whole has a star.
     """
     from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
-    from lora_tool.inventory import inventory  # noqa: PLC0415
+    from lora_tool.pipeline.looking import ls  # noqa: PLC0415
 
-    runs = list(inventory(root, configuration(None, [str(root)]).criteria))
+    runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:
         found = [dataclasses.asdict(run) for run in runs]
         click.echo(json.dumps({"schema_version": 1, "root": json_data(root), "runs": json_data(found)}, indent=2))

@@ -28,7 +28,7 @@ COMMANDS = {
     "merge": "Merge an adapter into its base model.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
     "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
-    "ci": "Take what training left to a proven model, as one CI step.",
+    "ci": "Validate, consolidate, merge and verify a training output in one CI step.",
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
     "prune": "Remove the checkpoints of a run that are neither the last nor the best.",
@@ -173,9 +173,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
     """Return what is said where memory or threads run out; any other error is ours, and is raised."""
     if isinstance(error, MemoryError):
-        return LoraToolError("the memory is not enough", hint="--jobs 1 needs the least; see ulimit -v")
+        return LoraToolError("out of memory", hint="--jobs 1 needs the least; see ulimit -v")
     if "start new thread" in str(error):
-        return LoraToolError("the system starts no more threads", hint="--jobs 1 needs the fewest; see ulimit -u")
+        return LoraToolError(
+            "cannot start another thread (process limit reached)", hint="--jobs 1 needs the fewest; see ulimit -u"
+        )
     raise error
 
 

@@ -97,7 +97,7 @@ def command(
     require_rules(ignore)
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
-    from lora_tool.hub.model import MAIN, Check  # noqa: PLC0415
+    from lora_tool.hub.model import MAIN, PushCheck  # noqa: PLC0415
     from lora_tool.hub.planning import plan_push  # noqa: PLC0415
     from lora_tool.hub.pushing import push  # noqa: PLC0415
     from lora_tool.hub.text import plan_json, plan_text, pushed_json, pushed_text  # noqa: PLC0415
@@ -127,7 +127,7 @@ def command(
             click.echo(plan_text(plan), err=True)
         with progress_bar("hashing", plan.sent_bytes, quiet=not show) as advance:
             plan = with_hashes(plan, advance)
-        done = push(plan, check=Check(check), progress=show)
+        done = push(plan, check=PushCheck(check), progress=show)
     except KeyboardInterrupt:
         _leave_at_once()
     if as_json:

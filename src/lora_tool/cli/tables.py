@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, TextIO
 
@@ -81,13 +80,6 @@ def filled(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Tabl
     for row in rows:
         table.add_row(*(row[at] for at in kept))
     return table
-
-
-def number(value: float) -> str:
-    """Return three significant digits: ``0.490``, ``12.3``, ``1.20e-05``."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "inf"
-    return "0" if value == 0 else f"{value:#.3g}".removesuffix(".")
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -19,8 +19,8 @@ from lora_tool.train.methods import METHODS
 if TYPE_CHECKING:
     from lora_tool.train.checks import Setting
     from lora_tool.train.config import RunConfig
-    from lora_tool.train.job import Outcome
-    from lora_tool.train.resume import Choice
+    from lora_tool.train.job import TrainingOutcome
+    from lora_tool.train.resume import ResumeChoice
 
 REPORT = "train_report.json"
 _SECRET = ("_token", "_key", "_secret")
@@ -40,9 +40,9 @@ _SECRET = ("_token", "_key", "_secret")
     is_flag=False,
     flag_value="full",
     type=click.Choice(["full", "static"]),
-    help="Check everything and take no step; `static`: only what the options tell, and print them.",
+    help="Check everything and take no step; `static`: check the options alone, and print them.",
 )
-@click.option("--resume", metavar="auto|PATH", help="Go on from the last checkpoint that is whole, or from this one.")
+@click.option("--resume", metavar="auto|PATH", help="Resume from the last whole checkpoint, or from this one.")
 @json_option
 @quiet_option("No summary.")
 def command(
@@ -68,12 +68,13 @@ def command(
     require_inputs(run)
     after = _after_findings(run)
     run, choice = _resume(run, resume)
-    _tell(settings)
+    for setting in settings:
+        click.echo(printable(str(setting)), err=True)
     found = static_findings(run) if run.guard.mode != "off" else ()
     found = (*choice.skipped, *after, *found)
     _show(found)
     if choice.path is not None:
-        click.echo(f"going on from {printable(str(choice.path))}", err=True)
+        click.echo(f"resuming from {printable(str(choice.path))}", err=True)
     outcome = _outcome(run, choice, found, dry_run=dry_run)
     if not dry_run:
         _write_report(run, settings, outcome)
@@ -92,55 +93,44 @@ def command(
 
 def _after_findings(run: RunConfig) -> tuple[Any, ...]:
     """Return what stands in the way of `after:`, before days are spent on what comes first."""
+    from lora_tool.cli.after_training import after_command, foreseen  # noqa: PLC0415
     from lora_tool.train.launch import machine_rank  # noqa: PLC0415
 
-    if not run.after.any or machine_rank(run) != 0:
+    if not after_command(run, run.output) or machine_rank(run) != 0:
         return ()
-    from lora_tool.cli.after_training import foreseen  # noqa: PLC0415
-
-    output = run.output
-    return tuple(item for item in foreseen(run, output) if item.code not in run.guard.ignore)
+    return tuple(item for item in foreseen(run, run.output) if item.code not in run.guard.ignore)
 
 
-def _outcome(run: RunConfig, choice: Choice, found: tuple[Any, ...], *, dry_run: str | None) -> Outcome:
+def _outcome(run: RunConfig, choice: ResumeChoice, found: tuple[Any, ...], *, dry_run: str | None) -> TrainingOutcome:
     """Return how it ended: refused here, or what the workers say."""
     from dataclasses import replace  # noqa: PLC0415
 
     from lora_tool.report import Severity  # noqa: PLC0415
-    from lora_tool.train.job import Outcome, Status  # noqa: PLC0415
+    from lora_tool.train.job import TrainingOutcome, TrainingStatus  # noqa: PLC0415
     from lora_tool.train.launch import launch  # noqa: PLC0415
 
     if run.guard.mode == "stop" and any(item.severity is Severity.ERROR for item in found):
-        return Outcome(status=Status.REFUSED, findings=found)
+        return TrainingOutcome(status=TrainingStatus.REFUSED, findings=found)
     if dry_run == "static":
-        return Outcome(status=Status.CHECKED, findings=found)
-    outcome = launch(run, dry_run=dry_run is not None, resume=choice.path, told=[item.code for item in found])
+        return TrainingOutcome(status=TrainingStatus.CHECKED, findings=found)
+    outcome = launch(run, dry_run=dry_run is not None, resume=choice.path, reported=[item.code for item in found])
     return replace(outcome, findings=(*found, *outcome.findings))
 
 
-def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, Choice]:
-    """Return the run without TRL's own word for it, and the checkpoint; ``true`` would be taken for a folder's name."""
+def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, ResumeChoice]:
+    """Return the run, and the checkpoint that it resumes from: what was typed, else TRL's own ``resume_from_checkpoint``."""
     from dataclasses import replace  # noqa: PLC0415
 
-    from lora_tool.train.resume import Choice, last_valid, named  # noqa: PLC0415
+    from lora_tool.train.resume import ResumeChoice, last_valid, named  # noqa: PLC0415
 
     given = run.text("resume_from_checkpoint")
     asked = resume or ("auto" if given and given.lower() in ("true", "auto") else given)
-    rest = {name: value for name, value in run.options.items() if name != "resume_from_checkpoint"}
-    typed = tuple(name for name in run.typed if name != "resume_from_checkpoint")
-    run = replace(run, options=rest, typed=typed)
     if asked is None or asked.lower() == "false":
-        return run, Choice()
-    output = run.output
-    choice = last_valid(output) if asked == "auto" else named(Path(asked))
+        return run, ResumeChoice()
+    choice = last_valid(run.output) if asked == "auto" else named(Path(asked))
     if choice.path is None:
-        click.echo(f"nothing to go on from in {printable(str(output))}: starting at step 0", err=True)
+        click.echo(f"no checkpoint to resume from in {printable(str(run.output))}: starting at step 0", err=True)
     return replace(run, resuming=choice.path is not None), choice
-
-
-def _tell(settings: tuple[Setting, ...]) -> None:
-    for setting in settings:
-        click.echo(printable(str(setting)), err=True)
 
 
 def _show(found: tuple[Any, ...]) -> None:
@@ -154,14 +144,15 @@ def _show(found: tuple[Any, ...]) -> None:
 def _print_plan(run: RunConfig) -> None:
     import yaml  # noqa: PLC0415 - comes with the extra
 
-    from lora_tool.train.launch import command as launch_command  # noqa: PLC0415
+    from lora_tool.train.launch import launch_command  # noqa: PLC0415
 
     click.echo(f"# {shlex.join(launch_command(run))}")
-    shown = {name: "***" if name.endswith(_SECRET) else value for name, value in run.options.items()}
+    given = {name: getattr(value, "value", value) for name, value in run.options.items() if name in run.given}
+    shown = {name: "***" if name.endswith(_SECRET) else value for name, value in given.items()}
     click.echo(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip())
 
 
-def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> dict[str, Any]:
+def _report(run: RunConfig, settings: tuple[Setting, ...], outcome: TrainingOutcome) -> dict[str, Any]:
     from lora_tool.report import Report  # noqa: PLC0415
     from lora_tool.report.json import report_json  # noqa: PLC0415
 
@@ -185,7 +176,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcome) -> None:
+def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: TrainingOutcome) -> None:
     """Leave the report in the run's folder, where it was begun; no path of this machine in it, for it may be pushed."""
     output = run.output
     if output.is_dir():
@@ -199,12 +190,12 @@ def _write_report(run: RunConfig, settings: tuple[Setting, ...], outcome: Outcom
         part.replace(output / REPORT)
 
 
-def _summarise(run: RunConfig, outcome: Outcome) -> None:
+def _summarise(run: RunConfig, outcome: TrainingOutcome) -> None:
     facts = outcome.facts
     warnings = sum(str(item.severity) == "warning" for item in outcome.findings)
-    told = counted(warnings, "warning") if warnings else "no findings"
+    seen = counted(warnings, "warning") if warnings else "no findings"
     if outcome.status.value == "checked":
-        click.echo(f"{run.method.name}: ready to train, {told}")
+        click.echo(f"{run.method.name}: ready to train, {seen}")
         return
     metrics = facts.get("metrics", {})
     seconds, loss = metrics.get("train_runtime"), metrics.get("train_loss")
@@ -213,35 +204,35 @@ def _summarise(run: RunConfig, outcome: Outcome) -> None:
         + (f" in {seconds:.0f} s" if seconds is not None else "")
         + (f", mean loss {loss:.4g}" if loss is not None else "")
         + (f", parameters moved by {facts['moved']:.3g}" if facts.get("moved") is not None else "")
-        + f", {told}"
+        + f", {seen}"
     )
     head = f" with its head {facts['head']} ({counted(facts['num_labels'], 'label')})" if facts.get("head") else ""
     click.echo(f"wrote {printable(str(facts.get('output')))}{head}; the report is {REPORT} in it")
 
 
-def _rescued(run: RunConfig, outcome: Outcome) -> Outcome:
-    """Return the outcome with an adapter without values put together from the rank files, where that was asked for."""
+def _rescued(run: RunConfig, outcome: TrainingOutcome) -> TrainingOutcome:
+    """Return the outcome with an adapter without values reassembled from the rank files, where that was requested."""
     from dataclasses import replace  # noqa: PLC0415
 
-    from lora_tool.train.job import Status  # noqa: PLC0415
+    from lora_tool.train.job import TrainingStatus  # noqa: PLC0415
     from lora_tool.train.rescue import EMPTY, consolidate, newest_rank_files  # noqa: PLC0415
 
-    empty = outcome.status is Status.BAD_RESULT and any(item.code == EMPTY for item in outcome.findings)
+    empty = outcome.status is TrainingStatus.BAD_RESULT and any(item.code == EMPTY for item in outcome.findings)
     output = run.output
     checkpoint = newest_rank_files(output) if empty and run.after.consolidate else None
     if checkpoint is None or not consolidate(checkpoint, output / "consolidated"):
         return outcome
-    click.echo(f"put the adapter together from the rank files of {printable(str(checkpoint))}", err=True)
+    click.echo(f"reassembled the adapter from the rank files of {printable(str(checkpoint))}", err=True)
     facts = {**outcome.facts, "output": str(output / "consolidated")}
-    return replace(outcome, status=Status.DONE, facts=facts)
+    return replace(outcome, status=TrainingStatus.DONE, facts=facts)
 
 
-def _after(run: RunConfig, outcome: Outcome, *, as_json: bool) -> int | None:
+def _after(run: RunConfig, outcome: TrainingOutcome, *, as_json: bool) -> int | None:
+    from lora_tool.cli.after_training import after_command, carry_on  # noqa: PLC0415
     from lora_tool.train.launch import machine_rank  # noqa: PLC0415
 
-    if not run.after.any or machine_rank(run) != 0:
+    output = Path(str(outcome.facts.get("output", run.output)))
+    if not after_command(run, output) or machine_rank(run) != 0:
         return None
-    from lora_tool.cli.after_training import carry_on  # noqa: PLC0415
-
     # with --json, stdout is the report's alone
-    return carry_on(run, Path(str(outcome.facts["output"])), stdout=sys.stderr.fileno() if as_json else None)
+    return carry_on(run, output, stdout=sys.stderr.fileno() if as_json else None)

@@ -30,7 +30,7 @@ from lora_tool.plan.core.manifest import manifest_bytes
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
-from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.sharded.value_check import refuse_errors
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""
@@ -46,17 +46,16 @@ def execute(
     resume: bool = False,
     progress: Progress | None = None,
     check: FolderCheck | None = None,
-    values: ValueCheck | None = None,
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
     It appears under that name complete and flushed to disk, or not at all. `engine` writes the weight files, by default
     a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole. `progress` is
     called with the bytes of weights that were written. `resume` takes over the files that a killed run of the
-    same plan had finished, and leaves its own after a failure. `values` is run while the files are written, because the
-    one waits for the processor and the other for the disk. `check` may look at the folder before it gets its name.
-    Either may refuse it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, and what
-    `values` and `check` raise.
+    same plan had finished, and leaves its own after a failure. `plan.values` are looked at while the files are written, because
+    the one waits for the processor and the other for the disk; errors among them refuse the folder. `check` may look at
+    it before it gets its name, and refuses it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`,
+    `ExecutionError`, `FindingsFound`, and what `check` raises.
     """
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target = real_place(Path(out))
@@ -77,10 +76,10 @@ def execute(
             journal.add(shard, {name: [each.meant, each.written, each.shared] for name, each in found.items()})
 
         missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
-        work = Work(plan=plan, folder=folder, shards=missing, checks=values.parts if values else ())
+        work = Work(plan=plan, folder=folder, shards=missing, checks=plan.values.parts if plan.values else ())
         with _refusals(journal):
             done = (engine or LocalEngine(jobs=jobs)).run(work, finished=on_disk, progress=advance)
-            kept = values.judge(list(done.findings)) if values else []
+            kept = refuse_errors(done.findings, plan.values.ignored if plan.values else ())
         for file in plan.side_files:
             _write_side_file(folder, file)
         with _refusals(journal):

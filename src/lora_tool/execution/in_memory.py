@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from lora_tool.display import size
 from lora_tool.errors import ExecutionError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import TORCH_SUFFIX
+from lora_tool.names.quiet import quiet
 from lora_tool.plan.merge.in_memory import InMemory
 from lora_tool.tensors import FLOAT_NAMES
 
@@ -64,7 +63,7 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
             __import__(package)
         except ImportError as error:
             raise MissingDependency(package, extra="merge") from error
-    with _quiet():
+    with quiet():
         try:
             with tempfile.TemporaryDirectory(dir=folder) as beside:
                 merged = _merged(asked, Path(beside))
@@ -134,20 +133,3 @@ def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # 
     for found, what in ((left, "PEFT would leave it out"), (missing, "PEFT needs it, and it is not in the file")):
         if found:
             raise UnsupportedAdapter(f"{adapter.root}: `{found[0]}`: {what} ({len(found)} in all)")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the libraries' progress bars and warnings from the terminal; what matters is checked."""
-    from transformers.utils import logging  # noqa: PLC0415
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.enable_progress_bar()
-        logging.set_verbosity(level)

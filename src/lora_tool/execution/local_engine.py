@@ -6,10 +6,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lora_tool.cores import available_cores
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
@@ -26,10 +26,7 @@ from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-Task = Callable[[], Any]
+_Call = Callable[[], Any]
 """What a thread does from beginning to end."""
 
 
@@ -70,85 +67,80 @@ class LocalEngine:
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What the threads of one run share."""
 
-    def __init__(
-        self, engine: LocalEngine, work: Work, sources: Sources, finished: Finished, progress: Progress
-    ) -> None:
-        self._engine = engine
-        self._work = work
-        self._sources = sources
-        self._finished = finished
-        self._progress = progress
-        self._local = threading.local()
-        self._stop = threading.Event()
-        self._flusher = ThreadPoolExecutor(1)
-        self._flushes: list[Future[None]] = []
+    engine: LocalEngine
+    work: Work
+    sources: Sources
+    finished: Finished
+    progress: Progress
+    local: threading.local = field(default_factory=threading.local)
+    stop: threading.Event = field(default_factory=threading.Event)
+    flusher: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+    flushes: list[Future[None]] = field(default_factory=list)
 
     def all(self, batches: _Batches, jobs: int) -> WorkDone:
         """Write all files, hash and check; return when that is done. Raises the first error at once."""
         slots = threading.Semaphore(max(MOST_OPEN, jobs + 1))
-        writes: list[Task] = []
-        with contextlib.ExitStack() as files, ThreadPoolExecutor(jobs) as workers, self:
-            hashing = {path: workers.submit(sha256_of, path) for path in self._work.plan.hashed}
+        writes: list[_Call] = []
+        with (
+            contextlib.ExitStack() as files,
+            ThreadPoolExecutor(jobs) as workers,
+            self.flusher,
+            self._errors_stop_all(),
+        ):
+            hashing = {path: workers.submit(sha256_of, path) for path in self.work.plan.hashed}
             for shard, some in batches:
                 if not some:
-                    write_file(self._work.folder / shard.filename, shard.header)
+                    write_file(self.work.folder / shard.filename, shard.header)
                     continue
-                out = ShardFile(self._work.folder, shard, batches=len(some), slots=slots)
+                out = ShardFile(self.work.folder, shard, batches=len(some), slots=slots)
                 files.callback(out.close)
                 writes += [partial(self._write, batch, out) for batch in some]
-            looks: list[Task] = [partial(self._look, check) for check in self._work.checks]
+            looks: list[_Call] = [partial(self._look, check) for check in self.work.checks]
             done = {task: workers.submit(task) for task in _spread(writes, looks)}
             _all_done(done.values())
-            _all_done(self._flushes)
+            _all_done(self.flushes)
             findings = [fault for look in looks for fault in done[look].result()]
             return WorkDone(hashes={path: digest.result() for path, digest in hashing.items()}, findings=findings)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        if failed is not None:
-            self._stop.set()  # units see it and return
-        self._flusher.shutdown()
 
     @contextlib.contextmanager
     def _errors_stop_all(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._stop.set()
+            self.stop.set()
             raise
 
     def _write(self, batch: Sequence[Unit], out: ShardFile) -> None:
         """Write the units, one after the other, unless the run has been stopped."""
         with self._errors_stop_all():
             for unit in batch:
-                if self._stop.is_set() or not out.open(self._stop):
+                if self.stop.is_set() or not out.open(self.stop):
                     return
                 sample = self._worker().write(unit, out.descriptor)
                 if sample is not None:
                     out.samples.append(sample)
-                self._progress(unit.nbytes)
+                self.progress(unit.nbytes)
             out.start_writing_back(batch)
-            if not self._stop.is_set() and out.is_complete():
-                self._flushes.append(self._flusher.submit(self._finish, out))
+            if not self.stop.is_set() and out.is_complete():
+                self.flushes.append(self.flusher.submit(self._finish, out))
 
     def _worker(self) -> Worker:
         """Return this thread's own."""
-        if not hasattr(self._local, "worker"):
-            self._local.worker = Worker(
-                self._sources, self._work.plan.precision, choose=self._engine.choose, stopped=self._stop.is_set
+        if not hasattr(self.local, "worker"):
+            self.local.worker = Worker(
+                self.sources, self.work.plan.precision, choose=self.engine.choose, stopped=self.stop.is_set
             )
-        worker: Worker = self._local.worker
+        worker: Worker = self.local.worker
         return worker
 
     def _finish(self, out: ShardFile) -> None:
         with self._errors_stop_all():
             out.flush()
-            self._finished(out.shard, added_up(out.samples))
+            self.finished(out.shard, added_up(out.samples))
 
     def _look(self, part: ValuePart) -> list[Finding]:
         """Return what a part of the check of values finds, unless the run has been stopped."""
@@ -160,12 +152,12 @@ class _Run:
             return []  # what stopped the run is raised by whoever met it
 
     def _go_on(self, nbytes: int) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise CancelledError
-        self._progress(nbytes)
+        self.progress(nbytes)
 
 
-def _spread(work: Sequence[Task], among: Sequence[Task]) -> Iterator[Task]:
+def _spread(work: Sequence[_Call], among: Sequence[_Call]) -> Iterator[_Call]:
     """Yield the tasks of both, each in its order, evenly mixed."""
     placed = [((at + 0.5) / len(tasks), task) for tasks in (work, among) for at, task in enumerate(tasks)]
     return (task for _, task in sorted(placed, key=itemgetter(0)))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.tensors import FileStamp, StoredTensor, TransposedSpan
+from lora_tool.formats.stored import fill
+from lora_tool.tensors import FileStamp, StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,16 +65,7 @@ class Sources:
 
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
-        filled = 0
-        for span in tensor.part(start, len(buffer)):
-            part = buffer[filled : filled + span.nbytes]
-            if isinstance(span, TransposedSpan):
-                from lora_tool.formats.transposed import read_turned  # noqa: PLC0415 - numpy, for few checkpoints
-
-                part[:] = read_turned(span, partial(self.read_exactly, span.path)).data
-            else:
-                self.read_exactly(span.path, span.offset, part)
-            filled += span.nbytes
+        fill(buffer, tensor, start, self.read_exactly)
 
     def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of the input file `path` from `offset`."""

@@ -68,8 +68,9 @@ Unit = CopyUnit | ComputeUnit
 def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
-    `whole` says of which operation all rows are one unit: where the bits of its arithmetic depend on the shape, and
-    where it needs them all it is asked for nothing. What an adapter saved whole is computed, too, though it stays as it is: nobody else looks at its values.
+    `whole` says whether all rows of an operation are one unit, because the bits of its arithmetic depend on the shape;
+    those of one that needs all rows always are. What an adapter saved whole is computed, too, though it stays as it is:
+    nobody else looks at its values.
     """
     pending: list[CopyUnit] = []
     at = len(shard.header)

@@ -80,23 +80,22 @@ def _frozen_shapes(tag: ZeroTag) -> Mapping[str, Shape]:
     }
 
 
-def unaccounted(tag: ZeroTag) -> tuple[str, ...]:
-    """Return the module's names that nothing in the checkpoint gives a value to: frozen parameters left out."""
+def unaccounted(tag: ZeroTag, known: Mapping[str, Entry]) -> tuple[str, ...]:
+    """Return the module's names that are not among the `known`: frozen parameters left out."""
     first = tag.first
     if first is None:
         return ()
-    known = entries(tag)
     return tuple(name for name in first.module if name not in known and name not in first.shared)
 
 
-def assemble(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
+def assemble(tag: ZeroTag, known: Mapping[str, Entry], wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors of the tag whose names are in `wanted`, each as the spans that hold its elements.
 
-    Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes, `CorruptFile` where one is
-    broken.
+    `known` are its `entries`. Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes,
+    `CorruptFile` where one is broken.
     """
     require_all_ranks(tag)
-    return {**_trained(tag, wanted), **_others(tag, wanted)}
+    return {**_trained(tag, wanted), **_others(tag, known, wanted)}
 
 
 def require_all_ranks(tag: ZeroTag) -> None:
@@ -198,12 +197,12 @@ def _joined(name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredT
     return StoredTensor(spec=spec, spans=tuple(spans))
 
 
-def _others(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
+def _others(tag: ZeroTag, known: Mapping[str, Entry], wanted: Container[str]) -> dict[str, StoredTensor]:
     first = tag.first
     if first is None:
         return {}
     found = {}
-    for name, entry in entries(tag).items():
+    for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:
             continue
         if entry.role is Role.FROZEN and tag.stage == 3:  # noqa: PLR2004 - the stage

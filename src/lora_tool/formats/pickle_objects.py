@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -63,3 +64,15 @@ BUILT_IN: dict[Global, Known] = {
 def stub_class(module: str, name: str) -> type[Stub]:
     """Return a new class in the place of the one that the pickle names."""
     return cast("type[Stub]", type(name, (Stub,), {"__slots__": (), "qualified_name": f"{module}.{name}"}))
+
+
+def as_json(value: object) -> str:
+    """Return what a pickle says as JSON; objects that JSON has not are named by their class."""
+    return json.dumps(_with_names(value), sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
+
+
+def _with_names(value: object) -> object:
+    """Return the value with text for the keys of every dictionary, as JSON has them."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _with_names(inner) for key, inner in value.items()}
+    return [_with_names(inner) for inner in value] if isinstance(value, list | tuple) else value

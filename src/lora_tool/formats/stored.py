@@ -1,9 +1,13 @@
-"""Reading stored tensors without numpy: enough to tell whether two hold the same bytes."""
+"""Reading the bytes of stored tensors, whatever spans they lie in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import open_regular, read_at
+from lora_tool.formats.files import open_regular, read_into
 from lora_tool.tensors import StoredTensor, TransposedSpan
 
 _READ_BYTES = 4 << 20
@@ -14,16 +18,29 @@ def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
 
     Raises `SourceChanged` where a file ends before them, `CorruptFile` where one cannot be opened.
     """
-    pieces = []
-    for span in tensor.part(start, nbytes):
+    data = bytearray(nbytes)
+    fill(memoryview(data), tensor, start, _read_opened)
+    return bytes(data)
+
+
+def _read_opened(path: Path, offset: int, buffer: memoryview) -> None:
+    with open_regular(path) as fd:
+        if read_into(path, fd, offset, buffer) < len(buffer):
+            raise SourceChanged(f"{path} became shorter while it was read")
+
+
+def fill(buffer: memoryview, tensor: StoredTensor, start: int, read: Callable[[Path, int, memoryview], None]) -> None:
+    """Fill `buffer` with the tensor's bytes from byte `start`. `read` fills one with a file's bytes from an offset."""
+    filled = 0
+    for span in tensor.part(start, len(buffer)):
+        part = buffer[filled : filled + span.nbytes]
         if isinstance(span, TransposedSpan):
-            raise NotImplementedError(f"`{tensor.name}` lies transposed in {span.path}")
-        with open_regular(span.path) as fd:
-            piece = read_at(span.path, fd, span.offset, span.nbytes)
-        if len(piece) != span.nbytes:
-            raise SourceChanged(f"{span.path} became shorter while it was read")
-        pieces.append(piece)
-    return b"".join(pieces)
+            from lora_tool.formats.transposed import read_turned  # noqa: PLC0415 - numpy, for few checkpoints
+
+            part[:] = read_turned(span, partial(read, span.path)).data
+        else:
+            read(span.path, span.offset, part)
+        filled += span.nbytes
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

@@ -19,7 +19,7 @@ from lora_tool import keys
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import inside
-from lora_tool.formats.pickle_objects import Stub
+from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
@@ -44,6 +44,7 @@ class ModelStates:
     """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
 
     file: TorchFile
+    """Without the object that it holds, which may be of any class."""
     rank: int
     stage: int
     """The ZeRO stage, as the file's name and the config in it tell."""
@@ -60,7 +61,8 @@ class ModelStates:
     global_steps: int | None
     dp_world_size: int | None
     version: str | None
-    config: Mapping[str, Any]
+    config: str
+    """DeepSpeed's, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class OptimStates:
     partition_count: int | None
     step: float | None
     """How many steps the optimizer took, where it counts them."""
-    config: Mapping[str, Any]
+    config: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     ranks = max(rank for rank, _ in (*model, *optim)) + 1
     counts = Counter(states.partition_count for states in optims.values() if states.partition_count)
     told = first.dp_world_size if first and stage else None
-    tag = ZeroTag(
+    return ZeroTag(
         folder=folder,
         name=name,
         stage=stage,
@@ -131,8 +133,6 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
         optim_files=dict(optim),
         problems=tuple(reading.problems),
     )
-    _require_plain_data_parallel(tag)
-    return tag
 
 
 def _require_supported(folder: Path, names: Sequence[str]) -> None:
@@ -167,18 +167,15 @@ def _require_supported(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _require_plain_data_parallel(tag: ZeroTag) -> None:
-    first = tag.first
-    if first is None:
-        return
+def _require_plain_data_parallel(file: TorchFile) -> None:
     # the key is there since 0.19.5
-    parallel = first.file.value.get("checkpoint_parallel_dimensions")
+    parallel = file.value.get("checkpoint_parallel_dimensions")
     degrees = dict(parallel) if isinstance(parallel, dict) else {}
-    degrees["mp_world_size"] = first.file.value.get("mp_world_size")
+    degrees["mp_world_size"] = file.value.get("mp_world_size")
     for what, degree in degrees.items():
         if isinstance(degree, int) and degree > 1:
             raise UnsupportedCheckpoint(
-                f"{first.file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
+                f"{file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
                 hint=_USE_DEEPSPEED,
             )
 
@@ -195,15 +192,18 @@ class _Reading:
     ) -> dict[int, States]:
         """Return rank → what `interpret` makes of its file, without those that cannot be read.
 
-        It is also given the rank before.
+        It is also given the states of the rank before, where their files say the same.
         """
         found: dict[int, States] = {}
-        memory, before = PickleMemory(), None
+        memory, before, value = PickleMemory(), None, None
         for rank, name in files:
             try:
-                found[rank] = before = interpret(self._file(name, memory), rank, before)
+                file = self._file(name, memory)
+                found[rank] = before = interpret(file, rank, before if file.value is value else None)
             except CorruptFile as error:
                 self.problems.append(error.problem)
+            else:
+                value = file.value
         return found
 
     def _file(self, name: str, memory: PickleMemory) -> TorchFile:
@@ -217,9 +217,10 @@ class _Reading:
 
 
 def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
-    if before is not None and before.file.value is file.value:
-        return replace(before, file=file, rank=rank)
+    if before is not None:
+        return replace(before, file=replace(file, value=None), rank=rank)
     table = file.value
+    _require_plain_data_parallel(file)
     shapes = table.get("param_shapes")
     if shapes is None:
         shapes = []
@@ -236,7 +237,7 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
     trained = tuple(_as_in(module, _shapes(file, group, "param_shapes")) for group in groups)
     stored = {*buffers, *(frozen_shapes or ()), *(name for group in trained for name in group)}
     return ModelStates(
-        file=file,
+        file=replace(file, value=None),
         rank=rank,
         stage=3 if file.path.name.startswith("zero_") else _configured_stage(config),
         module=module,
@@ -254,7 +255,7 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
         global_steps=_integer(table.get("global_steps")),
         dp_world_size=_count_of_ranks(table.get("dp_world_size")),
         version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
-        config=config,
+        config=as_json(config),
     )
 
 
@@ -281,13 +282,13 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
         refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
-        file=file,
+        file=replace(file, value=None),
         rank=rank,
         stage=stage,
         groups=tuple(groups),
         partition_count=_count_of_ranks(table.get("partition_count")),
         step=_step(file, optimizer),
-        config=file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {},
+        config=as_json(file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {}),
     )
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, unexpected
+from lora_tool.checkpoint.kinds import matches
+from lora_tool.checkpoint.registry import sharded_kinds
 from lora_tool.errors import CorruptFile, PlanError
 from lora_tool.formats import adapter_config, manifest, model_config, sentence_transformers, tokenizer
 from lora_tool.formats.files import require_own_file
@@ -53,14 +55,6 @@ _NEVER: tuple[tuple[str, str], ...] = (
     ("scaler.*", _STATE),
     ("rng_state*", _STATE),
     ("random_states_*", _STATE),
-    ("*_optim_states.pt", _STATE),
-    ("*_model_states.pt", _STATE),
-    ("global_step*", _STATE),
-    ("pytorch_model_fsdp*", _STATE),
-    ("*.distcp", _STATE),
-    (".metadata", _STATE),
-    ("latest", _STATE),
-    ("zero_to_fp32.py", _STATE),
     ("checkpoint-*", "a checkpoint of its own"),
     ("runs", _LOGS),
     ("wandb", _LOGS),
@@ -75,7 +69,7 @@ _NEVER: tuple[tuple[str, str], ...] = (
     ("*.joblib", _PICKLE),
     ("*.dill", _PICKLE),
 )
-"""Patterns of names, of files and folders, that no `--include` lets through."""
+"""Patterns of names, of files and folders, that no `--include` lets through; nor those of the pieces of checkpoints."""
 
 
 def pushable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
@@ -108,9 +102,12 @@ def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tu
 
 def never(name: str) -> str | None:
     """Return why a path in the folder must not be pushed, whoever asks; None if it may."""
+    pieces = [pattern for kind in sharded_kinds() for pattern in kind.patterns]
     for part in name.split("/"):
+        if matches(part, pieces):
+            return _STATE
         for pattern, reason in _NEVER:
-            if fnmatch.fnmatchcase(part.lower(), pattern):
+            if matches(part, (pattern,)):
                 return reason
     return None
 

@@ -27,7 +27,7 @@ class Change(str, enum.Enum):
 
 
 @enum.unique
-class Check(Choice):
+class PushCheck(Choice):
     """How a push is checked afterwards: by the hashes that the Hub lists, or by reading every file back."""
 
     TREE = "tree"
@@ -144,7 +144,7 @@ class Pushed:
     created: bool = False
     pull_request: str | None = None
     tag: str | None = None
-    check: Check = Check.TREE
+    check: PushCheck = PushCheck.TREE
     notes: tuple[str, ...] = ()
 
     @property

@@ -41,15 +41,18 @@ def plan_push(
     message: str | None = None,
     include: Iterable[str] = (),
     ignore: Iterable[str] = (),
-    readme: Readme = Readme.AUTO,
+    readme: Readme | str = Readme.AUTO,
     progress: Progress | None = None,
 ) -> PushPlan:
     """Return the plan that publishes `folder` as the model repository `repo`. Reads both, changes neither.
 
     The folder is validated first (`ignore` are rules to leave out), and searched for secrets. `private` None means
-    private where the repository is created. Local files are hashed only where the Hub has one of the same name and
+    private where the repository is created. `revision` is the branch, `create_pr` makes a pull request instead of a
+    commit on it, `tag` and `message` are the commit's. `include` are patterns of files that are not sent otherwise,
+    `readme` says whose text wins where both have one. Local files are hashed only where the Hub has one of the same name and
     size; `progress` is told the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
+    readme = Readme(readme)
     checkpoint = pushable(open_checkpoint(folder))
     report = validate(checkpoint, ignore=ignore)
     report.raise_for_errors()

@@ -14,7 +14,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.checking import check_download, check_tree, mismatches
 from lora_tool.hub.hashing import require_unchanged, with_hashes
-from lora_tool.hub.model import MAIN, Check, Pushed, PushFile, PushPlan, Remote
+from lora_tool.hub.model import MAIN, PushCheck, Pushed, PushFile, PushPlan, Remote
 from lora_tool.hub.remote import head_of, read_remote, read_tree
 from lora_tool.hub.session import LONGEST_WAIT, Session, hopeless, session, wait_asked_for
 
@@ -33,13 +33,14 @@ class _Landed:
     changed: bool = True
 
 
-def push(plan: PushPlan, *, check: Check = Check.TREE, progress: bool = False) -> Pushed:
+def push(plan: PushPlan, *, check: PushCheck | str = PushCheck.TREE, progress: bool = False) -> Pushed:
     """Carry out `plan` and return what was done. `progress` shows huggingface_hub's bars on stderr.
 
     One commit is made, on the parent that the plan was made from, or none where nothing changes; then every file of
-    the plan is compared at that commit. Raises `SourceChanged`, `HubError`, and `VerificationFailed` where the Hub
-    holds something else than was sent. Ctrl-C leaves the repository as it was, or with the whole commit.
+    the plan is compared at that commit: its hash in the tree, or with `check` "download" its bytes. Raises
+    `SourceChanged`, `HubError`, and `VerificationFailed` where the Hub holds something else than was sent. Ctrl-C leaves the repository as it was, or with the whole commit.
     """
+    check = PushCheck(check)
     _require_unchanged(plan)
     plan = with_hashes(plan)
     repo = plan.remote.repo
@@ -48,7 +49,7 @@ def push(plan: PushPlan, *, check: Check = Check.TREE, progress: bool = False) -
         landed = _commit(opened, plan, remote)
         tree = read_tree(opened, repo, landed.commit)
         check_tree(plan, tree, landed.commit)
-        if check is Check.DOWNLOAD:
+        if check is PushCheck.DOWNLOAD:
             _read_back(opened, plan, landed.commit)
         if plan.tag is not None:
             _tag(opened, plan, landed.commit)

@@ -75,6 +75,10 @@ class Comparison:
     fields: Mapping[str, tuple[str, str]]
     differences: tuple[Difference, ...]
 
+    def __repr__(self) -> str:
+        changed = sum(item.change is not Change.SAME for item in self.differences)
+        return f"Comparison({changed} of {len(self.differences)} modules and tensors differ)"
+
     @property
     def same(self) -> bool:
         return not self.fields and all(item.change is Change.SAME for item in self.differences)

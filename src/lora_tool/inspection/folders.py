@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, DcpDir, Folder, ModelDir, ZeroDir, open_checkpoint
+from lora_tool.checkpoint import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.trainer_state import TrainerState
@@ -51,13 +51,15 @@ def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None) -> 
 
     Raises `OSError` where weights cannot be read.
     """
-    if isinstance(checkpoint, AdapterDir):
-        return _adapter(checkpoint, norms=checkpoint.weights.nbytes <= NORM_BYTES if norms is None else norms)
-    if isinstance(checkpoint, ModelDir):
-        return _model(checkpoint)
-    if isinstance(checkpoint, ZeroDir | DcpDir):
-        return _sharded(checkpoint)
-    return RunInspection(**_common(checkpoint))
+    match checkpoint:
+        case AdapterDir():
+            return _adapter(checkpoint, norms=checkpoint.weights.nbytes <= NORM_BYTES if norms is None else norms)
+        case ModelDir():
+            return _model(checkpoint)
+        case ShardedDir():
+            return _sharded(checkpoint)
+        case RunDir():
+            return RunInspection(**_common(checkpoint))
 
 
 class _Common(TypedDict):
@@ -284,9 +286,7 @@ def _merged_from(model: ModelDir) -> Iterator[str]:
             yield f"{role} {name}" + (f" @ {revision}" if revision else "")
 
 
-def _sharded(checkpoint: ZeroDir | DcpDir) -> ShardedInspection:
-    listed = checkpoint.rank_files if isinstance(checkpoint, ZeroDir) else checkpoint.parts
-    latest = checkpoint.latest if isinstance(checkpoint, ZeroDir) else None
+def _sharded(checkpoint: ShardedDir) -> ShardedInspection:
     return ShardedInspection(
         **_common(checkpoint),
         tags=tuple(
@@ -294,9 +294,9 @@ def _sharded(checkpoint: ZeroDir | DcpDir) -> ShardedInspection:
                 tag=tag,
                 files=len(names),
                 nbytes=sum(_file_bytes(checkpoint.root / tag / name) for name in names),
-                latest=tag == latest,
+                latest=tag == checkpoint.latest,
             )
-            for tag, names in listed.items()
+            for tag, names in checkpoint.rank_files.items()
         ),
     )
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lora_tool.display import counted, number, printable, shortened, size
 from lora_tool.tensors import StoredTensor
+
+_SHOWN = 8
+"""Tensors that are named before the rest is counted."""
 
 _MATRIX = 2
 
@@ -82,6 +87,10 @@ class Training:
     epoch: float | None
     loss: float | None
 
+    def __str__(self) -> str:
+        epoch = "" if self.epoch is None else f", epoch {self.epoch:.3g}"
+        return f"step {self.step:,}{epoch}" + ("" if self.loss is None else f", loss {number(self.loss)}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
@@ -106,8 +115,33 @@ class Inspection:
     checkpoints: tuple[CheckpointRow, ...]
     problems: tuple[str, ...]
 
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield names and values of what the folder is; a value may be empty, or of several lines."""
+        yield from self._own_facts()
+        yield "training", str(self.training or "")
+        yield "tokenizer", ", ".join(self.tokenizer_files)
+        yield "on disk", size(self.disk_bytes)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def _own_facts(self) -> Iterator[tuple[str, str]]:
+        yield from ()
+
+    def __str__(self) -> str:
+        lines = (f"{name}: {printable(value)}" for name, value in self.facts() if value)
+        return "\n".join((f"{self.kind}  {printable(self.path)}", *lines))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shortened(self.path, 300)!r}: {self.kind}, {size(self.disk_bytes)})"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            f"<tr><th>{name}</th><td>{html.escape(shortened(printable(value)))}</td></tr>"
+            for name, value in self.facts()
+            if value
+        )
+        return f"<b>{self.kind}</b> {html.escape(printable(self.path))}<table>{''.join(rows)}</table>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AdapterInspection(Inspection):
     """What an adapter holds."""
 
@@ -128,8 +162,19 @@ class AdapterInspection(Inspection):
     dtypes: Mapping[str, int]
     """dtype → number of elements."""
 
+    def _own_facts(self) -> Iterator[tuple[str, str]]:
+        revision = f" @ {self.revision}" if self.revision else ""
+        yield "base model", f"{self.base_model}{revision}" if self.base_model else "not named"
+        yield "task", self.task_type or "not named"
+        kind = "LoRA" if self.peft_type == "LORA" else self.peft_type or ""
+        yield "method", ", ".join((kind, *self.variants)) if kind else ""
+        yield "parameters", f"{self.parameters:,}{_dtypes(self.dtypes.items())}, {size(self.nbytes)}"
+        yield "head", _tensor_list(self.head)
+        yield "saved", _tensor_list(self.saved)
+        yield "other", _tensor_list(self.others)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelInspection(Inspection):
     """What a model folder holds."""
 
@@ -150,6 +195,17 @@ class ModelInspection(Inspection):
     merged_from: tuple[str, ...]
     """What the manifest names as base and adapters; empty for a base model."""
 
+    def _own_facts(self) -> Iterator[tuple[str, str]]:
+        yield "type", ", ".join(filter(None, (self.model_type, *self.architectures)))
+        yield "layers", "" if self.layers is None else str(self.layers)
+        yield "parameters", f"{self.parameters:,} in {counted(self.tensors, 'tensor')}{_dtypes(self.dtypes.items())}"
+        yield "weights", f"{size(self.nbytes)} in {counted(len(self.files), 'file')}"
+        yield "quantised", self.quantization or ""
+        yield "head", _tensor_list(self.head) or "none stored"
+        yield "labels", "" if self.num_labels is None else str(self.num_labels)
+        yield "embeddings", "" if self.tied is None else "tied" if self.tied else "not tied"
+        yield "merged from", ", ".join(self.merged_from)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFiles:
@@ -161,13 +217,29 @@ class RankFiles:
     latest: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardedInspection(Inspection):
     """What a DeepSpeed or FSDP checkpoint holds."""
 
     tags: tuple[RankFiles, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunInspection(Inspection):
     """A run folder: nothing but its checkpoints."""
+
+
+def _tensor_list(tensors: Sequence[TensorInfo]) -> str:
+    listed = [
+        f"{tensor.name.removeprefix('base_model.model.')} {list(tensor.shape)} {tensor.dtype}"
+        for tensor in tensors[:_SHOWN]
+    ]
+    more = [f"and {len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
+    return "\n".join(listed + more)
+
+
+def _dtypes(held: Iterable[tuple[str, int]]) -> str:
+    """Return the types in brackets, each with its elements where there are several; nothing for nothing."""
+    listed = list(held)
+    found = listed[0][0] if len(listed) == 1 else ", ".join(f"{dtype} {elements:,}" for dtype, elements in listed)
+    return f" ({found})" if found else ""

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency
-from lora_tool.names.model import Piece, RowMapping, Shape, row_count
+from lora_tool.names.model import RowMapping, RowSlice, Shape, row_count
 from lora_tool.names.rows import numbered, pieces_of
 
 try:
@@ -118,7 +118,7 @@ class Conversion:
             if group.rule is None or self._keeps_its_shape(group, shapes):
                 name = group.names[0]
                 rows = row_count(shapes[name])
-                pieces = (Piece(name=name, start=0, rows=rows),) if rows else ()
+                pieces = (RowSlice(name=name, start=0, rows=rows),) if rows else ()
                 target = group.target if group.rule is None else rename(group.target)
                 made[target] = RowMapping(shape=tuple(shapes[name]), pieces=pieces, sources=(name,))
             else:
@@ -180,8 +180,8 @@ class Conversion:
             tensor = table[0] if isinstance(table, list) else table
             if turning:
                 shape = tuple(tensor.shape)
-                turned = _swaps_the_last(rule, shape) and len(group.names) == 1
-                made[name] = RowMapping(shape=shape, pieces=None, sources=group.names, turned=turned)
+                transposed = _swaps_the_last(rule, shape) and len(group.names) == 1
+                made[name] = RowMapping(shape=shape, pieces=None, sources=group.names, transposed=transposed)
                 continue
             pieces = pieces_of(tensor, held)
             widths = {shapes[piece.name][-1:] for piece in pieces}
@@ -259,7 +259,7 @@ class _Form:
                 one,
                 pieces=None
                 if pieces is None
-                else tuple(Piece(name=names[at], start=start, rows=rows) for at, start, rows in pieces),
+                else tuple(RowSlice(name=names[at], start=start, rows=rows) for at, start, rows in pieces),
                 sources=names,
             )
             for rest, one, pieces in self.made

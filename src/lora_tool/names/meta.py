@@ -177,7 +177,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
         output=paths.get(id(output)) if output is not None else None,
         head=heads[0].removesuffix(".weight") if len(heads) == 1 else None,
         unsaved=frozenset(model._keys_to_ignore_on_save or ()) & shapes.keys(),  # noqa: SLF001
-        wide=frozenset(
+        keep_in_fp32=frozenset(
             name
             for name, tensor in tensors.items()
             if (tensor.dtype is torch.float32 is not dtype) or (kept_wide and kept_wide.search(name))

@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class RowSlice:
     """`rows` consecutive rows of the tensor `name` from row `start`; a vector's rows are its elements.
 
     The rows of a tensor of three dimensions are those of all its matrices, one after the other.
@@ -29,9 +29,9 @@ class RowMapping:
     """
 
     shape: Shape
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[RowSlice, ...] | None
     sources: tuple[str, ...]
-    turned: bool = False
+    transposed: bool = False
     """Whether it is its one source with the last two dimensions swapped."""
 
 
@@ -59,7 +59,7 @@ class ModelFacts:
     """Path of the last layer of the classification head: its outputs are the labels."""
     unsaved: frozenset[str]
     """Parameters that transformers computes when it builds the model, and does not save."""
-    wide: frozenset[str]
+    keep_in_fp32: frozenset[str]
     """Parameters that transformers loads in float32 whatever the model's type."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from lora_tool.names.model import Piece, Shape, row_count
+from lora_tool.names.model import RowSlice, Shape, row_count
 
 
 def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
@@ -28,7 +28,7 @@ def numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
     return tables
 
 
-def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[Piece, ...]:
+def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[RowSlice, ...]:
     """Return which rows of the numbered tensors `shapes` the rows of `table` are, neighbours joined."""
     numbers = table.reshape(-1).numpy()  # thousands of small tables: numpy's calls cost a tenth of torch's
     if not len(numbers):
@@ -42,6 +42,6 @@ def pieces_of(table: torch.Tensor, shapes: Mapping[str, Shape]) -> tuple[Piece, 
     heads = numbers[starts[:-1]].tolist()
     sources = [bisect_right(firsts, head) - 1 for head in heads]
     return tuple(
-        Piece(name=names[source], start=head - firsts[source], rows=end - begin)
+        RowSlice(name=names[source], start=head - firsts[source], rows=end - begin)
         for head, source, begin, end in zip(heads, sources, starts[:-1], starts[1:], strict=True)
     )

@@ -63,7 +63,7 @@ class WeightMapping:
         return meta.build(self._config, class_name, self._loaded_as, any_labels=self._any_labels)
 
     @property
-    def tied_by_word(self) -> Mapping[str, str]:
+    def tied_by_config(self) -> Mapping[str, str]:
         """Parameter → the one that it is the same as because the config says so, and would not be otherwise."""
         untied = replace(self._config, raw={**self._config.raw, "tie_word_embeddings": False})
         others = meta.build(untied, self.facts.class_name, self._loaded_as, any_labels=self._any_labels)

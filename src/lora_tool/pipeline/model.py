@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.errors import LoraToolError
-from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.tensors import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,30 +19,35 @@ class Job:
 
     checkpoint: Path
     output: Path
-    base: str | None = None
-    task: Task = Task.AUTO
-    num_labels: int | None = None
-    dtype: DType | None = None
-    precision: Precision = Precision.FLOAT32
-    untie: bool = False
-    expert_layout: ExpertLayout | None = None
+    options: MergeOptions = field(default_factory=MergeOptions)
     tag: str | None = None
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
-    select: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
     deep: bool | None = None
+    """Whether all weights are read, or none; None for those of adapters."""
     servers: frozenset[Server] = frozenset()
-    fail_on: Severity = Severity.ERROR
-    overwrite: bool = False
-    jobs: int | None = None
     push: str | None = None
     private: bool | None = None
     revision: str | None = None
     create_pr: bool = False
     reports: tuple[Path, ...] = ()
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
+
+    @property
+    def select(self) -> tuple[str, ...]:
+        """The codes of the only rules that judge, all where it is empty."""
+        return tuple(self.options.select)
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """The codes of the rules that do not judge."""
+        return tuple(self.options.ignore)
+
+    @property
+    def fail_on(self) -> Severity:
+        """The severity at which a finding stops the pipeline."""
+        return Severity(self.options.fail_on)
 
     @property
     def consolidated(self) -> Path:

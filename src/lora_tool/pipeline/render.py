@@ -55,10 +55,10 @@ def _heading(outcome: Outcome) -> Iterator[str]:
     yield f"### {'✅' if outcome.passed else '❌'} lora-tool ci {result}"
     yield from ("", "| | stage | |", "|---|---|---|")
     for stage in outcome.stages:
-        yield f"| {_MARKS[stage.status]} | {stage.name} | {_told(stage)} |"
+        yield f"| {_MARKS[stage.status]} | {stage.name} | {_cell(stage)} |"
 
 
-def _told(stage: Stage) -> str:
+def _cell(stage: Stage) -> str:
     took = f" ({stage.seconds:.1f} s)" if stage.status is not Status.SKIPPED else ""
     hint = f"<br>hint: {text(stage.error.hint)}" if stage.error and stage.error.hint else ""
     warnings = "".join(f"<br>⚠️ {text(warning)}" for warning in stage.warnings)

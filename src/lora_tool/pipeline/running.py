@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
+    TRAINED_MODEL,
     AdapterDir,
     Checkpoint,
-    DcpDir,
-    Kind,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
     open_model,
     open_sharded,
@@ -28,45 +26,39 @@ from lora_tool.errors import (
     FindingsFound,
     LoraToolError,
     NotACheckpoint,
-    OnlyInMemory,
     OutputExists,
     UnsupportedCheckpoint,
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.formats.manifest import FILE_NAME, read_manifest
+from lora_tool.pipeline.merging import FoundInputs, named_base, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
+from lora_tool.pipeline.writing import Written, farthest, unwatched, write
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.consolidate.plan_consolidate import prepare_consolidate
-from lora_tool.plan.core import delta_retention
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.build_plan import HubOrigin
-from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.progress import Progress
+from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
-from lora_tool.report.text import counts
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sources import Source, another_base, resolve
-from lora_tool.validation.bases import named_base, open_base
+from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
+from lora_tool.validation.bases import named_base as base_on_disk
+from lora_tool.validation.bases import open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
-StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
-"""Given what is done and how many bytes of it there are, a progress bar."""
 
-
-def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: StageWatch | None = None) -> Outcome:
-    """Run the pipeline and return what became of every stage; `told` is called with each as it ends.
+def run(job: Job, *, on_stage: Callable[[Stage], None] = lambda _: None, watch: StageWatch = unwatched) -> Outcome:
+    """Run the pipeline and return what became of every stage; `on_stage` is called with each as it ends, `watch` for
+    the progress of what takes long.
 
     A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
     stops the pipeline is in the outcome, not raised; an interrupt is.
     """
-    running = _Running(job, watch or (lambda _what, _nbytes: nullcontext(lambda _: None)))
+    running = _Running(job, watch)
     stages: list[Stage] = []
     steps = {
         "open": running.open,
@@ -82,7 +74,7 @@ def run(job: Job, *, told: Callable[[Stage], None] = lambda _: None, watch: Stag
             continue
         began = time.monotonic()
         stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
-        told(stages[-1])
+        on_stage(stages[-1])
     passed = all(stage.status is not Status.FAILED for stage in stages)
     return Outcome(stages=tuple(stages), output=running.result if passed else None)
 
@@ -93,12 +85,12 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
     except FindingsFound as error:
         if error.report is None:
             return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
-        return Stage(name=name, status=Status.FAILED, summary=counts(error.report), report=error.report)
+        return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
     except LoraToolError as error:
         return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
     except OSError as error:
-        told = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
-        return Stage(name=name, status=Status.FAILED, summary=str(told), error=told)
+        reported = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
+        return Stage(name=name, status=Status.FAILED, summary=str(reported), error=reported)
 
 
 class _Running:
@@ -107,7 +99,7 @@ class _Running:
     def __init__(self, job: Job, watch: StageWatch) -> None:
         self._job = job
         self._watch = watch
-        self._proofs = StageCache(job.output)
+        self._cache = StageCache(job.output)
         self._root = job.checkpoint
         self._opened: Checkpoint | None = None
         self._needs_consolidation = False
@@ -136,7 +128,7 @@ class _Running:
             opened = open_checkpoint(self._root)
             summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
         if not isinstance(opened, ModelDir):
-            ours = job.overwrite or bool(self._proofs)
+            ours = job.options.overwrite or bool(self._cache)
             check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
         self._opened = opened
         return Stage(name="open", status=Status.PASSED, summary=summary)
@@ -161,26 +153,28 @@ class _Running:
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
         beside = bool(failing) and _has_rank_files(opened)
-        self._needs_consolidation = isinstance(opened, ZeroDir | DcpDir) or beside
+        self._needs_consolidation = isinstance(opened, ShardedDir) or beside
         if failing and not (beside and _curable(failing)):
-            return Stage(name="validate", status=Status.FAILED, summary=counts(report), report=report)
+            return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
         kept = replace(report, findings=()) if failing else report
-        return Stage(name="validate", status=Status.PASSED, summary=counts(report) + what, report=kept)
+        return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
-        job = self._job
-        if job.base is None:
-            base, why_not = named_base(opened, near=self._root)
+        job, options = self._job, self._job.options
+        if options.base is None:
+            base, why_not = base_on_disk(opened, near=self._root)
+        elif isinstance(options.base, str | os.PathLike):
+            base, why_not = open_base(resolve(options.base, near=self._root).path), ""
         else:
-            base, why_not = open_base(resolve(job.base, near=self._root).path), ""
+            base, why_not = opened_model(options.base), ""
         return validate(
             opened,
             base=base,
             why_no_base=why_not,
-            task=job.task.expected,
-            num_labels=job.num_labels,
+            task=options.task,
+            num_labels=options.num_labels,
             select=job.select,
             ignore=job.ignore,
             deep=job.deep,
@@ -196,25 +190,25 @@ class _Running:
         config = [job.adapter_config.parent] if job.adapter_config else []
         key = key_of(options, [self._root, *config], own=job.own)
         for folder in (job.consolidated, job.output):
-            done = self._proofs.summary("consolidate", key, folder)
+            done = self._cache.summary("consolidate", key, folder)
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
-        plan, values = prepare_consolidate(
+        plan = plan_consolidate(
             open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.ignore
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
-        self._write("consolidate", key, plan, folder, values)
+        self._write("consolidate", key, plan, folder)
         summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
         stage = self._put_together(folder, Status.PASSED, summary)
         if stage.status is Status.PASSED:
-            self._proofs.keep("consolidate", key, folder, stage.summary)
+            self._cache.keep("consolidate", key, folder, stage.summary)
         return stage
 
     def _put_together(self, folder: Path, status: Status, summary: str) -> Stage:
         self._opened = open_checkpoint(folder)
         report = self._judged(self._opened)
         if report.at_least(self._job.fail_on):
-            return Stage(name="consolidate", status=Status.FAILED, summary=counts(report), report=report)
+            return Stage(name="consolidate", status=Status.FAILED, summary=report.counts(), report=report)
         return Stage(name="consolidate", status=status, summary=summary, report=report)
 
     def merge(self) -> Stage:
@@ -223,32 +217,37 @@ class _Running:
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
             self._require_task(opened)
-            whole = "a whole model" if opened.kind is Kind.TRAINER_CHECKPOINT else f"a {opened.kind}"
+            whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         base = self._base(opened)
-        options = ("merge", job.task, job.num_labels, job.dtype, job.precision, job.untie, job.expert_layout)
-        key = key_of(options, [opened.root, base.path], own=job.own)
+        options = replace(job.options, out=None, base=None, jobs=None, overwrite=False)
+        key = key_of(("merge", options), [opened.root, base.path], own=job.own)
         self._adapter, self.result = opened, job.output
-        done = self._proofs.summary("merge", key, job.output)
+        done = self._cache.summary("merge", key, job.output)
         if done is not None:
-            kept = self._proofs.warnings("merge")
+            kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
-        plan = self._merge_plan(opened, base)
-        self._write("merge", key, plan, job.output)
-        fates = ", ".join(f"{count} {fate}" for fate, count in plan.counts().items() if fate != "consumed")
-        summary = f"{fates}: {job.output}, {size(plan.data_bytes)}"
+        inputs = FoundInputs(
+            adapters=(opened,), sources=(source_of(opened.root),), base=open_model(base.path), base_source=base
+        )
+        notes: list[str] = []
+        with planned(inputs, job.options, job.output, note=notes.append) as plan:
+            if plan is None:
+                raise AssertionError("only a dry run has no plan")
+            written = self._write("merge", key, plan, job.output)
+        counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
+        summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
         named = opened.config.base_model if opened.config else None
-        lost = delta_retention.warning(read_manifest(job.output / FILE_NAME).raw.get("fidelity"), plan)
-        warnings = (*another_base(named, self._root, base), *plan.warnings, *filter(None, [lost]))
-        self._proofs.keep("merge", key, job.output, summary, warnings)
+        warnings = (*another_base(named, self._root, base), *notes, *written.warnings)
+        self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
         """Return unless a model that needs no merge is of another class than was asked for."""
         if not isinstance(opened, ModelDir):
             return
-        asked, config = self._job.task, opened.config
+        asked, config = Task(self._job.options.task), opened.config
         name = config.architectures[0] if config and config.architectures else ""
         generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFICATION_HEADS))
         if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
@@ -260,65 +259,32 @@ class _Running:
                 hint="leave --task and --rm out, or give the checkpoint of that task",
             )
 
-    def _merge_plan(self, adapter: AdapterDir, base: Source) -> Plan:
-        job = self._job
-        try:
-            return plan_merge(
-                open_model(base.path),
-                adapter,
-                task=job.task,
-                num_labels=job.num_labels,
-                dtype=job.dtype,
-                precision=job.precision,
-                untie=job.untie,
-                expert_layout=job.expert_layout,
-                base_origin=HubOrigin(hub_id=base.hub_id, revision=base.revision),
-                select=job.select,
-                ignore=job.ignore,
-                fail_on=job.fail_on,
-            )
-        except OnlyInMemory as error:
-            error.hint = f"with the whole model in memory: lora-tool merge {adapter.root} -o OUT --allow-in-memory"
-            raise
-
     def _base(self, adapter: AdapterDir) -> Source:
-        config = adapter.config
-        reference = self._job.base or (config.base_model if config else None)
-        if reference is None:
-            raise NotACheckpoint(
-                f"{adapter.root}: adapter_config.json names no base model", hint="give it: --base MODEL"
-            )
-        revision = config.revision if config and not self._job.base else None
-        # what was put together lies elsewhere than the config that names the base by a relative path
-        try:
-            return resolve(reference, near=self._root, revision=revision, download=True)
-        except NotACheckpoint as error:
-            error.hint = error.hint or OTHER_BASE
-            raise
+        base = self._job.options.base
+        if base is None:
+            # what was put together lies elsewhere than the config that names the base by a relative path
+            return named_base(adapter, near=self._root)
+        return located(base, Wanted.MODEL, near=self._root)
 
-    def _write(self, name: str, key: str, plan: Plan, folder: Path, values: ValueCheck | None = None) -> None:
+    def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
-        from lora_tool.execution.engine import execute  # noqa: PLC0415 - numpy, only now
-        from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415
-
-        def check(written: Path) -> dict[str, object]:
-            found = check_written(plan, written, jobs=self._job.jobs)
-            found.raise_for_errors()
-            return summary_json(found)
-
-        overwrite = self._job.overwrite or self._proofs.begun(name, key)
-        if folder.exists() and not overwrite and self._proofs:
+        options = self._job.options
+        overwrite = options.overwrite or self._cache.begun(name, key)
+        if folder.exists() and not overwrite and self._cache:
             raise OutputExists(
                 f"{folder} was made by an earlier run from other inputs or with other options",
                 hint="--overwrite replaces it, or give another folder: -o OUT",
             )
         if not folder.exists():
-            self._proofs.begin(name, key)
-        total = plan.data_bytes + (values.nbytes if values else 0)
-        with self._watch(name, total) as advance:
-            execute(
-                plan, folder, jobs=self._job.jobs, overwrite=overwrite, progress=advance, check=check, values=values
-            )
+            self._cache.begin(name, key)
+        watch = self._watch
+        return write(
+            plan,
+            folder,
+            jobs=options.jobs,
+            overwrite=overwrite,
+            watch=lambda _, nbytes: watch(name, nbytes),
+        )
 
     def verify(self) -> Stage:
         """Compare every value of the merged model with base and adapter."""
@@ -329,22 +295,24 @@ class _Running:
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
 
         base = self._base(adapter)
-        key = key_of(("verify", job.ignore, job.fail_on), [adapter.root, base.path, self.result], own=job.own)
-        done = self._proofs.summary("verify", key, self.result)
+        key = key_of(
+            ("verify", job.ignore, job.fail_on),
+            [adapter.root, base.path, self.result],
+            own=job.own,
+        )
+        done = self._cache.summary("verify", key, self.result)
         if done is not None:
             return Stage(name="verify", status=Status.REUSED, summary=done)
         inputs = find_inputs(self.result, base=str(base.path), adapters=[str(adapter.root)])
         with self._watch("verify", inputs.merged.weights.nbytes) as advance:
-            found = verify_inputs(inputs, ignore=job.ignore, jobs=job.jobs, progress=advance)
-        told = summary_json(found)
-        ulps = told["largest_ulps"]
-        farthest = "" if ulps is None else f", at most {ulps:.2f} units in the last place off"
-        summary = f"{told['right']} of {told['tensors']} tensors right, every value compared{farthest}"
+            found = verify_inputs(inputs, ignore=job.ignore, jobs=job.options.jobs, progress=advance)
+        seen = summary_json(found)
+        summary = f"{seen['right']} of {seen['tensors']} tensors right, every value compared{farthest(seen)}"
         failing = found.report.at_least(job.fail_on)
         if failing:
             error = VerificationFailed(str(failing[0]), hint=failing[0].hint)
             return Stage(name="verify", status=Status.FAILED, summary=summary, report=found.report, error=error)
-        self._proofs.keep("verify", key, self.result, summary)
+        self._cache.keep("verify", key, self.result, summary)
         return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report)
 
     def push(self) -> Stage:

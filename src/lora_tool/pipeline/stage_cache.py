@@ -22,8 +22,8 @@ from lora_tool.version import __version__
 Stamps = dict[str, list[int]]
 
 
-def proofs_path(output: Path) -> Path:
-    """Return where the proofs of the pipeline that writes `output` are kept."""
+def cache_path(output: Path) -> Path:
+    """Return where what was proved by the pipeline that writes `output` is kept."""
     return output.with_name(f".{output.name}.lora-tool-ci.json")
 
 
@@ -34,15 +34,15 @@ def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()
     """
     left_out = tuple(own)
     stamps = {os.path.realpath(folder): stamps_of(folder, left_out) for folder in folders}
-    told = json.dumps([__version__, repr(options), stamps], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    decides = json.dumps([__version__, repr(options), stamps], sort_keys=True)
+    return hashlib.sha256(decides.encode()).hexdigest()
 
 
 def stamps_of(folder: Path, own: Iterable[Path] = ()) -> Stamps:
     """Return file → size and times of change in ns, of all files in and under the folder, those of `own` left out."""
     stamps: Stamps = {}
     left_out = {Path(os.path.realpath(path)) for path in own}
-    hidden = tuple(f".{path.name}." for path in left_out)  # what is half written, and the proofs
+    hidden = tuple(f".{path.name}." for path in left_out)  # what is half written, and the cache
     for where, folders, names in os.walk(folder):
         inside = Path(os.path.realpath(where))
         folders[:] = [name for name in folders if inside / name not in left_out and not _half(inside / name, hidden)]
@@ -63,10 +63,10 @@ def _half(path: Path, hidden: tuple[str, ...]) -> bool:
 
 
 class StageCache:
-    """The proofs beside one output. A file that is broken, or of another shape, proves nothing."""
+    """What was proved about one output, beside it. A file that is broken, or of another shape, proves nothing."""
 
     def __init__(self, output: Path) -> None:
-        self._path = proofs_path(output)
+        self._path = cache_path(output)
         self._held = self._read()
 
     def _read(self) -> dict[str, dict[str, Any]]:

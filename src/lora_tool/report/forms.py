@@ -46,9 +46,7 @@ def rendered(
     where = Path.cwd() if root is None else root
     # each form is imported where it is asked for: a check in a terminal needs none but text
     if form is Form.TEXT:
-        from lora_tool.report.text import report_text  # noqa: PLC0415
-
-        return report_text(report, color=color)
+        return report.text(color=color)
     if form is Form.JSON:
         from lora_tool.report.json import report_json  # noqa: PLC0415
 

@@ -14,7 +14,7 @@ from lora_tool.display import printable
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_rule, relative_to
 from lora_tool.report.model import Page, Report, Unread
-from lora_tool.report.text import spans, summary
+from lora_tool.report.text import spans
 
 CAP = 10
 """Annotations of one kind that GitHub shows for a step."""
@@ -25,7 +25,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO
 
 def report_github(report: Report, *, pages: Mapping[str, Page], root: Path) -> str:
     """Return the workflow commands, at most `CAP` of a kind, and the summary line. Paths are relative to `root`."""
-    return "\n".join((*_annotations(report, pages, root), summary(report)))
+    return "\n".join((*_annotations(report, pages, root), report.summary()))
 
 
 def _annotations(report: Report, pages: Mapping[str, Page], root: Path) -> Iterator[str]:
@@ -42,7 +42,7 @@ def _annotations(report: Report, pages: Mapping[str, Page], root: Path) -> Itera
         left = mine[max(0, CAP - 1 - len(unread)) :]
         codes = spans(sorted({group[0].code for group in left}))
         number = len(commands) - CAP + 1
-        yield _command(kind, {"title": f"{number} more"}, f"{number} more annotations do not fit here: {codes}")
+        yield _command(kind, {"title": f"{number} more"}, f"{number} more annotations omitted: {codes}")
 
 
 def _annotation(kind: str, group: Sequence[Finding], pages: Mapping[str, Page], root: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lora_tool.report.findings import Finding
-from lora_tool.report.model import Skipped
+from lora_tool.report.words import Skipped
 
 
 def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:

@@ -13,7 +13,7 @@ from lora_tool.display import printable, size
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Page, Report, Run, RunCheckpoint, by_subject
-from lora_tool.report.text import number, spans, summary
+from lora_tool.report.text import number, spans
 
 LIMIT = 900_000
 """Characters; GitHub refuses a summary above 1 MiB."""
@@ -48,7 +48,7 @@ def _heading(report: Report) -> Iterator[str]:
 
 def _lines(report: Report, pages: Mapping[str, Page]) -> Iterator[str]:
     yield ""
-    yield text(summary(report))
+    yield text(report.summary())
     if report.unread:
         yield from ("", "| cannot be read | why |", "|---|---|")
         for unread in report.unread:

@@ -6,100 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lora_tool.display import counted
+from lora_tool.display import as_html, counted, shortened
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.groups import by_rule
+from lora_tool.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
+from lora_tool.report.words import Checked, Ignored, Page, Run, RunCheckpoint, Skipped, Unread
+
+__all__ = ["Checked", "Ignored", "Page", "Report", "Run", "RunCheckpoint", "Skipped", "Unread", "by_subject", "joined"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
-    """A rule that could not run on the folder `path`, and why."""
-
-    code: str
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """A folder that was looked at, what it is, and the codes of the rules that ran on it."""
-
-    path: str
-    kind: str
-    rules: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unread:
-    """A path that could not be opened or read at all, why, and what to do."""
-
-    path: str
-    message: str
-    hint: str | None = None
-    during: str | None = None
-    """What could not be done, where that was not the reading: a stage of `ci`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ignored:
-    """A rule that was switched off, and the reason that the configuration gives."""
-
-    code: str
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunCheckpoint:
-    """One checkpoint of a training run. `loss` and `metric` are those of its step, None where none was logged."""
-
-    path: str
-    name: str
-    step: int | None
-    epoch: float | None
-    loss: float | None
-    metric: float | None
-    nbytes: int
-    """Bytes of all files in the folder, optimizer and all."""
-    errors: int
-    warnings: int
-    codes: tuple[str, ...] = ()
-    """The rules that found something, worst first; notes are left out."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether nothing is wrong with it that would keep it from being used."""
-        return not self.errors
-
-    @property
-    def verdict(self) -> str:
-        """``good``, ``warned`` or ``broken``."""
-        return "broken" if self.errors else "warned" if self.warnings else "good"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run folder: its checkpoints by step, and the best one that is whole."""
-
-    path: str
-    checkpoints: tuple[RunCheckpoint, ...]
-    metric: str | None = None
-    """The name of the metric that checkpoints are compared by, ``eval_loss``; None where nothing was evaluated."""
-    best: str | None = None
-    """The path of the best checkpoint that is whole."""
-    why_best: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """What reports say about a rule itself."""
-
-    code: str
-    severity: Severity
-    title: str
-    text: str
-    hint: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +42,50 @@ class Report:
     def count(self, severity: Severity) -> int:
         """Return how many findings have exactly that severity."""
         return sum(finding.severity is severity for finding in self.findings)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        paths = ", ".join(subject.path for subject in self.subjects[:3]) + (", …" if len(self.subjects) > 3 else "")  # noqa: PLR2004 - a line
+        return f"Report({paths}: {shortened(self.counts(), 300)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
+
+    def text(self, *, color: bool = False, limit: int = SHOWN) -> str:
+        """Return the findings, run tables, skipped checks and one summary line, as the command prints them.
+
+        Of findings that are alike in a file, `limit` are spelled out. Nothing in it acts on a terminal but the colours
+        that `color` asks for.
+        """
+        lines = [*findings_lines(self.findings, color=color, limit=limit)]
+        for run in self.runs:
+            lines += [*run_lines(run, color=color), ""]
+        lines += [*ignored_lines(self.ignored), *skipped_lines(self.skipped), self.summary()]
+        first = next((group[0] for group in by_rule(self.at_least(Severity.WARNING))), None)
+        if first is not None:
+            lines.append(f"lora-tool rules {first.code} explains the first of them")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """Return one line: what was looked at and how many findings there are."""
+        kinds = [subject.kind for subject in self.subjects]
+        looked_at = ", ".join(counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)) or "nothing"
+        found = [
+            counted(self.count(severity), name)
+            for severity, name in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "note"))
+            if self.count(severity)
+        ]
+        skipped = [f"{counted(len(self.skipped), 'rule')} skipped"] if self.skipped else []
+        return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
+
+    def counts(self) -> str:
+        """Return how many errors and warnings there are, and their codes."""
+        found = [(self.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
+        numbers = [counted(count, what) for count, what in found if count]
+        codes = dict.fromkeys(finding.code for finding in self.at_least(Severity.WARNING))
+        return f"{', '.join(numbers)}: {', '.join(codes)}" if numbers else "no findings"
 
     def raise_for_errors(self) -> None:
         """Return if there is no error. Raises `FindingsFound` naming the first one and how many there are."""

@@ -120,5 +120,5 @@ def _invocation(report: Report, root: Path) -> dict[str, Any]:
         for item in report.unread
     ]
     left = len(report.findings) - LIMIT
-    cut = [{"level": "warning", "message": {"text": f"{left:,} findings more do not fit here"}}] if left > 0 else []
+    cut = [{"level": "warning", "message": {"text": f"{left:,} more findings omitted"}}] if left > 0 else []
     return {"executionSuccessful": not report.unread, "toolExecutionNotifications": [*unread, *cut, *skipped]}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-import click
-
-from lora_tool.display import counted, printable, size
+from lora_tool.display import printable, size
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
-from lora_tool.report.model import Ignored, Report, Run, RunCheckpoint, Skipped
+from lora_tool.report.words import Ignored, Run, RunCheckpoint, Skipped
 
-_SHOWN = 3
+SHOWN = 3
 """How many findings of one rule in one file are spelled out before the rest is counted."""
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}
@@ -20,29 +19,14 @@ _SEVERITY_WIDTH = max(len(severity.value) for severity in Severity)
 _INDENT = " " * (2 + _SEVERITY_WIDTH + 2 + len("LT000") + 2)
 
 
-def report_text(report: Report, *, color: bool = False, limit: int = _SHOWN) -> str:
-    """Return the findings, run tables, skipped checks and one summary line.
-
-    Nothing in it acts on a terminal but our colours.
-    """
-    lines = [*findings_lines(report.findings, color=color, limit=limit)]
-    for run in report.runs:
-        lines += [*run_lines(run, color=color), ""]
-    lines += [*_ignored_lines(report.ignored), *_skipped_lines(report.skipped), summary(report)]
-    first = next((group[0] for group in by_rule(report.at_least(Severity.WARNING))), None)
-    if first is not None:
-        lines.append(f"lora-tool rules {first.code} explains the first of them")
-    return "\n".join(lines)
-
-
-def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: int = _SHOWN) -> Iterator[str]:
+def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: int = SHOWN) -> Iterator[str]:
     """Yield the lines of the findings, by file, each rule with its hint once."""
     by_path: dict[str, list[Finding]] = {}
     for finding in findings:
         by_path.setdefault(finding.path, []).append(finding)
     hinted: set[tuple[str, str | None]] = set()
     for path, inside in by_path.items():
-        yield click.style(printable(path), bold=True) if color else printable(path)
+        yield _styled(printable(path), bold=True) if color else printable(path)
         for group in by_rule(inside):
             for finding in group[:limit]:
                 yield _line(finding, color=color)
@@ -52,25 +36,31 @@ def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: i
         yield ""
 
 
+def _styled(text: str, **style: Any) -> str:  # noqa: ANN401 - click's words
+    import click  # noqa: PLC0415 - only for colours
+
+    return click.style(text, **style)
+
+
 def _line(finding: Finding, *, color: bool) -> str:
     severity = f"{finding.severity.value:<{_SEVERITY_WIDTH}}"
     if color:
-        severity = click.style(severity, fg=_COLOURS[finding.severity])
+        severity = _styled(severity, fg=_COLOURS[finding.severity])
     subject = f"{printable(finding.subject)}: " if finding.subject else ""
     return f"  {severity}  {finding.code}  {subject}{printable(finding.message)}"
 
 
 def _hints(group: Sequence[Finding], hinted: set[tuple[str, str | None]], *, color: bool) -> Iterator[str]:
-    for finding in group[:_SHOWN]:
+    for finding in group[:SHOWN]:
         if finding.hint and (finding.code, finding.hint) not in hinted:
             hinted.add((finding.code, finding.hint))
-            label = click.style("hint:", fg="cyan") if color else "hint:"
+            label = _styled("hint:", fg="cyan") if color else "hint:"
             yield f"{_INDENT}{label} {printable(finding.hint)}"
 
 
 def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
     """Yield the table of a run's checkpoints, and which is the best one that is whole."""
-    yield click.style(printable(run.path), bold=True) if color else printable(run.path)
+    yield _styled(printable(run.path), bold=True) if color else printable(run.path)
     header = ("checkpoint", "step", "epoch", "loss", printable(run.metric or ""), "size", "verdict")
     rows = [header, *(_cells(row, best=row.path == run.best) for row in run.checkpoints)]
     kept = [at for at in range(len(header)) if header[at]]  # nothing was evaluated: no column for it
@@ -78,7 +68,7 @@ def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
     for index, row in enumerate(rows):
         cells = [row[at].rjust(widths[at]) for at in kept[1:-1]]
         line = "  ".join((row[0].ljust(widths[0]), *cells, row[-1]))
-        yield f"  {click.style(line, fg=_verdict_colour(run.checkpoints[index - 1])) if color and index else line}"
+        yield f"  {_styled(line, fg=_verdict_colour(run.checkpoints[index - 1])) if color and index else line}"
     if run.best is not None:
         yield f"  best whole checkpoint: {printable(run.best)} ({printable(run.why_best or '')})"
     elif run.checkpoints:
@@ -109,7 +99,8 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
-def _ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
+def ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
+    """Yield a line for each reason why rules are ignored."""
     by_reason: dict[str | None, list[str]] = {}
     for item in ignored:
         by_reason.setdefault(item.reason, []).append(item.code)
@@ -118,7 +109,8 @@ def _ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
             yield f"ignored {spans(codes)}: {printable(reason)}"
 
 
-def _skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
+def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
+    """Yield a line for each reason why rules could not run."""
     for codes, paths, reason in by_reason(skipped):
         where = printable(paths[0]) if len(paths) == 1 else f"{len(paths)} folders, {printable(paths[0])} the first"
         yield f"skipped {spans(codes)} on {where}: {printable(reason)}"
@@ -134,24 +126,3 @@ def spans(codes: Iterable[str]) -> str:
         else:
             runs.append((code, code))
     return ", ".join(first if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def summary(report: Report) -> str:
-    """Return one line: what was looked at and how many findings there are."""
-    kinds = [subject.kind for subject in report.subjects]
-    looked_at = ", ".join(counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)) or "nothing"
-    found = [
-        counted(report.count(severity), name)
-        for severity, name in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "note"))
-        if report.count(severity)
-    ]
-    skipped = [f"{counted(len(report.skipped), 'rule')} skipped"] if report.skipped else []
-    return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
-
-
-def counts(report: Report) -> str:
-    """Return how many errors and warnings there are, and their codes: ``2 errors, 1 warning: LT201, LT205``."""
-    found = [(report.count(severity), severity.value) for severity in (Severity.ERROR, Severity.WARNING)]
-    told = [counted(count, what) for count, what in found if count]
-    codes = dict.fromkeys(finding.code for finding in report.at_least(Severity.WARNING))
-    return f"{', '.join(told)}: {', '.join(codes)}" if told else "no findings"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
+from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -106,7 +107,7 @@ def rank_files_beside(
     """Yield the training checkpoint in the folder of an adapter or model, as HF Trainer writes it, or why it cannot be
     opened.
     """
-    if not checkpoint.folder.training_state:
+    if not piece_folders(checkpoint.folder):
         return
     try:
         yield sharded_subject(open_sharded(checkpoint.root), watch=watch)

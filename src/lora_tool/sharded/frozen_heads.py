@@ -67,18 +67,16 @@ class Heads:
     """LT415, for each head that is nowhere."""
 
 
-def find_heads(state: TrainingState, config: AdapterConfig | None) -> Heads:
-    """Return the heads that `save_pretrained` would not save; `config` None is an adapter of which nothing is known."""
-    return heads_of(state, config, parsed_keys(state))
-
-
 def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     """Return the tensors' names, and those without values, each parsed without what wrappers put into it."""
     return {name: keys.parse(unwrapped_name(name)) for name in (*state.entries, *state.without_values)}
 
 
 def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]) -> Heads:
-    """Return what `find_heads` does, from names that are parsed already."""
+    """Return the heads that `save_pretrained` would not save; `parsed` are the `parsed_keys` of the state.
+
+    `config` None is an adapter of which nothing is known.
+    """
     trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
     plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and _is_head(key.module)} - trained

@@ -12,7 +12,6 @@ from pathlib import Path
 from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
-from lora_tool.formats.partitions import Role, entries
 from lora_tool.formats.zero import ZeroTag
 from lora_tool.report import Severity
 from lora_tool.tensors import DType, StoredTensor
@@ -31,22 +30,17 @@ class SavedCopies:
     """What it is if they disagree: a file of which nobody knows when it was written proves less."""
 
 
-def saved_copies(root: Path, tag: ZeroTag, tensors: Tensors) -> SavedCopies:
-    """Return the float32 masters among `tensors` and the copies of them that lie in the checkpoint or beside it."""
-    known = entries(tag)
-    masters = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if known[name].role is Role.TRAINED and tensor.dtype is DType.F32
-    }
+def saved_copies(root: Path, tag: ZeroTag, trained: Tensors) -> SavedCopies:
+    """Return the float32 masters among `trained` tensors and the copies of them that lie in the checkpoint or beside it."""
+    masters = {name: tensor for name, tensor in trained.items() if tensor.dtype is DType.F32}
     copies: Tensors = {}
     severity = Severity.ERROR
     if tag.stage in (1, 2) and tag.first is not None:
         file, held = tag.first.file, tag.first.module
         copies = {
             name: file.stored(held[name], name)
-            for name in masters
-            if name in held and held[name].shape == known[name].shape
+            for name, master in masters.items()
+            if name in held and held[name].shape == master.shape
         }
     elif tag.stage == 3:  # noqa: PLR2004 - the stage
         copies, same_step = _gathered_beside(root, tag, masters)

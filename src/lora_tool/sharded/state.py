@@ -1,28 +1,28 @@
-"""A training checkpoint of any sort as one thing: names with roles, and functions that find their bytes."""
+"""A training checkpoint of any kind as one thing: names with roles, and where their bytes are."""
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.formats.partitions import Entry
+from lora_tool.formats.partitions import Entry, Role
 from lora_tool.formats.torch_zip import Record
-from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.value_checks import value_faults
+from lora_tool.sharded.value_checks import FileValues
 from lora_tool.tensors import FileStamp, Span, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingState:
-    """The tensors of a training run at one step."""
+class TrainingState(abc.ABC):
+    """The tensors of a training run at one step: plain data, of which each kind of checkpoint has a class of its own."""
 
     root: Path
     folder: Path
@@ -30,20 +30,33 @@ class TrainingState:
     title: str
     """One line for people: what it is, of how many ranks, at which step."""
     entries: Mapping[str, Entry]
-    shared: Mapping[str, str]
+    shared: Mapping[str, str] = field(default_factory=dict)
     """Tied tensors: other name → the name under which it is in `entries`."""
     beside: tuple[str, ...] = ()
     """Keys of the other states in the checkpoint, which are left there."""
-    without_values: tuple[str, ...]
+    without_values: tuple[str, ...] = ()
     """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
-    faults: tuple[Finding, ...]
+    faults: tuple[Finding, ...] = ()
     """What its structure has wrong."""
-    assemble: Callable[[Container[str]], dict[str, StoredTensor]]
-    value_check: Callable[[Tensors], ValueCheck]
-    """Prepares a look at the values of these tensors."""
     stamps: Mapping[Path, FileStamp]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the manifest records about it."""
+
+    @abc.abstractmethod
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """Return its tensors whose names are in `wanted`, each as the spans that hold its elements.
+
+        Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
+        """
+
+    def value_check(self, tensors: Tensors) -> ValueCheck:
+        """Return the look at the values of `tensors`, which are some of its own, that is still to be taken."""
+        masters = frozenset(name for name in tensors if self.entries[name].role is Role.TRAINED)
+        return check_of_files(tensors, self.records(tensors), masters=masters)
+
+    def records(self, tensors: Tensors) -> frozenset[Record | Span]:
+        """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
+        return frozenset(span for tensor in tensors.values() for span in tensor.spans)
 
     @property
     def nbytes(self) -> int:
@@ -56,23 +69,9 @@ class TrainingState:
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileValues:
-    """The check of the values in one file: see `value_faults`."""
-
-    path: Path
-    records: tuple[Record, ...]
-    pieces: tuple[tuple[Span, StoredTensor], ...]
-    masters: frozenset[str]
-
-    def run(self, advance: Progress) -> list[Finding]:
-        """See `ValuePart`."""
-        return value_faults(self.path, self.records, self.pieces, masters=self.masters, advance=advance)
-
-
-def check_of_files(tensors: Tensors, records: Collection[Record], *, masters: frozenset[str]) -> ValueCheck:
+def check_of_files(tensors: Tensors, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:
     """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
-    by_path: dict[Path, list[Record]] = defaultdict(list)
+    by_path: dict[Path, list[Record | Span]] = defaultdict(list)
     for record in records:
         by_path[record.path].append(record)
     pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)

@@ -1,17 +1,22 @@
-"""The training state of a checkpoint, whatever sort of rank files it has."""
+"""The training state of a checkpoint, whatever kind of rank files it has."""
 
 from __future__ import annotations
 
-from lora_tool.checkpoint import DcpDir, ZeroDir
-from lora_tool.sharded.state import TrainingState
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from lora_tool.checkpoint import ShardedDir
+
+if TYPE_CHECKING:
+    from lora_tool.sharded.state import TrainingState
 
 
-def training_state(checkpoint: ZeroDir | DcpDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state of a checkpoint of either sort; see `zero_state` and `dcp_state`."""
-    if isinstance(checkpoint, DcpDir):
-        from lora_tool.sharded.dcp_state import dcp_state  # noqa: PLC0415 - half as much to import for each sort
+def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state that the tag `tag` of a checkpoint holds; by default the one that the checkpoint points at.
 
-        return dcp_state(checkpoint, part=tag)
-    from lora_tool.sharded.zero_state import zero_state  # noqa: PLC0415 - as above
-
-    return zero_state(checkpoint, tag=tag)
+    Where it points at none, `or_newest` takes the newest tag. Raises `NotACheckpoint` where there is no such tag or it
+    is not clear which is meant, `UnsupportedCheckpoint` for layouts that are refused.
+    """
+    module, _, name = checkpoint.kind.state.partition(":")
+    read = getattr(importlib.import_module(module), name)
+    return cast("TrainingState", read(checkpoint, tag=tag, or_newest=or_newest))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from lora_tool.cores import available_cores
+from lora_tool.errors import FindingsFound
 from lora_tool.progress import Progress
-from lora_tool.report import Finding
+from lora_tool.report import Finding, Severity
 
 
 class ValuePart(Protocol):
@@ -28,11 +29,11 @@ class ValueCheck:
     """How many bytes it reads."""
     parts: tuple[ValuePart, ...]
     """What may run at the same time."""
-    judge: Callable[[list[Finding]], list[Finding]] = list
-    """Given all that the parts found, in their order, returns what is to be told; raises where that is to stop us."""
+    ignored: tuple[str, ...] = ()
+    """Beginnings of the codes of errors that stop nothing."""
 
     def run(self, advance: Progress) -> list[Finding]:
-        """Run all parts and judge what they found. Raises what they raise."""
+        """Run all parts and return what they find, in their order. Raises what they raise."""
         stop = threading.Event()
 
         def go_on(nbytes: int) -> None:
@@ -46,4 +47,17 @@ class ValueCheck:
             except BaseException:
                 stop.set()
                 raise
-        return self.judge([fault for part in found for fault in part])
+        return [fault for part in found for fault in part]
+
+
+def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> list[Finding]:
+    """Return the findings that do not stop us. Raises `FindingsFound` with the errors whose codes begin with none of `ignored`."""
+    kept = list(found)
+    errors = [f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
+    if errors:
+        others = sorted({error.code for error in errors[1:]})
+        more = f" (and {len(errors) - 1} more: {', '.join(others)}; validate shows all)" if others else ""
+        codes = ",".join(sorted({error.code for error in errors}))
+        hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
+        raise FindingsFound(f"{errors[0]}{more}", hint=f"{hint}; to go on all the same: --ignore {codes}")
+    return kept

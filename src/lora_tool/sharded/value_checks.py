@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,34 +41,36 @@ class _Piece(NamedTuple):
     dtype: DType
 
 
-def value_faults(
-    path: Path,
-    records: Iterable[Record],
-    pieces: Iterable[tuple[Span, StoredTensor]],
-    *,
-    masters: frozenset[str],
-    advance: Progress,
-) -> list[Finding]:
-    """Return what is wrong with the values in a file: LT411 CRC, LT412 not finite, LT413 its masters all zero.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileValues:
+    """The check of the values in one file, a `ValuePart`."""
 
-    `records` are the archive members to read, `pieces` the parts of tensors that they hold, `masters` the names of the
-    trained tensors; `advance` is told of each block.
-    """
-    spans = sorted(_Piece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype) for span, tensor in pieces)
-    values = _Values(spans, masters)
-    return [*_file_faults(path, records, values, advance), *values.faults(path)]
+    path: Path
+    records: tuple[Record | Span, ...]
+    """The archive members to read, or spans where nothing has a CRC."""
+    pieces: tuple[tuple[Span, StoredTensor], ...]
+    """The parts of tensors that they hold."""
+    masters: frozenset[str]
+    """Names of the trained tensors."""
+
+    def run(self, advance: Progress) -> list[Finding]:
+        """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero."""
+        spans = (_Piece(at.offset, at.offset + at.nbytes, tensor.name, tensor.dtype) for at, tensor in self.pieces)
+        values = _Values(sorted(spans), self.masters)
+        return [*_file_faults(self.path, self.records, values, advance), *values.faults(self.path)]
 
 
-def _file_faults(path: Path, records: Iterable[Record], values: _Values, advance: Progress) -> Iterator[Finding]:
+def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, advance: Progress) -> Iterator[Finding]:
     """Yield LT411 for the damaged records of a file; every block goes through `values`, too."""
     with open_regular(path) as fd:
-        for start, record in sorted((record.data_at(), record) for record in records):
+        places = ((part.offset if isinstance(part, Span) else part.data_at(), part) for part in records)
+        for start, record in sorted(places, key=itemgetter(0)):
             crc = 0
             for begin, block, nbytes in _blocks(path, fd, start, record.nbytes):
                 crc = crc32(memoryview(block)[:nbytes], crc)
                 values.look_at(begin, block, nbytes)
                 advance(nbytes)
-            if crc != record.crc:
+            if isinstance(record, Record) and crc != record.crc:
                 message = (
                     f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
                 )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -113,7 +112,7 @@ def different_runs(tag: ZeroTag) -> Iterator[Finding]:
     """LT407: yield rank files whose config, names or shapes are not those of the other ranks."""
     hint = "files of another run were mixed in: copy this run's again"
     for states in (tag.model, tag.optim):
-        configs = {s.file.path: _comparable(s.config) for s in states.values()}
+        configs = {s.file.path: s.config for s in states.values()}
         for path, _, _ in _odd_ones_out(configs):
             yield _fault(
                 "LT407", path, "was written under another DeepSpeed config than the other ranks' files", hint=hint
@@ -126,17 +125,6 @@ def different_runs(tag: ZeroTag) -> Iterator[Finding]:
 def _layout(states: ModelStates) -> tuple[object, ...]:
     """Return the names and shapes in their order, in a form that can be compared."""
     return tuple(tuple(group.items()) for group in (*states.param_shapes, states.frozen_shapes or {}))
-
-
-def _comparable(value: object) -> str:
-    return json.dumps(_with_names(value), sort_keys=isinstance(value, dict), default=lambda found: type(found).__name__)
-
-
-def _with_names(value: object) -> object:
-    """Return the value with text for the keys of every dictionary, as JSON has them."""
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else repr(key): _with_names(inner) for key, inner in value.items()}
-    return [_with_names(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _odd_ones_out(values: Mapping[Path, Hashable]) -> Iterator[tuple[Path, Hashable, Hashable]]:

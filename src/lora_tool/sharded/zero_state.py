@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Container
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from lora_tool.checkpoint import ZeroDir
+from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
@@ -15,25 +15,53 @@ from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded import zero_checks
 from lora_tool.sharded.master_copies import SavedCopies, saved_copies
-from lora_tool.sharded.state import Tensors, TrainingState, check_of_files
+from lora_tool.sharded.state import Tensors, TrainingState
 from lora_tool.sharded.value_check import ValueCheck
+from lora_tool.tensors import Span, StoredTensor
 
 
-def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state that the tag `tag` of a DeepSpeed checkpoint holds; by default the one that `latest` names.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroState(TrainingState):
+    """The state in one tag of rank files."""
 
-    Raises `NotACheckpoint` where there is no such tag, `UnsupportedCheckpoint` for layouts that are refused.
-    """
-    name = _choose_tag(checkpoint, tag)
+    tag: ZeroTag
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `partitions.assemble`."""
+        return assemble(self.tag, self.entries, wanted)
+
+    def value_check(self, tensors: Tensors) -> ValueCheck:
+        """Return the look at the values of `tensors`, and at the weights that were saved with the masters."""
+        of_files = TrainingState.value_check(self, tensors)
+        trained = {name: tensor for name, tensor in tensors.items() if self.entries[name].role is Role.TRAINED}
+        saved = saved_copies(self.root, self.tag, trained)
+        return replace(of_files, parts=(*of_files.parts, MasterRounding(saved))) if saved.copies else of_files
+
+    def records(self, tensors: Tensors) -> frozenset[Record | Span]:
+        """Return the archive members that hold the tensors."""
+        tag, names = self.tag, set(tensors)
+        records = []
+        if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
+            records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
+        for states in tag.model.values():
+            held = {**states.module, **(states.frozen or {})}
+            records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
+        used = {span.path for tensor in tensors.values() for span in tensor.spans}
+        return frozenset(record for record in records if record.path in used)
+
+
+def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state that one tag of a DeepSpeed checkpoint holds; see `training_state`."""
+    name = _choose_tag(checkpoint, tag, or_newest=or_newest)
     folder = checkpoint.root if name == "." else checkpoint.root / name
     found = read_tag(folder, name)
-    older = zero_checks.latest_tag(checkpoint.root, name, checkpoint.rank_files) if tag is None else ()
+    older = zero_checks.latest_tag(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
     first = found.first
     known = entries(found)
-    lost = tuple(dict.fromkeys((*unaccounted(found), *zero_checks.base_layers_left_out(known))))
+    lost = tuple(dict.fromkeys((*unaccounted(found, known), *zero_checks.base_layers_left_out(known))))
     files: list[ModelStates | OptimStates] = [*found.model.values(), *found.optim.values()]
     steps = first.global_steps if first else None
-    return TrainingState(
+    return ZeroState(
         root=checkpoint.root,
         folder=folder,
         title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {found.world_size} ranks, step {steps}",
@@ -49,8 +77,7 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
                 else zero_checks.frozen_unknown(found)
             ),
         ),
-        assemble=lambda wanted: assemble(found, wanted),
-        value_check=lambda tensors: _value_check(checkpoint.root, found, tensors),
+        tag=found,
         stamps={states.file.path: states.file.stamp for states in files},
         facts={
             "format": f"DeepSpeed ZeRO-{found.stage}",
@@ -63,12 +90,14 @@ def zero_state(checkpoint: ZeroDir, *, tag: str | None = None) -> TrainingState:
     )
 
 
-def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
+def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
     tags = tuple(checkpoint.rank_files)
     wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
     listed = ", ".join(tags)
     if wanted in tags:
         return str(wanted)
+    if or_newest:
+        return tags[-1]
     if wanted is None:
         raise NotACheckpoint(
             f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T"
@@ -78,15 +107,6 @@ def _choose_tag(checkpoint: ZeroDir, tag: str | None) -> str:
         f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}",
         hint=f"--tag {shlex.quote(tags[-1])}",
     )
-
-
-def _value_check(root: Path, tag: ZeroTag, tensors: Tensors) -> ValueCheck:
-    known = entries(tag)
-    masters = frozenset(name for name in tensors if known[name].role is Role.TRAINED)
-
-    of_files = check_of_files(tensors, _records(tag, tensors), masters=masters)
-    saved = saved_copies(root, tag, tensors)
-    return replace(of_files, parts=(*of_files.parts, MasterRounding(saved))) if saved.copies else of_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +120,3 @@ class MasterRounding:
         from lora_tool.sharded.master_checks import rounding_faults  # noqa: PLC0415 - numpy, only where it is needed
 
         return list(rounding_faults(self.saved))
-
-
-def _records(tag: ZeroTag, tensors: Tensors) -> frozenset[Record]:
-    """Return the archive members that hold the tensors."""
-    records = []
-    names = set(tensors)
-    if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
-        records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
-    for states in tag.model.values():
-        held = {**states.module, **(states.frozen or {})}
-        records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
-    used = {span.path for tensor in tensors.values() for span in tensor.spans}
-    return frozenset(record for record in records if record.path in used)

@@ -15,7 +15,7 @@ from lora_tool.errors import TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train import data_checks, live_checks
 from lora_tool.train.guard import Guard
-from lora_tool.train.job import FOLDER_VARIABLE, Outcome, Status, read_job, write_outcome
+from lora_tool.train.job import FOLDER_VARIABLE, TrainingOutcome, TrainingStatus, read_job, write_outcome
 from lora_tool.train.methods import METHODS, Method
 
 _GUARDS: list[AttachedGuard] = []
@@ -34,35 +34,33 @@ class AttachedGuard(Guard):
         _GUARDS.append(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        self.method = self.watch.method = _method_of(args)
+        self.method = self.tracker.method = _method_of(args)
         super().on_train_begin(args, state, control, model=model, **rest)
         if self.settings.mode == "off" or model is None:
             return
         args.logging_nan_inf_filter = False  # it shows a NaN loss as 0.0
         for found in self._checks(args, extract_model_from_parallel(model), rest.get("train_dataloader")):
             if found.code not in self.settings.ignore:
-                self._tell(found, main=state.is_world_process_zero)
+                self._print(found, main=state.is_world_process_zero)
         errors = [found for found in self.seen if found.severity is Severity.ERROR]
         if errors and self.settings.mode == "stop":
             self._raise(TrainingStopped(f"{errors[0].code}: {errors[0].message}", hint=errors[0].hint))
 
     def _checks(self, args: Any, model: Any, loader: Any) -> Iterator[Finding]:
-        asked = (getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
-        yield from live_checks.model_findings(model, asked)
+        yield from live_checks.model_findings(model, getattr(loader, "collate_fn", None), args, sharded=self._sharded)
         data = getattr(loader, "dataset", None)
         if self.method is not None and hasattr(data, "select") and hasattr(data, "column_names"):
             yield from data_checks.row_findings(self.method, data)
-        yield from live_checks.packing_findings(model, getattr(loader, "collate_fn", None), args, sharded=self._sharded)
 
-    def _tell(self, found: Finding, *, main: bool) -> None:
+    def _print(self, found: Finding, *, main: bool) -> None:
         self.seen.append(found)
         if main:
             hint = f"\n  hint: {printable(found.hint)}" if found.hint else ""
             sys.stderr.write(f"{found.severity}: {found.code}: {printable(found.message)}{hint}\n")
 
-    def _say(self, *args: Any, **kwargs: Any) -> None:
+    def _report(self, *args: Any, **kwargs: Any) -> None:
         try:
-            super()._say(*args, **kwargs)
+            super()._report(*args, **kwargs)
         except TrainingStopped as stop:
             self._raise(stop)
 
@@ -85,8 +83,8 @@ def write_what_was_seen(folder: Path) -> None:
         return
     stop = next((guard.stopped for guard in _GUARDS if guard.stopped), None)
     last = _GUARDS[-1]
-    outcome = Outcome(
-        status=Status.STOPPED if stop else Status.DONE,
+    outcome = TrainingOutcome(
+        status=TrainingStatus.STOPPED if stop else TrainingStatus.DONE,
         findings=tuple(found for guard in _GUARDS for found in (*guard.seen, *guard.findings)),
         facts={
             "outputs": sorted({str(guard.output_dir.resolve()) for guard in _GUARDS if guard.output_dir}),

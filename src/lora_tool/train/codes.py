@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lora_tool.report import Finding, Severity
 
 CODES = {
@@ -37,7 +39,7 @@ CODES = {
     "reward-cancels": "reward functions cancel each other",
     "all-masked": "every completion is truncated, and truncated ones are masked",
     "no-gradient": "no gradient reaches the adapter",
-    "no-margin": "chosen and rejected are never told apart",
+    "no-margin": "the model never distinguishes chosen from rejected",
     "signal-lost": "there was a gradient, and there is none any more",
     "never-moved": "no trained parameter changed",
     "bad-result": "what was saved does not pass `lora-tool validate`",
@@ -53,19 +55,26 @@ CODES = {
 def finding(
     code: str, severity: Severity, message: str, *, hint: str, where: str = "", subject: str | None = None
 ) -> Finding:
-    """Return a finding of a guard. `where` is the file or stage that it is about."""
+    """Return a finding of a guard. `where` is the file or stage that it is about, `subject` the option or column."""
     if code not in CODES:
         raise ValueError(f"{code} is not in the table of codes")
     return Finding(code=code, severity=severity, path=where, subject=subject, message=message, hint=hint)
 
 
-def adapter_as_base(line: str, *, where: str, adapter: str = "ADAPTER") -> Finding:
+def error(code: str, message: str, **rest: Any) -> Finding:
+    """Return a finding that stops a run; `rest` as of `finding`."""
+    return finding(code, Severity.ERROR, message, **rest)
+
+
+def warning(code: str, message: str, **rest: Any) -> Finding:
+    """Return a finding that does not stop a run; `rest` as of `finding`."""
+    return finding(code, Severity.WARNING, message, **rest)
+
+
+def adapter_as_base(line: str, *, adapter: str = "ADAPTER") -> Finding:
     """Return the finding that a new adapter is trained on top of another: `line` names the merged model instead."""
-    return finding(
-        "adapter-as-base",
-        Severity.ERROR,
-        "is an adapter, not a model: the new adapter would name the base under both, and be loaded without the first",
-        hint=f"lora-tool merge {adapter} -o MERGED, then {line}",
-        where=where,
-        subject="model_name_or_path",
+    message = (
+        "is an adapter, not a model: the new adapter would name the base under both, and be loaded without the first"
     )
+    hint = f"lora-tool merge {adapter} -o MERGED, then {line}"
+    return error("adapter-as-base", message, hint=hint, where="model", subject="model_name_or_path")

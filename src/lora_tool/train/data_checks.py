@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lora_tool.report import Finding, Severity
-from lora_tool.train.codes import finding
+from lora_tool.report import Finding
+from lora_tool.train.codes import error, warning
 from lora_tool.train.methods import Feedback, Method
 
 SCANNED = 20_000
 """Rows that are looked at, spread over the data: seconds, whatever its size."""
 
+_DATA = "train data"
 _PREPARED = ("input_ids", "prompt_ids", "chosen_ids", "prompt_input_ids", "chosen_input_ids")
 """Columns of data that was tokenised beforehand; TRL takes it as it is."""
 
@@ -31,22 +32,16 @@ def column_findings(method: Method, columns: Sequence[str], *, text_field: str |
         return
     expected = ", or ".join(" + ".join(names) for names in sorted(wanted, key=len))
     missing = min((set(names) - set(columns) for names in wanted), key=len)
-    yield finding(
-        "columns",
-        Severity.ERROR,
-        f"{method.name} reads {expected}; the data has {', '.join(columns) or 'no columns'}",
-        hint=f"rename or add: {', '.join(sorted(missing))} (dataset.rename_column, or another dataset_name)",
-        where="train data",
-    )
+    message = f"{method.name} reads {expected}; the data has {', '.join(columns) or 'no columns'}"
+    hint = f"rename or add: {', '.join(sorted(missing))} (dataset.rename_column, or another dataset_name)"
+    yield error("columns", message, hint=hint, where=_DATA)
 
 
 def row_findings(method: Method, data: Any) -> Iterator[Finding]:
     """Yield what is wrong with the rows themselves; nothing for streamed data, which has no length."""
     total = len(data) if hasattr(data, "__len__") else None
     if total == 0:
-        yield finding(
-            "no-rows", Severity.ERROR, "has no rows", hint="another dataset_name or split", where="train data"
-        )
+        yield error("no-rows", "has no rows", hint="another dataset_name or split", where=_DATA)
     if not total:
         return
     rows = data.select(range(0, total, -(-total // SCANNED)))
@@ -61,22 +56,10 @@ def row_findings(method: Method, data: Any) -> Iterator[Finding]:
             break
     for name in sorted({"completion", "text", "messages", "prompt"} & columns):
         if name != "prompt" or method.feedback is Feedback.REWARD:
-            yield from _share(
-                "empty-completions",
-                sum(map(_is_empty, rows[name])),
-                len(rows),
-                name,
-                "are empty: nothing is learned from them",
-            )
+            yield from _empty(name, rows[name], "are empty: nothing is learned from them")
     if method.name == "kto" and "label" in columns and len(set(rows["label"])) == 1:
-        yield finding(
-            "one-label",
-            Severity.WARNING,
-            f"label is {rows['label'][0]} in all of {len(rows)} rows: KTO learns from the difference",
-            hint="add rows of the other label",
-            where="train data",
-            subject="label",
-        )
+        message = f"label is {rows['label'][0]} in all of {len(rows)} rows: KTO learns from the difference"
+        yield warning("one-label", message, hint="add rows of the other label", where=_DATA, subject="label")
 
 
 def _value_findings(method: Method, rows: Any, columns: set[str]) -> list[Finding]:
@@ -94,13 +77,15 @@ def _unreadable(rows: Any, names: Sequence[str]) -> Iterator[Finding]:
     for name, counts in kinds.items():
         if set(counts) - {"text", "messages"}:
             others = {kind: count for kind, count in counts.items() if kind not in ("text", "messages")}
-            told = ", ".join(f"{kind} in {count} of {len(rows)} rows" for kind, count in others.items())
-            yield _values(name, f"is {told}; expected text or messages", "fill or filter these rows out of the data")
+            seen = ", ".join(f"{kind} in {count} of {len(rows)} rows" for kind, count in others.items())
+            yield _values(name, f"is {seen}; expected text or messages", "fill or filter these rows out of the data")
     if not any(set(counts) - {"text", "messages"} for counts in kinds.values()):
         mixed = {name: " and ".join(sorted(counts)) for name, counts in kinds.items()}
         if len(set(mixed.values())) > 1:
-            told = ", ".join(f"{name} is {kind}" for name, kind in mixed.items())
-            yield _values(names[-1], f"{told}: TRL reads all of them as one or the other", "make all of them the same")
+            kinds_seen = ", ".join(f"{name} is {kind}" for name, kind in mixed.items())
+            yield _values(
+                names[-1], f"{kinds_seen}: TRL reads all of them as one or the other", "make all of them the same"
+            )
     if "label" in names:
         labels = sorted({str(type(label).__name__) for label in rows["label"]} - {"bool", "int", "float"})
         if labels:
@@ -118,34 +103,26 @@ def _kind(value: Any) -> str:
 
 
 def _values(subject: str, message: str, hint: str) -> Finding:
-    return finding("values", Severity.ERROR, message, hint=hint, where="train data", subject=subject)
+    return error("values", message, hint=hint, where=_DATA, subject=subject)
 
 
 def _pairs(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[Finding]:
     same = sum(one == other for one, other in zip(chosen, rejected, strict=True))
-    yield from _share(
-        "chosen-equals-rejected",
-        same,
-        len(chosen),
-        "chosen",
-        "equal rejected: they have no preference, and no gradient",
-    )
+    what = "equal rejected: they have no preference, and no gradient"
+    yield from _share("chosen-equals-rejected", same, len(chosen), "chosen", what)
     for name, column in (("chosen", chosen), ("rejected", rejected)):
-        empty = sum(map(_is_empty, column))
-        yield from _share("empty-completions", empty, len(column), name, "are empty")
+        yield from _empty(name, column, "are empty")
+
+
+def _empty(name: str, column: Sequence[Any], what: str) -> Iterator[Finding]:
+    yield from _share("empty-completions", sum(map(_is_empty, column)), len(column), name, what)
 
 
 def _share(code: str, count: int, total: int, subject: str, what: str) -> Iterator[Finding]:
     if count:
-        severity = Severity.ERROR if count == total else Severity.WARNING
-        yield finding(
-            code,
-            severity,
-            f"{count} of {total} rows {what}",
-            hint=f"filter them out of the data, or lora_tool: {{guard: {{ignore: [{code}]}}}}",
-            where="train data",
-            subject=subject,
-        )
+        made = error if count == total else warning
+        hint = f"filter them out of the data, or lora_tool: {{guard: {{ignore: [{code}]}}}}"
+        yield made(code, f"{count} of {total} rows {what}", hint=hint, where=_DATA, subject=subject)
 
 
 def _is_empty(value: Any) -> bool:
@@ -168,32 +145,19 @@ def length_findings(
     """Yield what TRL dropped or will cut: the rows `given` to it, and the prepared `data` it made of them."""
     if packed or not hasattr(data, "__len__") or not hasattr(given, "__len__"):
         return
-    line = f"max_length: {2 * max_length}" if max_length else "max_length"
-    raw_rows = len(given)
-    dropped = raw_rows - len(data)
-    # KTO makes two rows of a pair
+    hint = f"max_length: {2 * max_length}, or shorter texts" if max_length else "max_length, or shorter texts"
+    dropped = len(given) - len(data)  # KTO makes two rows of a pair, and has more than it was given
     if dropped > 0:
-        yield finding(
-            "rows-dropped" if len(data) else "no-rows",
-            Severity.WARNING if len(data) else Severity.ERROR,
-            f"{dropped} of {raw_rows} rows were dropped: they are longer than max_length {max_length}",
-            hint=f"{line}, or shorter texts",
-            where="train data",
-            subject="max_length",
-        )
+        message = f"{dropped} of {len(given)} rows were dropped: they are longer than max_length {max_length}"
+        made, code = (warning, "rows-dropped") if len(data) else (error, "no-rows")
+        yield made(code, message, hint=hint, where=_DATA, subject="max_length")
     if not max_length or not len(data):
         return
     cut, seen = _cut_rows(given, data, max_length)
     if cut:
-        yield finding(
-            "rows-truncated",
-            Severity.WARNING,
-            f"{cut} of {seen} rows are cut at max_length {max_length}: {method.name} does not see their "
-            f"{'ends' if method.feedback is Feedback.TEXT else 'whole completions'}",
-            hint=f"{line}, or shorter texts",
-            where="train data",
-            subject="max_length",
-        )
+        what = "ends" if method.feedback is Feedback.TEXT else "whole completions"
+        message = f"{cut} of {seen} rows are cut at max_length {max_length}: {method.name} does not see their {what}"
+        yield warning("rows-truncated", message, hint=hint, where=_DATA, subject="max_length")
 
 
 def _cut_rows(given: Any, data: Any, max_length: int) -> tuple[int, int]:

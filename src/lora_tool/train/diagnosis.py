@@ -1,4 +1,4 @@
-"""Why a run does not learn, told from its log: pure, without torch.
+"""Why a run does not learn, read from its log: pure, without torch.
 
 A loss near 0 says nothing: GRPO's is 0 in every healthy run without a KL term, because its advantages are centred
 (https://github.com/huggingface/trl/issues/3452). What tells is whether there is a gradient, and if not, why.
@@ -29,13 +29,14 @@ class Cause:
 
     code: str
     message: str
-    hint: str
+    hint: str = ""
+    """Empty where the guard finds it: it knows the dtypes, which the log does not tell."""
     rare: bool = False
     """Whether it may be luck: a reward of nothing, which the next completion may earn."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Watch:
+class SignalTracker:
     """Follows the log of one run. `window` are the optimizer steps without a signal after which it is doomed."""
 
     method: Method | None = None
@@ -50,7 +51,7 @@ class Watch:
     bad_logs: int = 0
     last: Cause | None = None
     last_step: int = 0
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def observe(self, step: int, logs: Mapping[str, Any], gradient: float | None = None) -> Cause | None:
         """Take in one log and return what must stop the run, or None. `gradient` is a norm measured since the last."""
@@ -101,9 +102,9 @@ def _number(value: object) -> float | None:
 def _not_finite(logs: Mapping[str, Any]) -> Cause | None:
     loss, norm = _number(logs.get("loss")), _number(logs.get("grad_norm"))
     if norm is not None and not math.isfinite(norm):
-        return Cause(code="nan-gradients", message=f"grad_norm is {norm} with loss {loss}", hint="")
+        return Cause(code="nan-gradients", message=f"grad_norm is {norm} with loss {loss}")
     if loss is not None and not math.isfinite(loss):
-        return Cause(code="nan-loss", message=f"loss is {loss}", hint="")
+        return Cause(code="nan-loss", message=f"loss is {loss}")
     return None
 
 

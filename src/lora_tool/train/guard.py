@@ -19,9 +19,9 @@ from transformers import TrainerCallback
 from lora_tool.errors import TrainingStopped
 from lora_tool.report import Finding, Severity
 from lora_tool.train.cards import clean_card
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import finding, warning
 from lora_tool.train.config import GuardSettings
-from lora_tool.train.diagnosis import Cause, Watch
+from lora_tool.train.diagnosis import Cause, SignalTracker
 from lora_tool.train.methods import Method
 from lora_tool.train.saving import free_name
 
@@ -45,28 +45,32 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         method: Method | None = None,
         *,
         base: str | None = None,
-        told: Sequence[Finding] = (),
+        reported: Sequence[Finding] = (),
     ) -> None:
         self.settings = settings
         self.method = method
         self.base = base
-        self.told = told
+        self.reported = reported
         """Findings of before the training, for the trackers that begin with it."""
         self.findings: list[Finding] = []
-        self.watch = Watch(method=method, window=settings.window)
+        self.tracker = SignalTracker(method=method, window=settings.window)
         self.trainer: Any = None
         """The trainer, where we built it: findings are then logged to its trackers."""
         self.start: dict[str, torch.Tensor] = {}
         self.moved: float | None = None
         self.gradient: float | None = None
         self.output_dir: Path | None = None
+        self.args: Any = None
+        self.state: Any = None
+        self.model: Any = None
         self._skipped = 0
         self._logging = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
+        self.args, self.state, self.model = args, state, model
         self.output_dir = Path(args.output_dir)
-        self.watch.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
-        self.watch.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.tracker.mask_truncated = bool(getattr(args, "mask_truncated_completions", False))
+        self.tracker.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._sharded = _is_sharded(args)
         if model is not None and not self._sharded:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,8 +81,8 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             kept = self.output_dir / METRICS
             if state.global_step == 0 and kept.exists():  # of an earlier run
                 kept.rename(free_name(kept))
-        for found in self.told:
-            self._log_finding(state, found)
+        for found in self.reported:
+            self._log_finding(found)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self._sharded or model is None or self.settings.mode == "off":
@@ -95,10 +99,10 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self._skipped += 1
         if self._skipped > (_SCALER_PATIENCE if _has_scaler(args) else 0):
             message = f"the gradient is {norm} in step {state.global_step + 1}, before it reached the weights"
-            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+            self._report(Cause(code="nan-gradients", message=message))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        if state.global_step >= state.max_steps and not self.watch.last_step and self.settings.mode != "off":
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step >= state.max_steps and not self.tracker.last_step and self.settings.mode != "off":
             control.should_log = True  # a run shorter than logging_steps would end without a figure to judge it by
         engine = getattr(self.trainer, "deepspeed", None)
         if engine is None or self.settings.mode == "off" or _has_scaler(args):
@@ -106,29 +110,21 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         norm = engine.get_global_grad_norm()
         if norm is not None and not math.isfinite(float(norm)):
             message = f"the gradient of all ranks is {float(norm)} in step {state.global_step}"
-            self._say(Cause(code="nan-gradients", message=message, hint=""), args, model, state)
+            self._report(Cause(code="nan-gradients", message=message))
 
-    def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,  # noqa: ARG002
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
         if logs is None or self._logging:
             return
         if state.is_world_process_zero:
-            self._write_metrics(state, logs)
+            self._write_metrics(logs)
         if self.settings.mode == "off":
             return
         if _has_scaler(args) and 0 < self._skipped <= _SCALER_PATIENCE:
             return
-        cause = self.watch.observe(state.global_step, logs, self.gradient)
+        cause = self.tracker.observe(state.global_step, logs, self.gradient)
         self.gradient = None
-        if cause is not None and cause.code not in self.watch.told:
-            self._say(cause, args, model, state)
+        if cause is not None and cause.code not in self.tracker.reported:
+            self._report(cause)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.is_world_process_zero:
@@ -137,34 +133,23 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self.settings.mode == "off":
             return
-        cause = self.watch.verdict()
+        cause = self.tracker.verdict()
         if cause is not None:
-            self._say(cause, args, model, state)
-        since = self.watch.lost()
-        if since is not None and self.watch.last is not None:
-            message = f"no signal since step {since}: {self.watch.last.message}"
-            self.findings.append(
-                finding("signal-lost", Severity.WARNING, message, hint=self.watch.last.hint, where="training")
-            )
+            self._report(cause)
+        since = self.tracker.lost()
+        if since is not None and self.tracker.last is not None:
+            message = f"no signal since step {since}: {self.tracker.last.message}"
+            self.findings.append(warning("signal-lost", message, hint=self.tracker.last.hint, where="training"))
         if model is not None and self.start:
             self.moved = self._movement(model)
             if self.moved == 0.0:
                 text = f"none of {len(self.start)} trained parameters changed in {state.global_step} steps"
-                self._say(
-                    Cause(
-                        code="never-moved",
-                        message=text,
-                        hint="a learning_rate above 0, and more steps than warmup_steps",
-                    ),
-                    args,
-                    model,
-                    state,
-                )
+                hint = "a learning_rate above 0, and more steps than warmup_steps"
+                self._report(Cause(code="never-moved", message=text, hint=hint))
 
     def logits_not_finite(self, said: str) -> None:
         """Report that completions could not be drawn from the model's logits. Raises `TrainingStopped` in mode `stop`."""
-        trainer = self.trainer
-        self._say(Cause(code="nan-logits", message=said, hint=""), trainer.args, trainer.model, trainer.state)
+        self._report(Cause(code="nan-logits", message=said))
 
     def _movement(self, model: Any) -> float:
         """Return the norm of the change of all trained parameters."""
@@ -175,27 +160,27 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                 total += float((parameter.detach().cpu().float() - before.float()).square().sum())
         return math.sqrt(total)
 
-    def _say(self, cause: Cause, args: Any, model: Any, state: Any) -> None:
-        if cause.code in self.settings.ignore or cause.code in self.watch.told:
+    def _report(self, cause: Cause) -> None:
+        if cause.code in self.settings.ignore or cause.code in self.tracker.reported:
             return
-        self.watch.told.add(cause.code)
+        self.tracker.reported.add(cause.code)
         numeric = cause.code in ("nan-gradients", "nan-loss", "nan-logits")
         found = finding(
             cause.code,
             Severity.ERROR if self.settings.mode == "stop" else Severity.WARNING,
-            cause.message + (f"; {_why_not_finite(args, model)}" if numeric else ""),
-            hint=_cure(args, model) if numeric else cause.hint,
-            where=f"step {state.global_step}",
+            cause.message + (f"; {_why_not_finite(self.args, self.model)}" if numeric else ""),
+            hint=_cure(self.args, self.model) if numeric else cause.hint,
+            where=f"step {self.state.global_step}",
         )
         self.findings.append(found)
-        self._log_finding(state, found)
+        self._log_finding(found)
         if self.settings.mode == "stop":
             raise TrainingStopped(f"{found.code}: {found.message}", hint=found.hint)
 
-    def _log_finding(self, state: Any, found: Finding) -> None:
+    def _log_finding(self, found: Finding) -> None:
         entry = {f"guard/{found.code}": 1.0}
-        if state.is_world_process_zero:
-            self._write_metrics(state, entry)
+        if self.state.is_world_process_zero:
+            self._write_metrics(entry)
         if self.trainer is not None:
             self._logging = True
             try:
@@ -203,11 +188,11 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             finally:
                 self._logging = False
 
-    def _write_metrics(self, state: Any, logs: Mapping[str, Any]) -> None:
+    def _write_metrics(self, logs: Mapping[str, Any]) -> None:
         if self.output_dir is None or not self.writes_metrics:
             return
         plain = {name: _json_number(value) for name, value in logs.items()}
-        line = json.dumps({"step": state.global_step, "epoch": state.epoch, **plain}, default=str)
+        line = json.dumps({"step": self.state.global_step, "epoch": self.state.epoch, **plain}, default=str)
         with (self.output_dir / METRICS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

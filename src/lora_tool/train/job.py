@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.report import Finding, Severity
-from lora_tool.train.config import GuardSettings, RunConfig
+from lora_tool.train.config import GuardSettings
 from lora_tool.train.methods import METHODS, Method
 
 JOB_FILE = "job.json"
-TRACEBACK = "traceback-{rank}.txt"
 FOLDER_VARIABLE = "LORA_TOOL_JOB"
 """Environment variable that names the folder to a worker, or to a command under `lora-tool guard`."""
 
 
 @enum.unique
-class Status(str, enum.Enum):
-    """How a run ended. CHECKED: a dry run that found nothing in the way."""
+class TrainingStatus(str, enum.Enum):
+    """How a training ended. CHECKED: a dry run that found nothing in the way."""
 
     DONE = "done"
     CHECKED = "checked"
@@ -37,68 +36,49 @@ class Status(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What a worker is to do."""
+class TrainingJob:
+    """What a worker is to do. A command under `lora-tool guard` reads the settings of the guard alone."""
 
-    folder: Path
-    method: Method
-    options: Mapping[str, Any]
-    """What the config file says, and what was set."""
-    arguments: tuple[str, ...]
-    """What was typed, as TRL's parser takes it."""
     guard: GuardSettings
-    config_path: str | None = None
+    method: Method = METHODS["sft"]
+    file: Mapping[str, Any] = field(default_factory=dict)
+    """TRL's part of the config file, and what was set."""
+    words: tuple[str, ...] = ()
+    """What was typed."""
     dry_run: bool = False
     resume: str | None = None
-    told: tuple[str, ...] = ()
+    reported: tuple[str, ...] = ()
     """Codes that the parent has reported already."""
     processes: int | None = None
     """How many processes the launcher was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a run ended and what was seen. `facts` are figures for the report."""
+class TrainingOutcome:
+    """How a training ended and what was seen. `facts` are figures for the report."""
 
-    status: Status
+    status: TrainingStatus
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     hint: str | None = None
+    traceback: str | None = None
     rank: int = 0
 
 
-def write_job(run: RunConfig, folder: Path, **rest: Any) -> Job:
-    """Write the job of a run into `folder` and return it."""
-    job = Job(
-        folder=folder,
-        method=run.method,
-        options={name: value for name, value in run.options.items() if name not in run.typed},
-        arguments=run.arguments,
-        guard=run.guard,
-        config_path=str(run.path) if run.path else None,
-        **rest,
-    )
-    raw = asdict(job) | {"method": job.method.name, "folder": None}
+def write_job(job: TrainingJob, folder: Path) -> None:
+    """Write the job into `folder`."""
+    raw = asdict(job) | {"method": job.method.name}
     (folder / JOB_FILE).write_text(json.dumps(raw, default=str), encoding="utf-8")
-    return job
 
 
-def read_job(folder: Path) -> Job:
+def read_job(folder: Path) -> TrainingJob:
     """Return the job in `folder`."""
     raw = json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))
-    guard = raw["guard"]
-    return Job(
-        **raw
-        | {
-            "folder": folder,
-            "method": METHODS[raw["method"]],
-            "arguments": tuple(raw["arguments"]),
-            "told": tuple(raw["told"]),
-            "guard": GuardSettings(mode=guard["mode"], window=guard["window"], ignore=tuple(guard["ignore"])),
-        }
-    )
+    guard = GuardSettings(**raw["guard"] | {"ignore": tuple(raw["guard"]["ignore"])})
+    tuples = {name: tuple(raw[name]) for name in ("words", "reported")}
+    return TrainingJob(**raw | tuples | {"method": METHODS[raw["method"]], "guard": guard})
 
 
 def write_begun(folder: Path, rank: int) -> None:
@@ -107,12 +87,12 @@ def write_begun(folder: Path, rank: int) -> None:
 
 
 def ended_silently(folder: Path) -> list[int]:
-    """Return the ranks of processes on this machine that began and told nothing about their end."""
+    """Return the ranks of processes on this machine that began and left no outcome."""
     begun = {int(path.name.split("-")[1]) for path in folder.glob("begun-*")}
     return sorted(begun - {int(path.stem.split("-")[1]) for path in folder.glob("outcome-*.json")})
 
 
-def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
+def write_outcome(folder: Path, rank: int, outcome: TrainingOutcome) -> None:
     """Write how this process ended, whole or not at all."""
     name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
     part = folder / f"{name}.part"
@@ -120,17 +100,19 @@ def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
     part.replace(folder / f"{name}.json")
 
 
-def read_outcomes(folder: Path) -> list[Outcome]:
+def read_outcomes(folder: Path) -> list[TrainingOutcome]:
     """Return the outcomes of the processes on this machine, that of the lowest rank first, its newest first."""
 
     def place(path: Path) -> tuple[int, float]:
         return int(path.stem.split("-")[1]), -path.stat().st_mtime
 
-    found = []
-    for path in sorted(folder.glob("outcome-*.json"), key=place):
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        findings = tuple(Finding(**item | {"severity": Severity(item["severity"])}) for item in raw["findings"])
-        found.append(
-            Outcome(**raw | {"status": Status(raw["status"]), "findings": findings, "notes": tuple(raw["notes"])})
-        )
-    return found
+    return [
+        _outcome(json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(folder.glob("outcome-*.json"), key=place)
+    ]
+
+
+def _outcome(raw: dict[str, Any]) -> TrainingOutcome:
+    findings = tuple(Finding(**item | {"severity": Severity(item["severity"])}) for item in raw["findings"])
+    known = {"status": TrainingStatus(raw["status"]), "findings": findings, "notes": tuple(raw["notes"])}
+    return TrainingOutcome(**raw | known)

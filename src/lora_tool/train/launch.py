@@ -1,22 +1,31 @@
-"""The parent of a run: light, without torch. It launches the workers, passes signals on, and reads how they ended."""
+"""The parent of a run: it launches the workers, passes signals on, and reads how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lora_tool.errors import BadRunConfig, TrainingFailed, TrainingStopped
 from lora_tool.train.config import RunConfig
-from lora_tool.train.job import FOLDER_VARIABLE, TRACEBACK, Outcome, Status, ended_silently, read_outcomes, write_job
+from lora_tool.train.job import (
+    FOLDER_VARIABLE,
+    TrainingJob,
+    TrainingOutcome,
+    TrainingStatus,
+    ended_silently,
+    read_outcomes,
+    write_job,
+)
+from lora_tool.train.options import launch_words
 
 WORKER = "lora_tool.train.worker"
 _PATIENCE = 20.0
@@ -30,34 +39,54 @@ _PEER_LOST = re.compile(r"connection (closed|reset)|gloo|nccl|socket|broken pipe
 """What a worker says whose peer has died; the peer's end is the cause."""
 
 
-def command(run: RunConfig) -> list[str]:
+def launch_command(run: RunConfig) -> list[str]:
     """Return the command that starts the workers."""
-    return [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *run.launch, "-m", WORKER]
+    return [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *launch_words(run.launch), "-m", WORKER]
 
 
-def launch(run: RunConfig, *, dry_run: bool = False, resume: Path | None = None, told: Sequence[str] = ()) -> Outcome:
-    """Return how the run ended. What workers print goes to stderr. Raises `TrainingFailed` if they died silently."""
-    with _job_folder() as folder:
-        resumed = str(resume) if resume else None
-        write_job(run, folder, dry_run=dry_run, resume=resumed, told=tuple(told), processes=_processes(run))
-        environment = {**os.environ, **run.env, FOLDER_VARIABLE: str(folder)}
-        code = run_group(command(run), environment)
-        outcomes = read_outcomes(folder)
-        failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
-        failed.sort(key=lambda outcome: bool(_PEER_LOST.search(outcome.error or "")))  # the cause before its effects
-        silent = ended_silently(folder)
-        if code and failed and not (silent and _PEER_LOST.search(failed[0].error or "")):
-            return _kept_traceback(folder, failed[0])
-        if code and silent:
-            sys.stderr.write("\n")  # it may have died within the line of a progress bar
-            ranks = "" if silent == [0] else f" of rank {', '.join(map(str, silent))}"
-            raise TrainingFailed(
-                f"the worker{ranks} ended without a word: killed from outside (out of memory?), or by os._exit",
-                hint="the kernel's log (dmesg) tells whether memory ran out; --resume auto goes on from the last whole checkpoint",
-            )
-        if code or not outcomes:
-            raise TrainingFailed(_died(code), hint="the lines above are the launcher's own")
-        return outcomes[0]
+def launch(
+    run: RunConfig, *, dry_run: bool = False, resume: Path | None = None, reported: Sequence[str] = ()
+) -> TrainingOutcome:
+    """Return how the run ended. What workers print goes to stderr.
+
+    `dry_run` builds the trainer and takes no step, `resume` is the checkpoint to go on from, `reported` are codes of
+    findings that the user has seen. Raises `TrainingFailed` if the workers died silently.
+    """
+    job = TrainingJob(
+        method=run.method,
+        file=run.file,
+        words=run.words,
+        guard=run.guard,
+        dry_run=dry_run,
+        resume=str(resume) if resume else None,
+        reported=tuple(reported),
+        processes=_launch_number(run, "num_processes"),
+    )
+    with tempfile.TemporaryDirectory(prefix="lora-tool-train-") as name:
+        folder = Path(name)
+        write_job(job, folder)
+        code = run_group(launch_command(run), {**os.environ, **run.env, FOLDER_VARIABLE: name})
+        return _ended(folder, code)
+
+
+def _ended(folder: Path, code: int) -> TrainingOutcome:
+    """Return the outcome that tells why the workers ended: the cause before its effects."""
+    outcomes = read_outcomes(folder)
+    failed = [outcome for outcome in outcomes if outcome.status is TrainingStatus.FAILED]
+    failed.sort(key=lambda outcome: bool(_PEER_LOST.search(outcome.error or "")))
+    silent = ended_silently(folder)
+    if code and failed and not (silent and _PEER_LOST.search(failed[0].error or "")):
+        return _kept_traceback(failed[0])
+    if code and silent:
+        sys.stderr.write("\n")  # it may have died within the line of a progress bar
+        ranks = "" if silent == [0] else f" of rank {', '.join(map(str, silent))}"
+        raise TrainingFailed(
+            f"the worker{ranks} died without an error: killed from outside (out of memory?), or by os._exit",
+            hint="the kernel's log (dmesg) says whether memory ran out; --resume auto resumes from the last whole checkpoint",
+        )
+    if code or not outcomes:
+        raise TrainingFailed(_died(code), hint="the lines above are the launcher's own")
+    return outcomes[0]
 
 
 def run_group(arguments: Sequence[str], environment: dict[str, str], *, own_stdout: bool = False) -> int:
@@ -107,47 +136,34 @@ def _died(code: int) -> str:
     return f"accelerate ended with exit code {code} before a worker began: it refused the launch"
 
 
-def _kept_traceback(folder: Path, outcome: Outcome) -> Outcome:
-    """Return the outcome with the traceback moved to a file that outlives the job's folder."""
-    found = folder / TRACEBACK.format(rank=outcome.rank)
-    if not found.is_file():
+def _kept_traceback(outcome: TrainingOutcome) -> TrainingOutcome:
+    """Return the outcome with its traceback in a file, which the hint names."""
+    if outcome.traceback is None:
         return outcome
-    handle, kept = tempfile.mkstemp(prefix="lora-tool-train-", suffix=".txt")
-    os.close(handle)
-    shutil.copyfile(found, kept)
-    return Outcome(
-        status=outcome.status,
-        findings=outcome.findings,
-        notes=outcome.notes,
-        facts=outcome.facts,
-        error=outcome.error,
-        hint=f"{outcome.hint + '; ' if outcome.hint else ''}the whole traceback is in {kept}",
-    )
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="lora-tool-train-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as kept:
+        kept.write(outcome.traceback)
+    return replace(outcome, hint="; ".join(filter(None, (outcome.hint, f"the whole traceback is in {kept.name}"))))
 
 
-@contextlib.contextmanager
-def _job_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="lora-tool-train-") as folder:
-        yield Path(folder)
-
-
-def require_good(outcome: Outcome) -> None:
+def require_good(outcome: TrainingOutcome) -> None:
     """Return if the run ended well. Raises `TrainingStopped`, `TrainingFailed` or `BadRunConfig` otherwise."""
-    if outcome.status in (Status.DONE, Status.CHECKED):
+    if outcome.status in (TrainingStatus.DONE, TrainingStatus.CHECKED):
         return
     errors = [found for found in outcome.findings if found.severity.value == "error"]
     first = errors[0] if errors else None
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    if outcome.status is Status.USAGE:
+    if outcome.status is TrainingStatus.USAGE:
         raise BadRunConfig(outcome.error or "the options were not accepted", hint=outcome.hint)
-    if outcome.status is Status.FAILED:
+    if outcome.status is TrainingStatus.FAILED:
         raise TrainingFailed(outcome.error or "the run failed", hint=outcome.hint)
-    if outcome.status is Status.STOPPED:
+    if outcome.status is TrainingStatus.STOPPED:
         raise TrainingStopped(f"training was stopped: {outcome.error}", hint=outcome.hint)
-    what = "training was not begun" if outcome.status is Status.REFUSED else "the result is bad"
+    what = "training did not start" if outcome.status is TrainingStatus.REFUSED else "the result is bad"
     kept = f"; it was kept in {outcome.facts['output']}" if "output" in outcome.facts else ""
-    told = f": {first.code}: {first.message}" if first else ""
-    raise TrainingStopped(f"{what}{told}{more}{kept}", hint=first.hint if first else None)
+    why = f": {first.code}: {first.message}" if first else ""
+    raise TrainingStopped(f"{what}{why}{more}{kept}", hint=first.hint if first else None)
 
 
 def machine_rank(run: RunConfig) -> int:
@@ -155,21 +171,14 @@ def machine_rank(run: RunConfig) -> int:
     return _launch_number(run, "machine_rank") or 0
 
 
-def _processes(run: RunConfig) -> int | None:
-    """Return how many processes were asked for, on all machines together; None where that is left to accelerate."""
-    return _launch_number(run, "num_processes")
-
-
 def _launch_number(run: RunConfig, name: str) -> int | None:
-    launch = list(run.launch)
-    if f"--{name}" in launch:
-        given = launch[launch.index(f"--{name}") + 1]
-        return int(given) if given.isdigit() else None  # accelerate says what is wrong with it
-    if "--config_file" in launch:
+    """Return a number that accelerate was given, None where it is left to accelerate or is none."""
+    value = run.launch.get(name)
+    words = [] if value is not None else launch_words(run.launch)
+    if "--config_file" in words:
         import yaml  # noqa: PLC0415 - comes with the extra
 
-        path = Path(launch[launch.index("--config_file") + 1])
+        path = Path(words[words.index("--config_file") + 1])
         raw = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
         value = raw.get(name) if isinstance(raw, dict) else None
-        return value if isinstance(value, int) else None
-    return None
+    return int(str(value)) if str(value).isdigit() else None

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from lora_tool.report import Finding, Severity
-from lora_tool.train.codes import adapter_as_base, finding
+from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.report import Finding
+from lora_tool.train.codes import adapter_as_base, error, warning
 from lora_tool.train.leak_probe import probe
 
 _LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
@@ -26,27 +27,23 @@ def _active(model: Any) -> list[str]:
     return list(active() if callable(active) else active)
 
 
-def coverage(model: Any) -> dict[str, int]:
-    """Return how many modules of each last name have LoRA: ``{"q_proj": 24}``."""
+def coverage(model: Any) -> tuple[dict[str, int], list[str]]:
+    """Return how many modules of each last name have LoRA, ``{"q_proj": 24}``, and the last names of linear layers without.
+
+    Output layers are left out of both, and so is what `modules_to_save` trains whole.
+    """
     modules = {
         name.partition(f".{part}.")[0] for name, _ in model.named_parameters() for part in _LORA if f".{part}." in name
     }
-    return dict(sorted(Counter(module.rpartition(".")[2] for module in modules).items()))
-
-
-def uncovered(model: Any) -> dict[str, int]:
-    """Return how many linear layers of each last name have no LoRA, the output layers left out."""
-    covered = coverage(model)
-    names = [
+    covered = Counter(module.rpartition(".")[2] for module in modules)
+    others = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
-        and "lora_" not in name
         and not name.endswith((".base_layer", "lm_head"))
-        and "modules_to_save" not in name
-        and "original_module" not in name
-    ]
-    return {name: count for name, count in sorted(Counter(names).items()) if name not in covered}
+        and not any(part in name for part in ("lora_", "modules_to_save", "original_module"))
+    }
+    return dict(sorted(covered.items())), sorted(others - covered.keys())
 
 
 def batch_note(trainer: Any) -> tuple[str, int]:
@@ -61,53 +58,48 @@ def batch_note(trainer: Any) -> tuple[str, int]:
 def process_findings(asked: int | None, running: int) -> Iterator[Finding]:
     """Yield a finding if accelerate started another number of processes than it was asked for."""
     if asked is not None and asked != running:
-        yield finding(
+        yield warning(
             "processes",
-            Severity.WARNING,
-            f"{asked} processes were asked for, {running} run: the effective batch size is another",
-            hint=f"num_processes: {running}; accelerate starts one alone with cpu: true (multi_gpu: true with TRL's "
+            f"{asked} processes were requested, {running} run: the effective batch size differs",
+            hint=f"num_processes: {running}; with cpu: true accelerate starts only one (multi_gpu: true with TRL's "
             "use_cpu: true starts several)",
             where="launch",
             subject="num_processes",
         )
 
 
-def model_findings(model: Any, asked_attention: str | None = None) -> Iterator[Finding]:
-    """Yield what is wrong with a model about to be trained, whoever built it."""
+def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
+    """Yield what is wrong with a model about to be trained on the rows that `collator` makes, whoever built it."""
     yield from _frozen(model)
     if hasattr(model, "get_base_model") and getattr(model.get_base_model(), "_hf_peft_config_loaded", False):
-        yield adapter_as_base("load MERGED as the base", where="model")
+        yield adapter_as_base("load MERGED as the base")
     yield from _headless(model)
-    yield from _half(model)
+    half = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float16]
+    if half:
+        message = f"{len(half)} parameters are float16: one activation above 65504 makes the loss NaN"
+        hint = "dtype: bfloat16 (or float32, with fp16: true for speed)"
+        yield warning("fp16-weights", message, hint=hint, where="model", subject=half[0])
+    asked_attention = (getattr(args, "model_init_kwargs", None) or {}).get("attn_implementation")
     in_effect = getattr(model.config, "_attn_implementation", None)
     if asked_attention is not None and in_effect is not None and asked_attention != in_effect:
-        yield finding(
-            "attention-in-effect",
-            Severity.WARNING,
-            f"{asked_attention} was asked for, {in_effect} is in effect",
-            hint=f"attn_implementation: {in_effect}, or install what {asked_attention} needs",
-            where="model",
-            subject="attn_implementation",
-        )
+        message = f"{asked_attention} was requested, {in_effect} is in effect"
+        hint = f"attn_implementation: {in_effect}, or install what {asked_attention} needs"
+        yield warning("attention-in-effect", message, hint=hint, where="model", subject="attn_implementation")
+    yield from _packing(model, collator, args, sharded=sharded)
 
 
 def _frozen(model: Any) -> Iterator[Finding]:
-    if adapter_config(model) is None and not getattr(model, "peft_config", None):
+    if not getattr(model, "peft_config", None):
         return
     lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-    trained = [parameter for parameter in lora if parameter.requires_grad]
-    off = [module for module in model.modules() if getattr(module, "disable_adapters", False) is True]
-    if lora and (not trained or off):
-        how = "are switched off (disable_adapter)" if off else "have requires_grad False"
-        yield finding(
-            "frozen-adapter",
-            Severity.ERROR,
-            f"its LoRA layers {how}: training cannot change the adapter",
-            hint="model.enable_adapter_layers()"
-            if off
-            else "is_trainable=True where the adapter is loaded, or model.set_adapter(name)",
-            where="model",
-        )
+    off = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    if off and lora:
+        message = "its LoRA layers are switched off (disable_adapter): training cannot change the adapter"
+        yield error("frozen-adapter", message, hint="model.enable_adapter_layers()", where="model")
+    elif lora and not any(parameter.requires_grad for parameter in lora):
+        message = "its LoRA layers have requires_grad False: training cannot change the adapter"
+        hint = "is_trainable=True where the adapter is loaded, or model.set_adapter(name)"
+        yield error("frozen-adapter", message, hint=hint, where="model")
 
 
 def _headless(model: Any) -> Iterator[Finding]:
@@ -117,45 +109,19 @@ def _headless(model: Any) -> Iterator[Finding]:
     if config is None or not name.endswith("ForSequenceClassification"):
         return
     task = getattr(config.task_type, "value", config.task_type)
-    kept = set(config.modules_to_save or ())
-    if task != "SEQ_CLS" and not kept & {"score", "classifier", "classification_head", "head"}:
-        yield finding(
-            "task-type",
-            Severity.ERROR,
-            f"{name} is trained with task_type {task}: its head would not be saved",
-            hint='LoraConfig(task_type="SEQ_CLS", …)',
-            where="model",
-            subject="task_type",
-        )
+    if task != "SEQ_CLS" and not CLASSIFICATION_HEADS & set(config.modules_to_save or ()):
+        message = f"{name} is trained with task_type {task}: its head would not be saved"
+        yield error("task-type", message, hint='LoraConfig(task_type="SEQ_CLS", …)', where="model", subject="task_type")
 
 
-def _half(model: Any) -> Iterator[Finding]:
-    half = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float16]
-    if half:
-        yield finding(
-            "fp16-weights",
-            Severity.WARNING,
-            f"{len(half)} parameters are float16: one activation above 65504 makes the loss NaN",
-            hint="dtype: bfloat16 (or float32, with fp16: true for speed)",
-            where="model",
-            subject=half[0],
-        )
-
-
-def packing_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
+def _packing(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:
     """Yield a finding if documents that `collator` puts into one row see each other in `model`."""
     collator = getattr(collator, "data_collator", collator)  # transformers wraps it to drop columns
     packing = bool(getattr(args, "packing", False))
     flat = bool(getattr(collator, "padding_free", False))
     if getattr(args, "padding_free", False) and collator is not None and not flat:
-        yield finding(
-            "padding-free-off",
-            Severity.WARNING,
-            f"padding_free was asked for, but {type(collator).__name__} pads: the memory and the speed are those of padding",
-            hint="padding_free: false",
-            where="model",
-            subject="padding_free",
-        )
+        message = f"padding_free was requested, but {type(collator).__name__} pads: the memory and the speed are those of padding"
+        yield warning("padding-free-off", message, hint="padding_free: false", where="model", subject="padding_free")
     if not (flat and (packing or args.per_device_train_batch_size > 1)):
         return
     seen = probe(model, collator, packing=packing, sharded=sharded)
@@ -169,9 +135,8 @@ def packing_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> 
     )
     off = "packing: false" if packing else "padding_free: false"
     attention = getattr(config, "_attn_implementation", None) or "its own attention"
-    yield finding(
+    yield error(
         "padding-free-leak",
-        Severity.ERROR,
         f"documents in one row see each other: {config.model_type} has no variable-length attention ({attention} is in effect); {how}",
         hint=off + ("" if packing else " (or per_device_train_batch_size: 1)"),
         where="model",

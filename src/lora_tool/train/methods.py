@@ -1,6 +1,6 @@
-"""The training methods: where TRL keeps each one's classes, what its adapter is, which columns it reads.
+"""The training methods: which script of TRL runs each one, what its adapter is, which columns it reads.
 
-TRL moves methods between `trl` and `trl.experimental`; each is looked for where it may be. Nothing of TRL is imported.
+Nothing of TRL is imported here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,29 @@ class Feedback(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One method of `lora-tool train`. `trainer` and `config` are TRL's class names, `homes` modules that may have them."""
+    """One method of `lora-tool train`. `prefix` begins the names of TRL's classes: ``DPO`` of DPOTrainer and DPOConfig."""
 
     name: str
-    trainer: str
-    config: str
-    homes: tuple[str, ...]
+    prefix: str
     feedback: Feedback
     columns: tuple[tuple[str, ...], ...]
     """Sets of columns, one of which the data must have."""
     task_type: str = "CAUSAL_LM"
-    needs_tokenizer: bool = False
-    script: str | None = None
-    """Module and class of script arguments that have more than the dataset's (`trl.scripts.grpo.GRPOScriptArguments`)."""
+    home: str = "trl"
+    """The module that has the trainer and its config."""
+
+    @property
+    def trainer(self) -> str:
+        return f"{self.prefix}Trainer"
+
+    @property
+    def config(self) -> str:
+        return f"{self.prefix}Config"
+
+    @property
+    def has_script(self) -> bool:
+        """Whether TRL has a command for the method. cpo and orpo train by the script of dpo, which reads the same data."""
+        return self.home == "trl"
 
     @property
     def model_class(self) -> str:
@@ -42,43 +52,21 @@ class Method:
 
 
 _PAIRS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
-
-
-def _stable(name: str, prefix: str, feedback: Feedback, columns: tuple[tuple[str, ...], ...], **more: str) -> Method:
-    return Method(
-        name=name,
-        trainer=f"{prefix}Trainer",
-        config=f"{prefix}Config",
-        homes=("trl", f"trl.experimental.{name}"),
-        feedback=feedback,
-        columns=columns,
-        **more,  # type: ignore[arg-type] # task_type and script are strings
-    )
-
-
-def _experimental(name: str, prefix: str) -> Method:
-    return Method(
-        name=name,
-        trainer=f"{prefix}Trainer",
-        config=f"{prefix}Config",
-        homes=(f"trl.experimental.{name}", "trl"),
-        feedback=Feedback.PREFERENCE,
-        columns=_PAIRS,
-        needs_tokenizer=True,  # their collators are made before TRL would set a pad token
-    )
-
+_TEXTS = (("messages",), ("text",), ("prompt", "completion"))
+_LABELLED = (("prompt", "completion", "label"), *_PAIRS)
+_PROMPTS = (("prompt",),)
 
 METHODS = {
     method.name: method
     for method in (
-        _stable("reward", "Reward", Feedback.PREFERENCE, _PAIRS, task_type="SEQ_CLS"),
-        _stable("sft", "SFT", Feedback.TEXT, (("messages",), ("text",), ("prompt", "completion"))),
-        _stable("dpo", "DPO", Feedback.PREFERENCE, _PAIRS),
-        _stable("kto", "KTO", Feedback.LABEL, (("prompt", "completion", "label"), *_PAIRS)),
-        _stable("grpo", "GRPO", Feedback.REWARD, (("prompt",),), script="trl.scripts.grpo.GRPOScriptArguments"),
-        _stable("rloo", "RLOO", Feedback.REWARD, (("prompt",),), script="trl.scripts.rloo.RLOOScriptArguments"),
-        _experimental("cpo", "CPO"),
-        _experimental("orpo", "ORPO"),
+        Method(name="reward", prefix="Reward", feedback=Feedback.PREFERENCE, columns=_PAIRS, task_type="SEQ_CLS"),
+        Method(name="sft", prefix="SFT", feedback=Feedback.TEXT, columns=_TEXTS),
+        Method(name="dpo", prefix="DPO", feedback=Feedback.PREFERENCE, columns=_PAIRS),
+        Method(name="kto", prefix="KTO", feedback=Feedback.LABEL, columns=_LABELLED),
+        Method(name="grpo", prefix="GRPO", feedback=Feedback.REWARD, columns=_PROMPTS),
+        Method(name="rloo", prefix="RLOO", feedback=Feedback.REWARD, columns=_PROMPTS),
+        Method(name="cpo", prefix="CPO", feedback=Feedback.PREFERENCE, columns=_PAIRS, home="trl.experimental.cpo"),
+        Method(name="orpo", prefix="ORPO", feedback=Feedback.PREFERENCE, columns=_PAIRS, home="trl.experimental.orpo"),
     )
 }
 """Name on the command line → method."""

@@ -1,46 +1,31 @@
-"""The names of the options of the installed TRL and accelerate, read from their sources without importing them.
+"""The options of a run as TRL's and accelerate's own parsers read them.
 
-Importing TRL takes seconds and torch; a typo should be told at once. Sources are parsed, never run.
+Importing this is cheap; the first call imports TRL, and with it torch: seconds, as `trl` itself takes.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
+import argparse
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import importlib
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any, NoReturn
 
-from lora_tool.errors import MissingDependency
+from lora_tool.choices import closest
+from lora_tool.errors import BadRunConfig, MissingDependency
 from lora_tool.train.methods import Method
 
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 """What the extra `train` installs."""
 
-_ELSEWHERE = {
-    ("transformers", "TrainingArguments"): "transformers.training_args",
-    ("trl", "ScriptArguments"): "trl.scripts.utils",
-}
-"""Names that lazy packages give out → the module that defines them."""
-
-_EXTRA_LAUNCH_OPTIONS = ("accelerate_config",)
-"""TRL's own word beside accelerate's: a preset's name or the path of an accelerate config."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """What may be written in a run's config. Each TRL option with whether it is a yes or no, accelerate's likewise."""
-
-    trl: Mapping[str, bool]
-    launch: Mapping[str, bool]
-
-    def closest(self, name: str) -> str | None:
-        """Return the option that looks most like `name`."""
-        known = [*self.trl, *self.launch, "lora_tool", "env"]
-        found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        return found[0] if found else None
+TRUE = frozenset(("true", "1", "yes", "on", "y", "t"))
+_FALSE = frozenset(("false", "0", "no", "off", "n", "f"))
+_PRESET = "accelerate_config"
+"""TRL's own word beside accelerate's: the name of one of its presets, or the path of an accelerate config."""
+_NOT_LAUNCH = ("help", "module", "no_python", "env")
+_ABSENT = object()
 
 
 def require_training(packages: Iterable[str] | None = None) -> None:
@@ -50,123 +35,121 @@ def require_training(packages: Iterable[str] | None = None) -> None:
             raise MissingDependency(package, extra="train")
 
 
-@functools.cache
-def option_names(method: Method) -> Names:
-    """Return the options of `method` in the installed TRL, and those of the installed `accelerate launch`."""
-    trl: dict[str, bool] = {}
-    for home in method.homes:
-        fields = _config_fields(home, method.config)
-        if fields:
-            trl |= fields
-            break
-    script = method.script or "trl.scripts.utils.ScriptArguments"
-    trl |= _class_fields(*script.rsplit(".", 1))
-    trl |= _class_fields("trl.trainer.model_config", "ModelConfig")
-    trl |= _class_fields("trl.scripts.utils", "DatasetMixtureConfig")
-    launch = _launch_options() | dict.fromkeys(_EXTRA_LAUNCH_OPTIONS, False)
-    return Names(trl=trl, launch={name: flag for name, flag in launch.items() if name not in trl})
+def unknown_option(name: str, known: Collection[str], where: str) -> BadRunConfig:
+    """Return the error for an option `name` in the file or block `where` that is none of `known`: it names the closest."""
+    close = closest(name, known)
+    hint = f"did you mean `{close}`?" if close else "neither TRL nor accelerate has such an option"
+    return BadRunConfig(f"{where}: unknown option `{name}`", hint=hint)
 
 
-def _config_fields(home: str, config: str) -> dict[str, bool]:
-    module = f"trl.trainer.{config.removesuffix('Config').lower()}_config"
-    if home != "trl":
-        module = f"{home}.{home.rpartition('.')[2]}_config"
-    return _class_fields(module, config)
+def trl_parser(method: Method) -> Any:
+    """Return TRL's parser of the method's options, which raises `BadRunConfig` where it would end the process."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if method.has_script:
+        parser = importlib.import_module(f"trl.scripts.{method.name}").make_parser(prog=f"trl {method.name}")
+    else:
+        trl, scripts = importlib.import_module("trl"), importlib.import_module("trl.scripts.utils")
+        config = getattr(importlib.import_module(method.home), method.config)
+        classes = (scripts.ScriptArguments, config, trl.ModelConfig, scripts.DatasetMixtureConfig)
+        parser = trl.TrlParser(classes, prog=f"lora-tool train {method.name}")
+    parser.allow_abbrev = False
+    parser.error = _refuse
+    return parser
 
 
-def _class_fields(module: str, name: str) -> dict[str, bool]:
-    """Return the fields of the dataclass and of its bases; {} where it is not there."""
-    tree = _tree(module)
-    if tree is None:
-        return {}
-    imported = _imported_names(tree, module)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            fields: dict[str, bool] = {}
-            for base in node.bases:
-                if isinstance(base, ast.Name):
-                    fields |= _class_fields(imported.get(base.id, module), base.id)
-            return fields | _own_fields(node)
-    return {}
-
-
-def _own_fields(node: ast.ClassDef) -> dict[str, bool]:
-    fields = {}
-    for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            kind = ast.unparse(item.annotation)
-            no_argument = isinstance(item.value, ast.Call) and any(
-                word.arg == "init" and isinstance(word.value, ast.Constant) and word.value.value is False
-                for word in item.value.keywords
-            )
-            if not kind.startswith("ClassVar") and not item.target.id.startswith("_") and not no_argument:
-                fields[item.target.id] = kind.replace("Optional[bool]", "bool | None") in ("bool", "bool | None")
-    return fields
-
-
-def _imported_names(tree: ast.Module, module: str) -> dict[str, str]:
-    names = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            package = module.split(".")[: -node.level] if node.level else []
-            source = ".".join([*package, *([node.module] if node.module else [])])
-            for alias in node.names:
-                names[alias.asname or alias.name] = _ELSEWHERE.get((source, alias.name), source)
-    return names
-
-
-def _launch_options() -> dict[str, bool]:
-    tree = _tree("accelerate.commands.launch")
-    options: dict[str, bool] = {}
-    for node in ast.walk(tree) if tree else ():
-        if not (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
-        ):
-            continue
-        flag = any(
-            word.arg == "action" and isinstance(word.value, ast.Constant) and str(word.value.value).startswith("store_")
-            for word in node.keywords
-        )
-        for argument in node.args:
-            if isinstance(argument, ast.Constant) and str(argument.value).startswith("--"):
-                options[str(argument.value)[2:].replace("-", "_")] = flag
-    for word in ("help", "module", "no_python", "env"):
-        options.pop(word, None)
-    return options
+def _refuse(message: str) -> NoReturn:
+    raise BadRunConfig(f"TRL does not accept the options: {message}")
 
 
 @functools.cache
-def _tree(module: str) -> ast.Module | None:
-    path = _source(module)
-    return None if path is None else ast.parse(path.read_text(encoding="utf-8"))
+def launch_flags() -> Mapping[str, bool]:
+    """Return each option of `accelerate launch` with whether it is a flag, which takes no value."""
+    parser = importlib.import_module("accelerate.commands.launch").launch_command_parser()
+    flags = {
+        option[2:].replace("-", "_"): action.nargs == 0
+        for action in parser._actions  # noqa: SLF001 - argparse has no other list
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    return {name: flag for name, flag in flags.items() if name not in _NOT_LAUNCH} | {_PRESET: False}
 
 
-def _source(module: str) -> Path | None:
-    """Return the file of a module of an installed package, found without importing even the package."""
-    top, *inside = module.split(".")
-    spec = find_spec(top)
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(place).joinpath(*inside)
-        for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-            if inside and candidate.is_file():
-                return candidate
-    return None
+def read_options(
+    method: Method, table: Mapping[str, Any], words: Sequence[str], where: str
+) -> tuple[dict[str, Any], frozenset[str], dict[str, Any], dict[str, Any]]:
+    """Return TRL's options with their values, the names of those that were given, what of `table` is TRL's, and accelerate's.
+
+    `table` is the config file `where`, `words` are what was typed, which wins. Raises `BadRunConfig` for what neither
+    TRL nor accelerate accepts.
+    """
+    parser = trl_parser(method)
+    names = {action.dest for action in parser._actions} - {"help"}  # noqa: SLF001
+    table = {name.replace("-", "_"): value for name, value in table.items()}
+    known = {*names, *launch_flags(), "lora_tool", "env"}
+    for name in table.keys() - known:
+        raise unknown_option(name, known, where)
+    file = {name: value for name, value in table.items() if name in names}
+    blank = argparse.Namespace(**dict.fromkeys((*names, "help"), _ABSENT))
+    typed, rest = parser.parse_known_args(list(words), blank)
+    launch = {name: value for name, value in table.items() if name not in names} | dict(_launch_words(rest, known))
+    parser.set_defaults_with_config(**file)
+    values = vars(parser.parse_known_args(list(words))[0])
+    given = {name for name, value in vars(typed).items() if value is not _ABSENT}
+    return values, frozenset(given | file.keys()), file, launch
 
 
-def preset_path(name: str) -> Path | None:
-    """Return the accelerate config that `accelerate_config: NAME` means: a file, or one of TRL's presets."""
-    if Path(name).is_file():
-        return Path(name)
-    preset = _source_folder("trl") / "accelerate_configs" / f"{name}.yaml"
-    return preset if preset.is_file() else None
+def _launch_words(words: Sequence[str], known: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each typed option that TRL's parser left over: ``--name value``, ``--name=value``, ``--flag``."""
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise BadRunConfig(f"unexpected argument `{word}`", hint="options are written --name value")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in launch_flags():
+            raise unknown_option(name, known, "command line")
+        if equals:
+            yield name, value
+        elif launch_flags()[name]:
+            yield name, True
+        elif left and not left[0].startswith("--"):
+            yield name, left.pop(0)
+        else:
+            raise BadRunConfig(f"--{name} needs a value", hint=f"--{name} VALUE")
 
 
-def presets() -> Iterable[str]:
-    """Return the names of TRL's accelerate presets."""
-    return sorted(path.stem for path in (_source_folder("trl") / "accelerate_configs").glob("*.yaml"))
+def launch_words(options: Mapping[str, Any]) -> list[str]:
+    """Return accelerate's command line. A flag is given or left out: accelerate would run a file called `True`."""
+    words: list[str] = []
+    for name, value in options.items():
+        if launch_flags()[name]:
+            if str(value).lower() not in TRUE | _FALSE:
+                raise BadRunConfig(f"{name}: expected true or false, found {value!r}")
+            words += [f"--{name}"] if str(value).lower() in TRUE else []
+        elif name == _PRESET:
+            words += _preset(str(value))
+        elif value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name}", text.lower() if isinstance(value, bool) else text]
+    return words
 
 
-def _source_folder(package: str) -> Path:
-    spec = find_spec(package)
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else Path()
+def _preset(name: str) -> list[str]:
+    resolve = importlib.import_module("trl.cli.accelerate_config").resolve_accelerate_config_argument
+    try:
+        return [str(word) for word in resolve([f"--{_PRESET}", name])]
+    except ValueError as error:
+        raise BadRunConfig(f"{_PRESET}: {error}", hint=f"{_PRESET}: zero3, or an accelerate.yaml") from error
+
+
+def parse(method: Method, table: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
+    """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
+    parser = trl_parser(method)
+    try:
+        parser.set_defaults_with_config(**table)
+        # what is left over is accelerate's, and was judged before
+        return list(parser.parse_args_into_dataclasses(args=list(words), return_remaining_strings=True)[:4])
+    except (ValueError, TypeError) as error:
+        hint = f"trl {method.name} --help" if method.has_script else None
+        raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error

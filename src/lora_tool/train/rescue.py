@@ -1,4 +1,4 @@
-"""An adapter saved without values (`save_pretrained` under ZeRO-3): found, and put together from the rank files."""
+"""An adapter saved without values (`save_pretrained` under ZeRO-3): found, and reassembled from the rank files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError
 from lora_tool.report import Finding, Severity
@@ -47,19 +47,19 @@ def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:
 
 
 def newest_rank_files(output: Path) -> Path | None:
-    """Return the newest checkpoint in or below `output` that holds DeepSpeed's rank files."""
+    """Return the newest checkpoint in or below `output` that holds the weights in pieces."""
     below = [output / name for name in reversed(read_folder(output).checkpoints)]
     for folder in (*below, output):
         try:
-            if isinstance(open_sharded(folder), ZeroDir):
-                return folder
+            open_sharded(folder)
         except CheckpointError:
             continue
+        return folder
     return None
 
 
 def consolidate(checkpoint: Path, out: Path) -> bool:
-    """Put an adapter together from rank files into `out`, as `lora-tool consolidate` does; return whether it is good."""
+    """Reassemble an adapter from rank files into `out`, as `lora-tool consolidate` does; return whether it is good."""
     arguments = ["consolidate", str(checkpoint), "-o", str(out), "--what", "adapter", "--quiet"]
     done = subprocess.run([sys.executable, "-m", "lora_tool", *arguments], check=False, stdout=sys.stderr)  # noqa: S603
     return done.returncode == 0 and not validate(open_checkpoint(out), deep=True).at_least(Severity.ERROR)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the last one that is whole, not the one with the largest number."""
+"""Which checkpoint a run resumes from: the last one that is whole, not the one with the largest number."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoint import ZeroDir, open_checkpoint, open_sharded
+from lora_tool.checkpoint import open_checkpoint, open_sharded
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, TrainingFailed
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.report import Finding, Severity
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import warning
 from lora_tool.validation.validating import validate
 
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
@@ -19,41 +19,34 @@ _STATES = (*_OPTIMIZERS, "scheduler.pt", "scaler.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ResumeChoice:
     """The checkpoint to resume from, None for a start from step 0; `skipped` are findings about those passed over."""
 
     path: Path | None = None
     skipped: tuple[Finding, ...] = ()
 
 
-def last_valid(output: Path) -> Choice:
+def last_valid(output: Path) -> ResumeChoice:
     """Return the newest checkpoint in `output` that a run can go on from, and why newer ones were passed over."""
     names = read_folder(output).checkpoints if output.is_dir() else ()
     skipped: list[Finding] = []
-    for name in reversed(names):
-        why = unusable(output / name)
+    for path in (output / name for name in reversed(names)):
+        why = unusable(path)
         if why is None:
-            return Choice(path=output / name, skipped=tuple(skipped))
-        skipped.append(
-            finding(
-                "unusable-checkpoint",
-                Severity.WARNING,
-                f"passed over: {why}",
-                hint=f"lora-tool validate {output / name} --deep",
-                where=str(output / name),
-            )
-        )
-    return Choice(skipped=tuple(skipped))
+            return ResumeChoice(path=path, skipped=tuple(skipped))
+        hint = f"lora-tool validate {path} --deep"
+        skipped.append(warning("unusable-checkpoint", f"passed over: {why}", hint=hint, where=str(path)))
+    return ResumeChoice(skipped=tuple(skipped))
 
 
-def named(path: Path) -> Choice:
+def named(path: Path) -> ResumeChoice:
     """Return the checkpoint that was named. Raises `TrainingFailed` if no run can go on from it."""
     why = unusable(path) if path.is_dir() else "no such folder"
     if why is not None:
         raise TrainingFailed(
             f"{path}: cannot be resumed from: {why}", hint="--resume auto takes the last that is whole"
         )
-    return Choice(path=path)
+    return ResumeChoice(path=path)
 
 
 def unusable(path: Path) -> str | None:
@@ -82,8 +75,8 @@ def _unusable_state(path: Path, names: set[str]) -> str | None:
     if names & set(_OPTIMIZERS) or any(name.startswith(("optimizer_", "pytorch_model_fsdp")) for name in names):
         return None
     try:
-        if isinstance(open_sharded(path), ZeroDir):
+        if open_sharded(path).kind.optimizer:
             return None
     except CheckpointError:
         pass
-    return "has no optimizer state (save_only_model): going on from it would begin with a fresh optimizer"
+    return "has no optimizer state (save_only_model): resuming from it would begin with a fresh optimizer"

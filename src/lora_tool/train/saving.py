@@ -6,27 +6,29 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.training_record import FILE_NAME
 from lora_tool.formats.weights import Weights
-from lora_tool.plan.base.task import is_classifier
 from lora_tool.report import Finding, Severity
+from lora_tool.rules.shared.heads import head_weight, is_classifier
 from lora_tool.sources import Source, resolve
-from lora_tool.train.codes import finding
+from lora_tool.tensors import StoredTensor
+from lora_tool.train.codes import error
 from lora_tool.train.methods import Method
 from lora_tool.validation.validating import validate
 from lora_tool.version import __version__
 
 REJECTED = "rejected"
 SUPERSEDED = "superseded"
-_HEADS = ("score", "classifier", "classification_head", "head", "sequence_summary", "logits_proj")
 _STAGING = ".lora-tool-saving"
 _WEIGHTS = ("adapter_model*", "model*.safetensors*", "pytorch_model*.bin*")
 
@@ -68,12 +70,8 @@ def judge(folder: Path, method: Method) -> list[Finding]:
     """Return what `lora-tool validate` finds in a saved result, errors first; every value of an adapter is read."""
     try:
         opened = open_checkpoint(folder)
-    except CheckpointError as error:
-        return [
-            finding(
-                "bad-result", Severity.ERROR, str(error), hint=error.hint or "lora-tool validate", where=folder.name
-            )
-        ]
+    except CheckpointError as wrong:
+        return [error("bad-result", str(wrong), hint=wrong.hint or "lora-tool validate", where=folder.name)]
     adapter = isinstance(opened, AdapterDir)
     task = "reward" if method.name == "reward" else None
     found = validate(opened, task=task, deep=True if adapter else None).findings
@@ -128,28 +126,15 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _head(opened: Any) -> tuple[str, int] | None:
-    """Return name and rows of the saved classification head: a saved tensor of an adapter that is not LoRA's."""
-    if isinstance(opened, ModelDir) and opened.config is not None and is_classifier(opened.config.architectures):
-        return next(((name, rows) for name, rows in _model_heads(opened)), None)
-    if not isinstance(opened, AdapterDir) or (opened.config and opened.config.task_type != "SEQ_CLS"):
-        return None
-    heads = {
-        key.module: opened.tensors[name].shape[0]
-        for name, key in opened.keys.items()
-        if name.endswith(".weight") and "lora_" not in name and opened.tensors[name].shape
-    }
-    # the last layer of a head of several has the labels
-    return next(iter(sorted(heads.items(), key=lambda item: item[1])), None)
-
-
-def _model_heads(model: ModelDir) -> Iterator[tuple[str, int]]:
-    """Yield module and rows of what can be a classifier's last layer: rows as labels, and a head's name."""
-    labels = model.config.num_labels if model.config else None
-    for name, tensor in model.tensors.items():
-        module = name.removesuffix(".weight")
-        if module != name and tensor.shape[:1] == (labels,) and module.split(".")[0] in _HEADS:
-            yield module, tensor.shape[0]
+def _head(opened: Checkpoint) -> tuple[str, int] | None:
+    """Return module and rows of the last layer of the saved classification head, None where there is none."""
+    tensors: Mapping[str, StoredTensor] = {}
+    if isinstance(opened, ModelDir) and is_classifier(opened):
+        tensors = opened.tensors
+    elif isinstance(opened, AdapterDir) and (opened.config is None or opened.config.task_type == "SEQ_CLS"):
+        tensors = view_of(opened).saved
+    weight = head_weight(tensors, CLASSIFICATION_HEADS)
+    return next(((name.removesuffix(".weight"), it.shape[0]) for name, it in tensors.items() if it is weight), None)
 
 
 def _base(base: str | None, revision: str | None) -> dict[str, Any]:

@@ -1,11 +1,19 @@
-"""The process that trains: parses, checks, builds TRL's trainer, trains, saves, judges. Started by `accelerate launch`."""
+"""The process that trains: TRL's own script, with its trainer guarded. Started by `accelerate launch`.
+
+The script makes the trainer, trains and saves by the name that it imports from `trl`; under that name it gets a
+subclass that judges the data before they are prepared, the trainer before its first step, and what was saved.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import re
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +22,23 @@ from accelerate.utils import broadcast_object_list
 from lora_tool.display import printable
 from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
-from lora_tool.train import building, data_checks, live_checks, saving
+from lora_tool.train import data_checks, live_checks, saving
 from lora_tool.train.cards import clean_card
-from lora_tool.train.codes import finding
+from lora_tool.train.codes import error
 from lora_tool.train.guard import Guard
 from lora_tool.train.job import (
     FOLDER_VARIABLE,
-    TRACEBACK,
-    Job,
-    Outcome,
-    Status,
+    TrainingJob,
+    TrainingOutcome,
+    TrainingStatus,
     read_job,
     write_begun,
     write_outcome,
 )
+from lora_tool.train.methods import METHODS
+from lora_tool.train.options import parse
+
+_PLAIN_NAME = re.compile(r"[\w.]+\Z")
 
 
 def main() -> int:
@@ -36,34 +47,33 @@ def main() -> int:
     An orderly end is 0, whatever the verdict, so that launchers stay quiet; the verdict is in the outcome.
     """
     folder, rank = Path(os.environ[FOLDER_VARIABLE]), int(os.environ.get("RANK", "0"))
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     write_begun(folder, rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-    run = Run(read_job(folder), main_process=rank == 0)
+    training = Training(read_job(folder), main_process=rank == 0)
     try:
-        outcome = run.whole()
+        outcome = training.whole()
     except KeyboardInterrupt:
         return 130
-    except TrainingStopped as stop:
-        outcome = run.outcome(Status.STOPPED, error=str(stop), hint=stop.hint)
-    except BadRunConfig as error:
-        outcome = run.outcome(Status.USAGE, error=str(error), hint=error.hint)
-    except LoraToolError as error:
-        outcome = run.outcome(Status.FAILED, error=str(error), hint=error.hint)
     except Exception as error:  # noqa: BLE001 - whatever TRL, torch or the user's reward function raise
-        (folder / TRACEBACK.format(rank=rank)).write_text(traceback.format_exc(), encoding="utf-8")
-        write_outcome(folder, rank, run.outcome(Status.FAILED, error=_said(error), hint=_hint(error)))
-        return 1
+        outcome = training.failed(error)
     write_outcome(folder, rank, outcome)
-    return 0
+    return 0 if outcome.traceback is None else 1
 
 
-def _said(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
-
-
+_DATA = (
+    "dataset_name: a Hub id, or a folder of .jsonl, .csv or .parquet files; for a single file "
+    "datasets: [{path: json, data_files: FILE, split: train}]"
+)
+_NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"
 _HINTS = (
+    ("find any data file", _DATA),
+    ("doesn't exist on the Hub", _DATA),
+    ("Couldn't reach", _DATA),
+    ("StopIteration", "another dataset_name: this one has no rows"),
+    ("KeyError: 'train'", "dataset_train_split: a split that the data has"),
+    ("KeyError: 'test'", "dataset_test_split: a split that the data has, or eval_strategy: no"),
+    ("Could not load reward function", "reward_funcs: [my_module.my_reward], or reward_model_name_or_path"),
+    ("No module named", "install it; or, for a module of reward_funcs, run this in the folder that holds it"),
     ("FlashAttention", "attn_implementation: sdpa, or install flash-attn"),
     ("`kernels`", "attn_implementation: sdpa, or pip install kernels"),
     ("Target modules", "lora_target_modules: all-linear"),
@@ -76,7 +86,9 @@ _HINTS = (
         "dataloader does not have a length",
         "max_steps: N for streamed data; else a smaller per_device_train_batch_size: there is no whole batch of rows",
     ),
-    ("Repo id must be in the form", "a folder that is there, or a Hub id of the form owner/name"),
+    ("Repo id must", _NAME),
+    ("is not a valid model identifier", _NAME),
+    ("is not a valid JSON file", "model_name_or_path: the model's folder, not a file of it"),
     (
         "out of memory",
         "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
@@ -86,14 +98,17 @@ _HINTS = (
 """What errors of TRL, transformers and PEFT say → the line that helps."""
 
 
-def _hint(error: Exception) -> str | None:
-    return next((hint for words, hint in _HINTS if words in str(error)), None)
+class _Ended(Exception):
+    """The training has ended, with this status, before the script has."""
+
+    def __init__(self, status: TrainingStatus) -> None:
+        self.status = status
 
 
-class Run:
+class Training:
     """One job on one process. `findings`, `notes` and `facts` grow as it goes and are reported however it ends."""
 
-    def __init__(self, job: Job, *, main_process: bool) -> None:
+    def __init__(self, job: TrainingJob, *, main_process: bool) -> None:
         self.job = job
         self.main = main_process
         self.findings: list[Finding] = []
@@ -102,217 +117,232 @@ class Run:
         self.guard: Guard | None = None
         self.trainer: Any = None
 
-    def outcome(self, status: Status, **rest: Any) -> Outcome:
+    def whole(self) -> TrainingOutcome:
+        """Do the whole job. Raises `TrainingStopped` where a guard stops it, else what TRL and torch raise."""
+        method = self.job.method
+        arguments = parse(method, self.job.file, self.job.words)
+        _, training, self.model, _ = arguments
+        training.resume_from_checkpoint = self.job.resume
+        self.guard = Guard(self.job.guard, method, base=self.model.model_name_or_path, reported=self.findings)
+        # TRL has no script for cpo and orpo; that of dpo takes the same data and asks no more of its trainer
+        scripted = method if method.has_script else METHODS["dpo"]
+        trl, script = importlib.import_module("trl"), importlib.import_module(f"trl.scripts.{scripted.name}")
+        theirs = getattr(trl, scripted.trainer)
+        setattr(trl, scripted.trainer, _guarded(getattr(importlib.import_module(method.home), method.trainer), self))
+        try:
+            script.main(*arguments)
+        except _Ended as end:
+            return self.outcome(end.status)
+        finally:
+            setattr(trl, scripted.trainer, theirs)
+        return self.outcome(TrainingStatus.DONE)
+
+    def outcome(self, status: TrainingStatus, **rest: Any) -> TrainingOutcome:
         """Return the outcome with all that was seen until now."""
         seen = [*self.findings, *(self.guard.findings if self.guard else ())]
-        return Outcome(status=status, findings=tuple(seen), notes=tuple(self.notes), facts=self.facts, **rest)
+        return TrainingOutcome(status=status, findings=tuple(seen), notes=tuple(self.notes), facts=self.facts, **rest)
 
-    def whole(self) -> Outcome:
-        """Do the whole job. Raises `TrainingStopped` where a guard stops it."""
-        job = self.job
-        arguments = building.parse(job.method, job.options, job.arguments)
-        train = self._data(arguments)
-        if self._refused():
-            return self.outcome(Status.REFUSED)
-        self.trainer = self._build(arguments, train)
-        self._report(self._check_trainer(train))
-        if self._refused():
-            return self.outcome(Status.REFUSED)
-        if job.dry_run:
-            return self.outcome(Status.CHECKED)
-        return self._train()
+    def failed(self, error: Exception) -> TrainingOutcome:
+        """Return the outcome of a training that `error` ended, with the line that helps where it is known."""
+        if isinstance(error, LoraToolError):
+            stopped = TrainingStatus.STOPPED if isinstance(error, TrainingStopped) else TrainingStatus.FAILED
+            status = TrainingStatus.USAGE if isinstance(error, BadRunConfig) else stopped
+            return self.outcome(status, error=str(error), hint=error.hint)
+        text = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+        hint = next((hint for words, hint in _HINTS if words in said), None)
+        return self.outcome(TrainingStatus.FAILED, error=said, hint=hint, traceback=traceback.format_exc())
 
-    def _data(self, arguments: building.Arguments) -> Any:
-        data = building.load_data(arguments)
-        train = building.split(data, arguments.script.dataset_train_split, "dataset_train_split")
-        self.evaluation = (
-            building.split(data, arguments.script.dataset_test_split, "dataset_test_split")
-            if str(getattr(arguments.training.eval_strategy, "value", arguments.training.eval_strategy)) != "no"
-            else None
-        )
+    def judge_data(self, train: Any, args: Any) -> None:
+        """Judge the rows as they were loaded, before TRL prepares them."""
         if self.job.guard.mode == "off":
-            return train
+            return
         columns = list(train.column_names or next(iter(train), {}))
-        field = getattr(arguments.training, "dataset_text_field", None)
+        field = getattr(args, "dataset_text_field", None)
         found = list(data_checks.column_findings(self.job.method, columns, text_field=field))
         self._report(found or data_checks.row_findings(self.job.method, train))
-        return train
+        self._end_if_refused()
 
-    def _build(self, arguments: building.Arguments, train: Any) -> Any:
-        base = arguments.model.model_name_or_path
-        self.guard = Guard(self.job.guard, self.job.method, base=base, told=self.findings)
-        trainer = building.build(
-            self.job.method,
-            arguments,
-            train=train,
-            evaluation=self.evaluation,
-            tokenizer=self._tokenizer(arguments) if self.job.method.needs_tokenizer else None,
-            callbacks=[self.guard],
-        )
-        self.guard.trainer = trainer
-        self.arguments = arguments
-        _keep_paths_out(trainer, base)
-        return trainer
-
-    def _tokenizer(self, arguments: building.Arguments) -> Any:
+    def tokenizer(self, args: Any) -> Any:
         """Return the tokenizer with a pad token, and say which if it had none."""
         from transformers import AutoTokenizer  # noqa: PLC0415 - torch is loaded by TRL's classes, not before
 
+        base = str(self.model.model_name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(
-            arguments.model.model_name_or_path,
-            revision=arguments.model.model_revision,
-            trust_remote_code=arguments.training.trust_remote_code,
+            base, revision=self.model.model_revision, trust_remote_code=args.trust_remote_code
         )
-        given = getattr(arguments.training, "pad_token", None)
-        if given:
-            tokenizer.pad_token = given
-        elif tokenizer.pad_token is None:
-            if tokenizer.eos_token is None:
-                self._report(
-                    [
-                        finding(
-                            "no-pad-token",
-                            Severity.ERROR,
-                            "the tokenizer has neither a pad token nor an end token",
-                            hint="tokenizer.pad_token = …, tokenizer.save_pretrained(model folder)",
-                            where=str(arguments.model.model_name_or_path),
-                        )
-                    ]
-                )
-                raise TrainingStopped("no-pad-token: nothing to pad with", hint="give the tokenizer a pad token")
+        if tokenizer.pad_token is None and tokenizer.eos_token is None:
+            message = "the tokenizer has neither a pad token nor an end token"
+            hint = "tokenizer.pad_token = …, tokenizer.save_pretrained(model folder)"
+            self._report([error("no-pad-token", message, hint=hint, where=base)])
+            self._end_if_refused()
+        if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-            self._note(
-                f"set pad_token: {tokenizer.pad_token} (the tokenizer has none, and {self.job.method.name} cannot pad without; its end token is used)"
-            )
+            why = f"the tokenizer has none, and {self.job.method.name} cannot pad without; its end token is used"
+            self._note(f"set pad_token: {tokenizer.pad_token} ({why})")
         return tokenizer
 
-    def _check_trainer(self, train: Any) -> list[Finding]:
-        trainer, args, method = self.trainer, self.trainer.args, self.job.method
+    def judge_trainer(self, trainer: Any, train: Any) -> None:
+        """Judge the trainer that was built on the rows `train`. A dry run ends here."""
+        self.trainer = trainer
+        if self.guard is not None:
+            self.guard.trainer = trainer
+        self._report(self._trainer_findings(train))
+        self._end_if_refused()
+        if self.job.dry_run:
+            raise _Ended(TrainingStatus.CHECKED)
+
+    def _trainer_findings(self, train: Any) -> Iterator[Finding]:
+        trainer, args, model = self.trainer, self.trainer.args, self.trainer.model
         words, self.facts["effective_batch_size"] = live_checks.batch_note(trainer)
         self._note(words)
-        model = trainer.model
         if getattr(model, "peft_config", None):
-            covered, rest = live_checks.coverage(model), live_checks.uncovered(model)
+            covered, rest = live_checks.coverage(model)
             self.facts["lora_modules"] = covered
-            self._note(
-                "LoRA on "
-                + ", ".join(f"{name} ×{count}" for name, count in covered.items())
-                + (f"; not on {', '.join(rest)} (lora_target_modules: all-linear covers them)" if rest else "")
-            )
-        trained = sum(_numel(p) for p in model.parameters() if p.requires_grad)
-        self.facts["trained_parameters"] = trained
+            missing = f"; not on {', '.join(rest)} (lora_target_modules: all-linear covers them)" if rest else ""
+            self._note("LoRA on " + ", ".join(f"{name} ×{count}" for name, count in covered.items()) + missing)
+        self.facts["trained_parameters"] = sum(_numel(p) for p in model.parameters() if p.requires_grad)
         if self.job.guard.mode == "off":
-            return []
-        asked = (
-            (args.model_init_kwargs or {}).get("attn_implementation") if hasattr(args, "model_init_kwargs") else None
-        )
-        found = list(live_checks.process_findings(self.job.processes, trainer.accelerator.num_processes))
-        found += live_checks.model_findings(model, asked)
+            return
+        yield from live_checks.process_findings(self.job.processes, trainer.accelerator.num_processes)
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        found += live_checks.packing_findings(model, trainer.data_collator, args, sharded=sharded)
+        yield from live_checks.model_findings(model, trainer.data_collator, args, sharded=sharded)
         prepared = trainer.train_dataset
-        packed = bool(getattr(args, "packing", False))
         limit = getattr(args, "max_length", None) or getattr(trainer, "max_length", None)  # CPO has one of its own
-        found += data_checks.length_findings(method, train, prepared, limit, packed=packed)
+        packed = bool(getattr(args, "packing", False))
+        yield from data_checks.length_findings(self.job.method, train, prepared, limit, packed=packed)
         if hasattr(prepared, "__len__") and hasattr(train, "__len__"):
             self.facts["rows"] = {"given": len(train), "trained": len(prepared)}
-        return found
 
-    def _report(self, findings: Any) -> None:
-        """Keep the findings that are not ignored nor told already, and say them at once."""
-        for found in findings:
-            if found.code in self.job.guard.ignore or found.code in self.job.told:
-                continue
-            self.findings.append(found)
-            self._say(f"{found.severity}: {found.code}: {found.path + ': ' if found.path else ''}{found.message}")
-            if found.hint:
-                self._say(f"  hint: {found.hint}")
-
-    def _refused(self) -> bool:
-        errors = any(found.severity is Severity.ERROR for found in self.findings)
-        return errors and self.job.guard.mode == "stop"
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self._say(text)
-
-    def _say(self, text: str) -> None:
-        if self.main:
-            sys.stderr.write(printable(text) + "\n")
-            sys.stderr.flush()
-
-    def _train(self) -> Outcome:
-        trainer = self.trainer
-        output = Path(trainer.args.output_dir)
+    def clear(self) -> None:
+        """Put away what earlier runs left where this one will save."""
+        output = Path(self.trainer.args.output_dir)
         if self.main:
             saving.clear_staging(output)
             for name in saving.set_aside(output):
                 self._note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
-        try:
-            trained = trainer.train(resume_from_checkpoint=self.job.resume)
-        except RuntimeError as error:
-            # torch.multinomial's words for a model whose logits are NaN or infinite
-            if self.guard is not None and "probability tensor contains" in str(error):
-                self.guard.logits_not_finite(str(error))
-            raise
-        self.facts["steps"] = trainer.state.global_step
-        self.facts["metrics"] = dict(trained.metrics)
+
+    def trained(self, metrics: Any) -> None:
+        """Take in how the steps ended."""
+        self.facts["steps"] = self.trainer.state.global_step
+        self.facts["metrics"] = dict(metrics)
         if self.guard is not None and self.guard.moved is not None:
             self.facts["moved"] = self.guard.moved
-        return self._save(output)
 
-    def _save(self, output: Path) -> Outcome:
-        trainer, method = self.trainer, self.job.method
+    def save(self, write: Callable[[str], None]) -> None:
+        """Save with `write` beside the output folder, judge what was saved, and move it there if it is good."""
+        trainer, output = self.trainer, Path(self.trainer.args.output_dir)
         place = saving.staging(output)
-        pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False
-        trainer.save_model(str(place))
+        pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False  # the script pushes when it has saved
+        write(str(place))
         trainer.args.push_to_hub = pushes
-        status = Status.DONE
-        if self.main:
-            base = self.arguments.model.model_name_or_path
-            clean_card(place, base)
-            found = saving.judge(place, method)
-            run = {"steps": trainer.state.global_step, "effective_batch_size": self.facts["effective_batch_size"]}
-            if not any(item.severity is Severity.ERROR for item in found):
-                saved = saving.record(place, method, base=base, revision=self.arguments.model.model_revision, run=run)
-                self.facts |= {name: saved[name] for name in ("head", "num_labels", "base")}
-            settled = saving.settle(output, found)
-            if settled == output and hasattr(trainer, "create_model_card"):
-                trainer.create_model_card(model_name=output.resolve().name)  # TRL's, where saving left PEFT's blank one
-            self.facts["output"] = str(settled)
-            self._report(item for item in found if item.severity is not Severity.INFO)
-            if settled != output:
-                status = Status.BAD_RESULT
-        (status,) = broadcast_object_list([status])  # all ranks save again when they push
-        if pushes and status is Status.DONE:
-            trainer.push_to_hub(dataset_name=self._public_dataset())
-        if hasattr(trainer, "end"):
-            trainer.end()
-        return self.outcome(status)
+        good = self._settle(place, output) if self.main else True
+        (good,) = broadcast_object_list([good])
+        if not good:
+            if hasattr(trainer, "end"):
+                trainer.end()
+            raise _Ended(TrainingStatus.BAD_RESULT)
 
-    def _public_dataset(self) -> str | None:
-        """Return the data's name for the README; not that of a folder of this machine."""
-        name: str | None = self.arguments.script.dataset_name
-        return None if name is None or Path(name).exists() else name
+    def _settle(self, place: Path, output: Path) -> bool:
+        trainer, method, base = self.trainer, self.job.method, self.model.model_name_or_path
+        clean_card(place, base)
+        found = saving.judge(place, method)
+        good = not any(item.severity is Severity.ERROR for item in found)
+        if good:
+            run = {"steps": trainer.state.global_step, "effective_batch_size": self.facts["effective_batch_size"]}
+            saved = saving.record(place, method, base=base, revision=self.model.model_revision, run=run)
+            self.facts |= {name: saved[name] for name in ("head", "num_labels", "base")}
+        settled = saving.settle(output, found)
+        if good and hasattr(trainer, "create_model_card"):
+            trainer.create_model_card(model_name=output.resolve().name)  # TRL's, where saving left PEFT's blank one
+        self.facts["output"] = str(settled)
+        self._report(item for item in found if item.severity is not Severity.INFO)
+        return good
+
+    def _report(self, findings: Any) -> None:
+        """Keep the findings that are not ignored nor reported already, and print them at once."""
+        for found in findings:
+            if found.code in self.job.guard.ignore or found.code in self.job.reported:
+                continue
+            self.findings.append(found)
+            self._print(f"{found.severity}: {found.code}: {found.path + ': ' if found.path else ''}{found.message}")
+            if found.hint:
+                self._print(f"  hint: {found.hint}")
+
+    def _end_if_refused(self) -> None:
+        if self.job.guard.mode == "stop" and any(found.severity is Severity.ERROR for found in self.findings):
+            raise _Ended(TrainingStatus.REFUSED)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self.main:
+            sys.stderr.write(printable(text) + "\n")
+            sys.stderr.flush()
+
+
+def _guarded(base: Any, training: Training) -> type:
+    """Return TRL's trainer `base` with `training` watching over what a script has it do."""
+
+    class Guarded(base):  # type: ignore[misc] # TRL is not typed
+        def __init__(self, *, args: Any, train_dataset: Any, peft_config: Any = None, **rest: Any) -> None:
+            training.judge_data(train_dataset, args)
+            given = {"args": args, "train_dataset": train_dataset, "peft_config": _named_targets(peft_config), **rest}
+            given["callbacks"] = [training.guard]
+            if "quantization_config" not in inspect.signature(base.__init__).parameters:  # cpo, orpo
+                quantisation = given.pop("quantization_config", None)
+                args.model_init_kwargs |= {"quantization_config": quantisation} if quantisation else {}
+                # their collators are made before TRL would set a pad token
+                given["processing_class"] = training.tokenizer(args)
+            super().__init__(**given)
+            training.judge_trainer(self, train_dataset)
+
+        def train(self, **rest: Any) -> Any:
+            training.clear()
+            try:
+                output = super().train(**rest)
+            except RuntimeError as error:
+                # torch.multinomial's words for a model whose logits are NaN or infinite
+                if training.guard is not None and "probability tensor contains" in str(error):
+                    training.guard.logits_not_finite(str(error))
+                raise
+            training.trained(output.metrics)
+            return output
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - transformers' own
+            if _internal_call:  # a checkpoint, or a push
+                super().save_model(output_dir, _internal_call)
+            else:
+                training.save(super().save_model)
+
+        def create_model_card(self, *args: Any, **rest: Any) -> None:
+            """Write a README without local paths, also where it is pushed while training."""
+            public = {name: value for name, value in rest.items() if name != "dataset_name" or not _is_there(value)}
+            super().create_model_card(*args, **public)
+            if self.is_world_process_zero():
+                clean_card(Path(self.args.output_dir), training.model.model_name_or_path)
+
+    Guarded.__name__ = Guarded.__qualname__ = base.__name__
+    return Guarded
+
+
+def _is_there(name: str | None) -> bool:
+    return name is not None and Path(name).exists()
+
+
+def _named_targets(config: Any) -> Any:
+    """Return the adapter's config; one plain module name stays a name, where TRL makes it a regular expression."""
+    target = None if config is None else config.target_modules
+    if isinstance(target, str) and target != "all-linear" and _PLAIN_NAME.match(target):
+        config.target_modules = {target}
+    return config
 
 
 def _numel(parameter: Any) -> int:
     """Return a parameter's size; under ZeRO-3 it is empty and DeepSpeed knows the whole."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
-
-
-def _keep_paths_out(trainer: Any, base: str) -> None:
-    """Let every README that this trainer writes, also those it pushes while training, be cleaned of local paths."""
-    write = getattr(trainer, "create_model_card", None)
-    if write is None:
-        return
-
-    def create_model_card(*args: Any, **kwargs: Any) -> None:
-        write(*args, **kwargs)
-        if trainer.is_world_process_zero():
-            clean_card(Path(trainer.args.output_dir), base)
-
-    trainer.create_model_card = create_model_card
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from pathlib import Path
 from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
-    DcpDir,
     ModelDir,
     RunDir,
-    ZeroDir,
+    ShardedDir,
     open_checkpoint,
 )
 from lora_tool.errors import LoraToolError, NotACheckpoint
 from lora_tool.formats.files import inside
+from lora_tool.plan.base.task import Task
 from lora_tool.progress import Watch
 from lora_tool.report import Report
 from lora_tool.report.model import joined
@@ -25,6 +25,7 @@ from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server, Su
 from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, rank_files_beside, unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
+from lora_tool.sources import Reference, opened, opened_adapter, opened_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,12 @@ class Criteria:
 
 
 def validate(
-    checkpoint: Checkpoint,
+    checkpoint: Reference,
     *,
-    base: ModelDir | None = None,
-    adapters: Sequence[AdapterDir] = (),
+    base: Reference | None = None,
+    adapters: Sequence[Reference] = (),
     num_labels: int | None = None,
-    task: str | None = None,
+    task: Task | str | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     deep: bool | None = None,
@@ -55,19 +56,23 @@ def validate(
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
 
+    Every checkpoint may be a path, a Hub id or an opened one; a base is not downloaded.
     `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `adapters` are
     those that a model was merged with: with `base` it is compared with what they give. `task`
     "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
-    the head must have. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
+    the head must have. `select` are the only rules that judge, `ignore` those that do not. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
     rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
     folder are judged one by one, with `checkpoints` also those beside finished weights, and put into one table of
     `runs`. `progress` is called with the bytes that were read, where they are many;
-    `watch` is asked, with their number, for what is told of the bytes of rank files. Raises `UnknownRule` for a `select` or `ignore` that means no rule.
+    `watch` is called for the progress of reading rank files. Raises `CheckpointError` for what cannot be opened,
+    `UnknownRule` for a `select` or `ignore` that means no rule, `WrongValue` for another argument.
     """
+    checkpoint = opened(checkpoint)
+    task = None if task is None else Task(task).expected
     asked = _Asked(
         rules=chosen(select, ignore),
-        base=base,
-        adapters=tuple(adapters),
+        base=None if base is None else opened_model(base, download=False),
+        adapters=tuple(map(opened_adapter, adapters)),
         num_labels=1 if task == "reward" and num_labels is None else num_labels,
         task=task,
         deep=deep,
@@ -80,8 +85,8 @@ def validate(
         return _judged(checkpoint, asked)
     inner = [_checkpoint_of_run(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
     if isinstance(checkpoint, RunDir):
-        opened = tuple(found for _, found in inner if found is not None)
-        own = _judge(RunSubject(checkpoint=checkpoint, inner=opened), asked)
+        whole = tuple(found for _, found in inner if found is not None)
+        own = _judge(RunSubject(checkpoint=checkpoint, inner=whole), asked)
         rows = [item for item, _ in inner]
     else:
         own = _judged(checkpoint, asked)
@@ -170,7 +175,7 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
             base=asked.base,
             whole=asked.deep is True,
         )
-    elif isinstance(checkpoint, ZeroDir | DcpDir):
+    elif isinstance(checkpoint, ShardedDir):
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:
         yield Subject(checkpoint=checkpoint)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
+from lora_tool.names.quiet import quiet
 from lora_tool.plan.base.task import Task, is_classifier
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.direct_base import plainly_stored
 from lora_tool.plan.merge.provenance import Provenance
+from lora_tool.plan.merge.read_base import plain_row
 from lora_tool.rules.merged.evidence import OutputEvidence
 from lora_tool.verification.files import Files
 from lora_tool.verification.layers import (
@@ -34,7 +33,6 @@ try:
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.utils import logging
 except ImportError as error:
     raise MissingDependency("transformers", extra="merge") from error
 
@@ -61,7 +59,7 @@ def ask(
     cannot build or run the models.
     """
     told = told or (lambda _: None)
-    with _quiet(), torch.inference_mode():
+    with quiet(), torch.inference_mode():
         try:
             return _Asking(provenance, plan, prompts, told).evidence()
         except LoraToolError:
@@ -109,7 +107,7 @@ class _Asking:
         if self._plan is None or not all(c and c.init_lora_weights in INITS_THAT_KEEP_THE_BASE for c in configs):
             return False
         task = Task.SEQ_CLS if self._classifier else Task.CAUSAL_LM
-        return plainly_stored(provenance.base, provenance.adapters, task) is not None
+        return plain_row(provenance.base, provenance.adapters, task) is not None
 
     def _runs(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""
@@ -247,20 +245,3 @@ def _kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' and PEFT's remarks and bars away: the report says what matters."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import numpy as np
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
-from lora_tool.formats.transposed import read_turned
-from lora_tool.tensors import StoredTensor, TransposedSpan
+from lora_tool.formats.stored import fill
+from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Array, Bytes, decode
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Files:
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
         out = np.empty(nbytes, np.uint8)
-        self._read_into(tensor, start, out.data)
+        fill(out.data, tensor, start, self._read_span)
         return out
 
     def rows(self, tensor: StoredTensor, rows: Rows) -> Bytes:
@@ -55,7 +54,7 @@ class Files:
         at = 0
         for first, last in rows:
             nbytes = (last - first) * row_bytes
-            self._read_into(tensor, first * row_bytes, out[at : at + nbytes].data)
+            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self._read_span)
             at += nbytes
         return out
 
@@ -63,16 +62,6 @@ class Files:
         """Return ranges of rows (all without `rows`) as numbers, [rows, columns]."""
         height, width = rows_and_columns(tensor.shape)
         return decode(self.rows(tensor, rows or [(0, height)]), tensor.dtype, wide).reshape(-1, width)
-
-    def _read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
-        done = 0
-        for span in tensor.part(start, len(buffer)):
-            part = buffer[done : done + span.nbytes]
-            if isinstance(span, TransposedSpan):
-                part[:] = read_turned(span, partial(self._read_span, span.path)).data
-            else:
-                self._read_span(span.path, span.offset, part)
-            done += span.nbytes
 
     def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
         with self._files.descriptor(path) as descriptor:

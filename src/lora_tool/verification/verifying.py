@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed
 from lora_tool.formats import model_config
@@ -24,6 +23,7 @@ from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_tensors
 
 _OWN_RULES = ("LT1", "LT6")
@@ -44,6 +44,9 @@ class Verification:
     outputs: OutputEvidence | None = None
     """What both models answered, where they were asked."""
 
+    def __repr__(self) -> str:
+        return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
+
     def raise_for_errors(self) -> None:
         """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""
         errors = self.report.at_least(Severity.ERROR)
@@ -53,10 +56,10 @@ class Verification:
 
 
 def verify(
-    merged: str | os.PathLike[str],
+    merged: Reference,
     *,
-    base: str | os.PathLike[str] | None = None,
-    adapters: Sequence[str | os.PathLike[str]] = (),
+    base: Reference | None = None,
+    adapters: Sequence[Reference] = (),
     level: Level | str = Level.FULL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
@@ -65,14 +68,15 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Return what a merged folder is, compared with `base` and `adapters`, by default those that its manifest names.
+    """Return what the folder `merged` is, compared with `base` and `adapters`, by default those that its manifest names.
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
-    `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
+    `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per
+    core, and `progress` is called with the bytes that were read. `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
     Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together.
     """
-    inputs = find_inputs(Path(merged), base=_text(base), adapters=[str(adapter) for adapter in adapters])
+    inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
         inputs,
         level=level,
@@ -166,7 +170,9 @@ def _written(plan: Plan, folder: Path) -> ModelDir:
         tensors={name: tensor for each in found for name, tensor in each.tensors.items()},
         problems=tuple(problem for each in found for problem in each.problems),
     )
-    return ModelDir(folder=read_folder(folder), config=None, weights=weights, problems=weights.problems)
+    return ModelDir(
+        kind=MERGED_MODEL, folder=read_folder(folder), config=None, weights=weights, problems=weights.problems
+    )
 
 
 def _with_unknown(report: Report, evidence: Mapping[str, TensorEvidence], merged: ModelDir) -> Report:
@@ -185,10 +191,6 @@ def _with_unknown(report: Report, evidence: Mapping[str, TensorEvidence], merged
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"`{names[0]}`{more}"
-
-
-def _text(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def summary_json(verification: Verification) -> dict[str, Any]:

@@ -72,8 +72,9 @@ class NumpyBackend:
         return self._retained
 
     def _needs_float64(self, op: RowOp) -> bool:
-        """Whether the working precision is float64: asked for, or because float32 would lose bits of the base."""
-        return self._precision is Precision.FLOAT64 or op.source.dtype is DType.F64
+        """Whether the working precision is float64: asked for, or because float32 would lose bits of what is kept."""
+        kept = (op.source, op.rows) if isinstance(op, ReplaceRows) else (op.source,)
+        return self._precision is Precision.FLOAT64 or any(tensor.dtype is DType.F64 for tensor in kept)
 
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
         """Return ‖W + Δ‖ of every column: a pass over all rows of its own, so that memory stays a block."""

@@ -43,6 +43,13 @@ class Adapted:
         return replace(self, modules=replace(self.modules.without(mine), dropped=dropped))
 
 
+def config_of_adapter(adapter: AdapterDir) -> AdapterConfig:
+    """Return the config, which a whole adapter has."""
+    if adapter.config is None:
+        raise AssertionError("a whole adapter has a config")
+    return adapter.config
+
+
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return the adapters with the tensors dropped that an earlier one holds too, and what all of them do together.
 

@@ -6,15 +6,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
+from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import TEMPLATES, PadToken, read_pad_token
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import FLOAT_NAMES, DType
 
 GENERATION_CONFIG = "generation_config.json"
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
+
+
+def config_of(base: ModelDir) -> ModelConfig:
+    """Return the config, which a whole model has."""
+    if base.config is None:
+        raise AssertionError("a whole model has a config")
+    return base.config
 
 
 def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> PadToken | None:
@@ -29,13 +38,12 @@ def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> PadToken | None
 
 def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     """Return `config.json`: the base's own bytes where nothing changes, else the base's object with `changes`."""
-    if base.config is None:
-        raise AssertionError("a whole model has a config")
-    raw = dict(base.config.raw)
+    config = config_of(base)
+    raw = dict(config.raw)
     # the code that it names is not copied, and transformers has the class itself
     own_code = raw.pop("auto_map", None) is not None
     if not own_code and all(raw.get(name) == value for name, value in changes.items()):
-        return SideFile(filename=model_config.FILE_NAME, source=base.config.path, reason="copied from the base")
+        return SideFile(filename=model_config.FILE_NAME, source=config.path, reason="copied from the base")
     raw.update(changes)
     content = json_bytes(raw, indent=2, sort_keys=True)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
@@ -152,7 +160,7 @@ def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
     index = {base.weights.index.name} if base.weights.index else set()
     names = [name for name in base.folder.files if name not in copied | weights | index and _is_worth_a_word(name)]
     taken = {name.partition("/")[0] for name in copied}
-    skipped = {*taken, *base.folder.checkpoints, *base.folder.training_state}
+    skipped = {*taken, *base.folder.checkpoints, *piece_folders(base.folder)}
     names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]
     code = [name for name in names if name.endswith(".py")]
     others = [name for name in names if name not in code]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from lora_tool.architectures import CLASSIFICATION_HEADS, Architecture, architecture_of
+from lora_tool.architectures import CLASSIFICATION_HEADS, architecture_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
 from lora_tool.errors import UnsupportedAdapter
@@ -82,27 +82,32 @@ def trained_class(adapters: Sequence[AdapterDir], base: ModelDir) -> str | None:
     return next(filter(None, (*named, *own)), None)
 
 
+def declared_types(adapters: Sequence[AdapterDir]) -> frozenset[str | None]:
+    """Return the task types that the adapters' configs name; None for one that names none."""
+    return frozenset(adapter.config.task_type for adapter in adapters if adapter.config)
+
+
 def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
     """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
 
     None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where what was
     asked for and the configs contradict each other.
     """
-    told = {adapter.root: _told(adapter.config, base) for adapter in adapters if adapter.config}
+    declared = {adapter.root: _declared(adapter.config, base) for adapter in adapters if adapter.config}
     if task is not Task.AUTO:
         of_the_two = task in {Task.CAUSAL_LM, *CLASSIFIERS}
         for adapter in adapters if task is not Task.AS_TRAINED else ():
             said = adapter.config.task_type if adapter.config else None
             # where both are of the two, `decide_task` compares them
-            if adapter.config and said and told[adapter.root] is not task and not (of_the_two and said in _TWO):
+            if adapter.config and said and declared[adapter.root] is not task and not (of_the_two and said in _TWO):
                 raise UnsupportedAdapter(
                     f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
                     hint="leave --task and --rm out, or give --task as-trained",
                 )
         return None if of_the_two else task
-    heard = set(told.values()) - {None}
+    heard = set(declared.values()) - {None}
     if len(heard) > 1:
-        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in told.items())
+        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in declared.items())
         raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
     if heard:
         return next(iter(heard - {Task.CAUSAL_LM, *CLASSIFIERS}), None)
@@ -112,7 +117,7 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
     return Task.AS_TRAINED if own is not None and not brought and not _is_of_the_two(own, base) else None
 
 
-def _told(config: AdapterConfig | None, base: ModelDir) -> Task | None:
+def _declared(config: AdapterConfig | None, base: ModelDir) -> Task | None:
     """Return what the config of an adapter says: its task type, else the class that it was trained on."""
     if config is None:
         return None
@@ -135,28 +140,42 @@ def _carries_head(adapter: AdapterDir) -> bool:
     return any(not CLASSIFICATION_HEADS.isdisjoint(key.module.split(".")) for key in keys)
 
 
-def decide_task(task: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDir, arch: Architecture) -> Task:
-    """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, if adapter and base do not contradict it.
+def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:
+    """Return CAUSAL_LM, SEQ_CLS or REWARD: what all adapters say; one that says nothing follows the others.
 
-    Without being asked: the adapter's `task_type`, else the class that it was trained on or a head among its tensors,
-    else the base's own class. Raises `UnsupportedAdapter` on a contradiction.
+    `head` is the path of the model's classification head, None where its class has none. Raises `UnsupportedAdapter`
+    where the adapters, the base or what was asked for contradict each other.
     """
-    told = _TASK_TYPES.get(config.task_type or "")
+    configs = [(adapter, adapter.config) for adapter in adapters if adapter.config]
+    votes = {adapter.root: _vote(asked, adapter, config, base, head) for adapter, config in configs}
+    heard = {votes[each.root] for each, config in configs if config.task_type or votes[each.root] is not Task.CAUSAL_LM}
+    heard = heard or set(votes.values())
+    if len(heard) > 1:
+        tasks = ", ".join(f"{root}: {vote}" for root, vote in votes.items())
+        raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
+    return heard.pop()
+
+
+def _vote(asked: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDir, head: str | None) -> Task:
+    """Return what was asked for, else the adapter's `task_type`, else the class that it was trained on or a head among
+    its tensors, else the base's own class.
+    """
+    declared = _TASK_TYPES.get(config.task_type or "")
     classifier_base = base.config is not None and is_classifier(base.config.architectures)
-    has_head = arch.head is not None and any(
-        key.module == arch.head or key.module.startswith(f"{arch.head}.") for key in adapter.keys.values()
+    has_head = head is not None and any(
+        key.module == head or key.module.startswith(f"{head}.") for key in adapter.keys.values()
     )
     seen = Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM
-    if task is Task.AUTO:
-        if told is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
-            raise _contradiction(config, "CAUSAL_LM", f"the {'adapter' if has_head else 'base'} has a {arch.head} head")
-        return told or _told(config, base) or seen
-    asked = Task.CAUSAL_LM if task is Task.CAUSAL_LM else Task.SEQ_CLS
-    if told is not None and told is not asked:
-        raise _contradiction(config, config.task_type or "", f"--task {task} was asked for")
-    if asked is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
-        raise _contradiction(config, config.task_type or "not set", f"a {arch.head} head is there")
-    return task
+    if asked is Task.AUTO:
+        if declared is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
+            raise _contradiction(config, "CAUSAL_LM", f"the {'adapter' if has_head else 'base'} has a {head} head")
+        return declared or _declared(config, base) or seen
+    wanted = Task.CAUSAL_LM if asked is Task.CAUSAL_LM else Task.SEQ_CLS
+    if declared is not None and declared is not wanted:
+        raise _contradiction(config, config.task_type or "", f"--task {asked} was asked for")
+    if wanted is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
+        raise _contradiction(config, config.task_type or "not set", f"a {head} head is there")
+    return asked
 
 
 def _contradiction(config: AdapterConfig, found: str, against: str) -> UnsupportedAdapter:

@@ -33,19 +33,21 @@ _LORA = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSelection:
-    """The tensors of an adapter and the config that goes with them."""
+class Selection:
+    """What of a training module goes out, the files beside it, and what to say."""
 
     names: Mapping[str, str]
-    """Name in the adapter → name in the training module."""
-    config: SideFile
-    faults: tuple[Finding, ...]
-    """LT415, where the head is lost."""
-    notes: tuple[str, ...]
+    """Name in the output → name in the training module."""
+    leftovers: tuple[tuple[str, str], ...] = ()
+    """Names that stay behind, each with the reason."""
+    side_files: tuple[SideFile, ...] = ()
+    faults: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelection:
-    """Return the adapter's tensors by their PEFT names, a frozen head among them.
+def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
+    """Return the adapter's tensors by their PEFT names, a frozen head among them, and its config.
 
     Raises `UnsupportedCheckpoint` where several adapters were trained, where the config is another run's, and for
     trained tensors that an adapter has no place for.
@@ -72,8 +74,14 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> AdapterSelect
     notes = tuple(
         f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in heads.names
     )
-    config_file = _config_file(config, heads.whole_modules)
-    return AdapterSelection(names={**names, **heads.names}, config=config_file, faults=heads.faults, notes=notes)
+    names |= heads.names
+    return Selection(
+        names=names,
+        leftovers=tuple(_left_behind(entries, frozenset(names.values()))),
+        side_files=(_config_file(config, heads.whole_modules),),
+        faults=heads.faults,
+        notes=notes,
+    )
 
 
 def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]) -> str | None:
@@ -135,7 +143,7 @@ def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
     return SideFile(filename=FILE_NAME, content=content, reason=reason)
 
 
-def left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
+def _left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
     """Yield the names that are not in the adapter, each with the reason."""
     for name in entries:
         if name not in taken:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, DcpDir, ZeroDir
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
 from lora_tool.choices import Choice
-from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
 from lora_tool.formats.partitions import Entry, Role
 from lora_tool.plan.base.side_files import GENERATION_CONFIG
-from lora_tool.plan.consolidate.extract_adapter import left_behind, select_adapter
+from lora_tool.plan.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
@@ -28,8 +28,8 @@ from lora_tool.report import Finding, Severity
 from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
-from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec
+from lora_tool.sharded.value_check import refuse_errors
+from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
 
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
@@ -46,98 +46,62 @@ class What(Choice):
     """The training module's own state dict, names as saved."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """What goes out: output name → saved name, the files beside, what to say."""
-
-    names: Mapping[str, str]
-    leftovers: tuple[tuple[str, TensorAction, str], ...] = ()
-    side_files: tuple[SideFile, ...] = ()
-    faults: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
 def plan_consolidate(
-    checkpoint: ZeroDir | DcpDir,
+    checkpoint: ShardedDir | str | os.PathLike[str],
     *,
     what: What | str = What.AUTO,
     tag: str | None = None,
-    adapter_config: Path | None = None,
-    dtype: DType | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    dtype: DType | str | None = None,
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan that puts the checkpoint's tensors together, after a look at every value that it will copy.
+    """Return the plan that puts the tensors of `checkpoint`, a path or an opened one, together.
 
-    Nothing is written. `dtype` None keeps each tensor's own; `ignore` are the codes of faults to go on in spite of.
-    Raises `FindingsFound` for faults that are errors, in the structure or the values; `UnsupportedCheckpoint` and
-    `CheckpointError` for what cannot be put together at all. `prepare_consolidate` leaves the look to be taken.
-    """
-    plan, values = prepare_consolidate(
-        checkpoint,
-        what=what,
-        tag=tag,
-        adapter_config=adapter_config,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        ignore=ignore,
-    )
-    kept = values.run(lambda _: None) if values else []
-    return replace(plan, warnings=(*plan.warnings, *map(str, kept)))
-
-
-def prepare_consolidate(
-    checkpoint: ZeroDir | DcpDir,
-    *,
-    what: What | str = What.AUTO,
-    tag: str | None = None,
-    adapter_config: Path | None = None,
-    dtype: DType | None = None,
-    max_shard_bytes: int | None = None,
-    ignore: Iterable[str] = (),
-) -> tuple[Plan, ValueCheck | None]:
-    """Return the plan that puts the checkpoint's tensors together, and the check of the values that it copies.
-
-    Nothing is written, and no values are read. `dtype` None keeps each tensor's own: float32 for trained ones, the
-    model's for frozen ones. The check reads every byte that will be used once (CRC32, NaN, all-zero parts, rounding)
-    and is None where all of that is ignored. Both raise `FindingsFound` for faults that are errors and whose codes do
-    not begin with one of `ignore`; the planning `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put
-    together at all.
+    Nothing is written, and no values are read. `what` is "adapter", "model", "state", or "auto": an adapter where there
+    are LoRA tensors. `tag` is the saved step, by default the one that the checkpoint points at, `adapter_config` the
+    file of that name or its folder, where it does not lie near the checkpoint. `dtype` None keeps each tensor's own:
+    float32 for trained ones, the model's for frozen ones. `max_shard_bytes` None cuts files at 5 GB; `ignore` are the
+    codes of faults to go on in spite of. Whoever executes the plan looks once at every byte that it uses (CRC32, NaN,
+    all-zero parts, rounding), unless all of that is ignored. Raises `FindingsFound` for faults that are errors, as the
+    execution does for those of the values; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together
+    at all.
     """
     ignored = tuple(code.upper() for code in ignore)
-    state = training_state(checkpoint, tag=tag)
-    kept = _refuse_errors(state.faults, ignored)
+    dtype = None if dtype is None else float_type(dtype)
+    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
+    state = training_state(opened, tag=tag)
+    kept = refuse_errors(state.faults, ignored)
     decided = What(what)
     if decided is What.AUTO:
         decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
-    choice = _choose(decided, state, adapter_config, dtype)
-    kept += _refuse_errors(choice.faults, ignored)
-    tensors = state.assemble(frozenset(choice.names.values()))
+    selection = _choose(decided, state, Path(adapter_config) if adapter_config else None, dtype)
+    kept += refuse_errors(selection.faults, ignored)
+    tensors = state.assemble(frozenset(selection.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
-    values = None if unchecked else replace(state.value_check(tensors), judge=partial(_refuse_errors, ignored=ignored))
-    steps = tuple(_steps(choice.names, tensors, state.entries, dtype))
+    values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
+    steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
     shards = _shards(decided, steps, max_shard_bytes)
-    side_files = choice.side_files
+    side_files = selection.side_files
     if len(shards) > 1:
         index = SideFile(
             filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
         )
         side_files = (*side_files, index)
-    plan = Plan(
+    return Plan(
         shards=shards,
         side_files=side_files,
         leftovers=tuple(
-            InputRecord(path=state.folder, name=name, action=fate, reason=reason)
-            for name, fate, reason in choice.leftovers
+            InputRecord(path=state.folder, name=name, action=TensorAction.DROPPED, reason=reason)
+            for name, reason in selection.leftovers
         ),
         inputs=_inputs(state, tensors.values(), side_files),
         precision=Precision.FLOAT32,
-        warnings=(*(str(fault) for fault in kept if fault.severity >= Severity.WARNING), *choice.warnings),
+        warnings=(*(str(fault) for fault in kept if fault.severity >= Severity.WARNING), *selection.warnings),
         notes=(
             f"{decided} from {state.title}",
             *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
-            *choice.notes,
+            *selection.notes,
             *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
         ),
         manifest={
@@ -149,40 +113,28 @@ def prepare_consolidate(
             "ignored": list(ignored),
             "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
         },
+        values=values,
     )
-    return plan, values
 
 
-def _refuse_errors(faults: Iterable[Finding], ignored: tuple[str, ...]) -> list[Finding]:
-    """Return the faults that do not stop us. Raises `FindingsFound` with the errors that are not ignored."""
-    faults = list(faults)
-    errors = [f for f in faults if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
-    if errors:
-        others = sorted({error.code for error in errors[1:]})
-        more = f" (and {len(errors) - 1} more: {', '.join(others)}; validate shows all)" if others else ""
-        codes = ",".join(sorted({error.code for error in errors}))
-        hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
-        raise FindingsFound(f"{errors[0]}{more}", hint=f"{hint}; to go on all the same: --ignore {codes}")
-    return faults
-
-
-def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> _Choice:
+def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> Selection:
+    if what is What.ADAPTER and not has_lora(state.entries):
+        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint="--what model, or --what state")
     if what is What.ADAPTER:
-        return _choose_adapter(state, adapter_config)
+        selection = select_adapter(state, find_adapter_config(adapter_config, near=state.near))
+        return replace(selection, side_files=(*selection.side_files, *_tokenizer_files(state)))
     if not state.entries:
         raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
-    dropped = tuple(
-        (name, TensorAction.DROPPED, f"tied to `{real}`, which is written") for name, real in state.shared.items()
-    )
+    dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
     if what is What.STATE:
-        return _Choice(names={name: name for name in state.entries}, leftovers=dropped)
+        return Selection(names={name: name for name in state.entries}, leftovers=dropped)
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(
             f"{state.folder} is of a PEFT model: it is not a model by itself",
             hint="take the adapter out with --what adapter, then lora-tool merge; --what state writes every tensor",
         )
     files, warnings = _model_files(state, dtype or _usual_dtype(state))
-    return _Choice(
+    return Selection(
         names=_plain_names(state.entries),
         leftovers=dropped,
         side_files=files,
@@ -203,19 +155,6 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
             message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen, and not saved",
             hint="look for a tag that was saved without exclude_frozen_parameters; --what state writes what there is",
         )
-
-
-def _choose_adapter(state: TrainingState, adapter_config: Path | None) -> _Choice:
-    if not has_lora(state.entries):
-        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint="--what model, or --what state")
-    config = find_adapter_config(adapter_config, near=state.near)
-    selection = select_adapter(state, config)
-    taken = frozenset(selection.names.values())
-    left = tuple((name, TensorAction.DROPPED, reason) for name, reason in left_behind(state.entries, taken))
-    files = (selection.config, *_tokenizer_files(state))
-    return _Choice(
-        names=selection.names, leftovers=left, side_files=files, faults=selection.faults, notes=selection.notes
-    )
 
 
 def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:

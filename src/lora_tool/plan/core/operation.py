@@ -50,9 +50,11 @@ class Operation(ABC):
     """Whether the output has the source's values, as far as its dtype holds them."""
 
     @property
-    @abstractmethod
     def inputs(self) -> tuple[StoredTensor, ...]:
         """The tensors that it computes with, the source first."""
+        found: list[StoredTensor] = []
+        _collect(self, found)
+        return tuple(found)
 
     @abstractmethod
     def __str__(self) -> str:
@@ -93,6 +95,18 @@ def rows_of(tensor: StoredTensor, start: int, rows: int) -> StoredTensor:
     spec = replace(tensor.spec, shape=(rows, *tensor.shape[-1:]) if len(tensor.shape) > 1 else (rows,))
     each = spec.nbytes // rows if rows else 0
     return StoredTensor(spec=spec, spans=tuple(tensor.part(start * each, spec.nbytes)))
+
+
+def _collect(value: object, found: list[StoredTensor]) -> None:
+    """Add the tensors in the fields of an operation, and of what it consists of. A large plan has 50,000 operations."""
+    if isinstance(value, StoredTensor):
+        found.append(value)
+    elif isinstance(value, tuple):
+        for item in value:
+            _collect(item, found)
+    else:
+        for name in getattr(value, "__dataclass_fields__", ()):
+            _collect(getattr(value, name), found)
 
 
 def input_of(tensor: StoredTensor, input_names: InputNames) -> dict[str, str]:

@@ -46,9 +46,9 @@ class _RowOperation(Operation):
     __slots__ = ()
 
     @property
-    @abstractmethod
     def sums(self) -> Sums:
-        """What a bound of the output's rounding is made from."""
+        """What a bound of the output's rounding is made from: one rounding of the source's value if nothing is added."""
+        return Sums()
 
     @abstractmethod
     def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
@@ -64,14 +64,6 @@ class _Kept(_RowOperation):
 
     source: StoredTensor
     keeps_values: ClassVar[bool] = True
-
-    @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return (self.source,)
-
-    @property
-    def sums(self) -> Sums:
-        return Sums()
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
         return _described(self, self.source, input_names)
@@ -124,10 +116,6 @@ class LoraDelta(_RowOperation):
     transposed: bool = False
     rounded: bool = False
     init: str | None = None
-
-    @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return (self.source, *(factor for term in self.terms for factor in (term.a, term.b)))
 
     @property
     def sums(self) -> Sums:
@@ -207,10 +195,6 @@ class DoraDelta(_RowOperation):
         return (self.term,)
 
     @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return (self.source, self.term.a, self.term.b, self.magnitude)
-
-    @property
     def sums(self) -> Sums:
         squares = self.source.shape[0] if self.transposed else self.source.shape[-1]
         return Sums(deltas=1, products=self.term.rank, squares=squares)
@@ -253,14 +237,6 @@ class ReplaceRows(_RowOperation):
             raise ValueError(f"`{self.rows.name}` does not hold the rows {self.indices} of `{self.source.name}`")
 
     @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return (self.source, self.rows)
-
-    @property
-    def sums(self) -> Sums:
-        return Sums()
-
-    @property
     def special_rows(self) -> tuple[int, ...]:
         return self.indices
 
@@ -294,10 +270,6 @@ class BiasDelta(_RowOperation):
 
     source: StoredTensor
     terms: tuple[BiasTerm, ...]
-
-    @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return (self.source, *(term.bias for term in self.terms))
 
     @property
     def sums(self) -> Sums:
@@ -337,10 +309,6 @@ class Assemble(Operation):
     def source(self) -> StoredTensor:
         """The first part's source: what a message names."""
         return self.parts[0].source
-
-    @property
-    def inputs(self) -> tuple[StoredTensor, ...]:
-        return tuple(tensor for part in self.parts for tensor in part.inputs)
 
     @property
     def taken_out(self) -> str | None:

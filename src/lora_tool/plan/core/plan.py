@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.display import as_html, counted, size
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
+from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp
 
 
@@ -31,6 +33,8 @@ class Plan:
     """Inputs whose sha256 the manifest records; taken while writing, because it costs a second per 400 MB."""
     findings: tuple[Finding, ...] = ()
     """What the rules say of the inputs, nothing of which refused the plan."""
+    values: ValueCheck | None = None
+    """The look at the values of the inputs that is taken while they are copied."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -61,6 +65,13 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self.notes, self.counts(), self.shards, self.side_files, self.leftovers))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {action}" for action, count in self.counts().items())
+        return f"Plan({counts}: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')})"
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan as JSON data: every step, side file and leftover with its reason."""

@@ -34,7 +34,7 @@ from lora_tool.plan.core.manifest import adapter_name, describe_input
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, SideFile, Step
-from lora_tool.plan.merge.steps import MergeContext
+from lora_tool.plan.merge.context import MergeContext
 from lora_tool.tensors import FileStamp
 
 
@@ -49,95 +49,112 @@ class HubOrigin:
 LOCAL = HubOrigin()
 
 
-def assembled(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeInputs:
+    """Base and adapters as they are on disk, each with its origin."""
+
+    base: ModelDir
+    adapters: tuple[AdapterDir, ...]
+    base_origin: HubOrigin = LOCAL
+    adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL
+    """One for all, or one per adapter."""
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprint of each adapter's weights, by which a merged model knows it again."""
+        return tuple(fingerprint(each.weights) for each in self.adapters)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """What the manifest calls each adapter."""
+        return tuple(adapter_name(number) for number, _ in enumerate(self.adapters, start=1))
+
+    def described(self, fingerprints: Sequence[str]) -> dict[str, Any]:
+        """Return the manifest's entry of each input; `fingerprints` are the adapters'."""
+        origins = self.adapter_origin
+        origins = (origins,) * len(self.adapters) if isinstance(origins, HubOrigin) else tuple(origins)
+        adapters = zip(self.adapter_names, self.adapters, origins, fingerprints, strict=True)
+        return {
+            "base": self._entry(self.base, self.base_origin, fingerprint(self.base.weights)),
+            **{name: self._entry(each, origin, print_) for name, each, origin, print_ in adapters},
+        }
+
+    @staticmethod
+    def _entry(each: ModelDir | AdapterDir, origin: HubOrigin, print_: str) -> dict[str, Any]:
+        return describe_input(each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_)
+
+
+def build_plan(
     merge: MergeContext,
     steps: Sequence[Step],
     leftovers: Sequence[InputRecord],
+    inputs: MergeInputs,
     *,
-    base: ModelDir,
-    adapters: Sequence[AdapterDir],
-    task: Task,
     precision: Precision,
     max_shard_bytes: int | None,
-    base_origin: HubOrigin,
-    adapter_origin: HubOrigin | Sequence[HubOrigin],
-    prints: Sequence[str],
     options: Mapping[str, Any],
 ) -> Plan:
-    """Return the plan of these steps. `base` and `adapters` are as they are on disk, `prints` the adapters'
-    fingerprints; `options` go into the manifest.
+    """Return the plan of these steps: shards of at most `max_shard_bytes`, else the base's own; side files; manifest.
+
+    `options` go into the manifest.
     """
+    base, fingerprints = inputs.base, inputs.fingerprints
     homes = sharding.homes(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
-    side_files, notes, warnings = _side_files(merge, task)
+    side_files, notes, warnings = _side_files(merge)
     if len(shards) > 1:
         index = SideFile(
             filename=sharding.INDEX, content=sharding.index_json(shards), reason="written for the new weights"
         )
         side_files = (*side_files, index)
     earlier = base.manifest.merged_adapters if base.manifest else ()
-    origins = (adapter_origin,) * len(adapters) if isinstance(adapter_origin, HubOrigin) else tuple(adapter_origin)
-    names = [adapter_name(number) for number, _ in enumerate(adapters, start=1)]
     return Plan(
         shards=shards,
         side_files=side_files,
         leftovers=tuple(leftovers),
-        inputs=_inputs(merge, side_files),
+        inputs=_stamps(merge, side_files),
         precision=precision,
         warnings=warnings,
         notes=(_task_note(merge), *_left_out_notes(leftovers, base), *notes),
-        input_names=_input_names(base, adapters, names),
-        hashed=tuple(file.path for each in adapters for file in each.weights.files),
+        input_names=_input_names(inputs),
+        hashed=tuple(file.path for each in inputs.adapters for file in each.weights.files),
         manifest={
             "operation": "merge",
-            "task": (Task.SEQ_CLS if task in CLASSIFIERS else task).value,
+            "task": (Task.SEQ_CLS if merge.task in CLASSIFIERS else merge.task).value,
             "num_labels": merge.labels,
             "dtype": merge.dtype.value if merge.dtype else "as in the base",
             **options,
-            "merged_adapters": [*earlier, *prints],
-            "inputs": {
-                "base": describe_input(
-                    base.root,
-                    base.weights,
-                    hub_id=base_origin.hub_id,
-                    revision=base_origin.revision,
-                    print_=fingerprint(base.weights),
-                ),
-                **{
-                    name: describe_input(
-                        each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_
-                    )
-                    for name, each, origin, print_ in zip(names, adapters, origins, prints, strict=True)
-                },
-            },
+            "merged_adapters": [*earlier, *fingerprints],
+            "inputs": inputs.described(fingerprints),
         },
     )
 
 
-def _input_names(base: ModelDir, adapters: Sequence[AdapterDir], names: Sequence[str]) -> dict[Path, str]:
+def _input_names(inputs: MergeInputs) -> dict[Path, str]:
     """Return folder → name in the manifest where there are several adapters; tensors of one need no telling apart."""
-    if len(adapters) == 1:
+    if len(inputs.adapters) == 1:
         return {}
-    return {base.root: "base", **dict(zip((each.root for each in adapters), names, strict=True))}
+    roots = (each.root for each in inputs.adapters)
+    return {inputs.base.root: "base", **dict(zip(roots, inputs.adapter_names, strict=True))}
 
 
-def _side_files(merge: MergeContext, task: Task) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
+def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the files beside the weights, notes for the report, and warnings."""
     changes: dict[str, object] = dict(dtype_changes(merge.base, merge.dtype))
     if merge.facts is not None:
         changes["architectures"] = [merge.facts.class_name]
-    if merge.untied:
+    if merge.ends.untied:
         changes["tie_word_embeddings"] = False
     if merge.head is None and merge.labels is not None:
         changes |= label_changes(merge.base, merge.labels)
-    if merge.vocabulary is not None:
-        changes |= vocabulary_changes(merge.base, merge.vocabulary.size)
+    if merge.ends.vocabulary is not None:
+        changes |= vocabulary_changes(merge.base, merge.ends.vocabulary.size)
     adapters = [part.adapter for part in merge.adapted]
     warnings = [] if merge.dtype else list(another_dtype(merge.base))
     warnings += [
-        f"`{name}` was one with `{of}`, and is no longer: as in PEFT's merge it is left out, and transformers makes it up "
-        "on every load; --untie writes it"
-        for name, of in merge.lost.items()
+        f"`{name}` was tied to `{of}` and no longer is. Like PEFT, the merge does not write it, so transformers "
+        "re-initialises it at every load; --untie writes it"
+        for name, of in merge.ends.untied_unsaved.items()
     ]
     if merge.head is not None:
         pad = pad_token(adapters, merge.base)
@@ -149,7 +166,7 @@ def _side_files(merge: MergeContext, task: Task) -> tuple[tuple[SideFile, ...], 
             )
         class_name = merge.arch.sequence_classification or ""
         changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
-    modules = module_files(owners(adapters, merge.base), task)
+    modules = module_files(owners(adapters, merge.base), merge.task)
     files = (
         config_file(merge.base, changes),
         *copied_files(adapters, merge.base, generation=merge.head is None),
@@ -179,13 +196,13 @@ def _task_note(merge: MergeContext) -> str:
     sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
     labels = "" if merge.labels is None else counted(merge.labels, "label")
     if merge.head is None:
-        told = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
-        return f"merging {sources} into {merge.base.root} as {told}"
+        model = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
+        return f"merging {sources} into {merge.base.root} as {model}"
     head = f"head from {merge.head.weight.path.parent}"
     return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
 
 
-def _inputs(merge: MergeContext, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:
+def _stamps(merge: MergeContext, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:
     weights = (merge.base.weights, *(part.adapter.weights for part in merge.adapted))
     stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
     extra = {str(file.source): FileStamp.of(file.source) for file in side_files if file.source is not None}

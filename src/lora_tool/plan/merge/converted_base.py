@@ -2,13 +2,14 @@
 
 The planner knows parameters by the names that adapters use, those in memory. For a base that is not stored so, this
 makes a base that is: each parameter is the rows that it is made of, wherever they lie. The steps on it become steps on
-tensors of the names that `save_pretrained` writes (`to_disk`).
+tensors of the names that `save_pretrained` writes (`on_disk`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
@@ -18,17 +19,20 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.keys import AdapterKey
 from lora_tool.names.model import LABELS, ModelFacts, RowMapping
-from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.base.task import CLASSIFIERS, Task
+from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
+from lora_tool.plan.merge.base_view import PerExpert
 from lora_tool.plan.merge.head import way_to_head
-from lora_tool.plan.merge.model_class import ClassCandidates, homes, leaf_in_memory
+from lora_tool.plan.merge.homes import homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan
+
+if TYPE_CHECKING:
+    from lora_tool.names.weight_mapping import WeightMapping
 
 _UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
 _OWN_WAY = "--precision float32 merges every tensor as it was trained"
@@ -38,35 +42,33 @@ _OWN_WAY = "--precision float32 merges every tensor as it was trained"
 class ConvertedBase:
     """A base in the words of memory, the adapter in the same, and the way back."""
 
-    naming: WeightMapping
+    mapping: WeightMapping
     disk: TensorTable
     base: ModelDir
     adapters: tuple[AdapterDir, ...]
     arch: Architecture
     task: Task
     leftovers: tuple[InputRecord, ...]
-    direct_base: Mapping[str, StoredTensor] = field(default_factory=dict)
+    copied_only: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Parameters whose rows are not rows on disk → their whole tensor there; they can be copied only."""
     plain: bool = False
     """Whether names on disk are those in memory, so that PEFT has nothing to translate."""
 
     @property
     def facts(self) -> ModelFacts:
-        return self.naming.facts
+        return self.mapping.facts
 
     @property
-    def fresh(self) -> frozenset[str]:
+    def missing_keys(self) -> frozenset[str]:
         """Parameters of the class that the base has nothing for."""
-        return frozenset(self.naming.missing)
+        return frozenset(self.mapping.missing)
 
     @property
-    def freed(self) -> Mapping[str, str]:
-        """Return what is tied to another tensor by the config's word alone."""
-        return self.naming.tied_by_word
+    def tied_by_config(self) -> Mapping[str, str]:
+        """What transformers ties, and would not with `tie_word_embeddings` false."""
+        return self.mapping.tied_by_config
 
-    def parts_of_fused(
-        self, modules: AdapterModules, precision: Precision
-    ) -> tuple[AdapterModules, Mapping[str, tuple[LoraTerm, ...]]]:
+    def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
         """Return the modules without those that are no layers, and the deltas on tensors that are on disk alone.
 
         PEFT takes an adapter that an earlier transformers trained on single experts, and fuses its factors; here each
@@ -75,7 +77,7 @@ class ConvertedBase:
         """
         if precision is Precision.PEFT and not self.plain:
             for adapter in self.adapters:
-                _require_pefts_reading(self.naming, adapter)
+                _require_pefts_reading(self.mapping, adapter)
         _require_as_in_memory(self, modules)
         lora = dict(modules.lora)
         parameters = dict(modules.parameters)
@@ -89,72 +91,73 @@ class ConvertedBase:
         _require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
         return replace(modules, lora=lora, parameters=parameters), per_expert
 
-    def on_disk(self, steps: Sequence[Step], per_expert: Mapping[str, tuple[LoraTerm, ...]]) -> tuple[Step, ...]:
+    def on_disk(self, steps: Sequence[Step], per_expert: PerExpert) -> tuple[Step, ...]:
         """Return the steps on the tensors that `save_pretrained` writes, those of the base in the base's order.
 
         `per_expert` are deltas on tensors that are on disk alone: parts of fused parameters.
         """
         _require_all_parameters(self, steps)
         by_name = {step.out.name: step for step in steps}
-        stored = self.direct_base.keys()
+        stored = self.copied_only.keys()
         shapes = {step.out.name: step.out.shape for step in steps} | {name: self.facts.shapes[name] for name in stored}
-        written = self.naming.written(shapes)
-        turned = {name: made for name, made in written.items() if stored and not stored.isdisjoint(made.sources)}
-        made_of_rows = {name: made for name, made in written.items() if name not in turned}
+        written = self.mapping.written(shapes)
+        transposed = {name: made for name, made in written.items() if stored and not stored.isdisjoint(made.sources)}
+        made_of_rows = {name: made for name, made in written.items() if name not in transposed}
         out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, self.disk)}
-        out |= {step.out.name: step for step in _stored(self, turned)}
+        out |= {step.out.name: step for step in _stored(self, transposed)}
         out |= {name: _with_delta(out[name], term) for name, term in per_expert.items()}
         order = {name: place for place, name in enumerate(self.disk)}
         return tuple(sorted(out.values(), key=lambda step: order.get(step.out.name, len(order))))
 
 
-def mapped(
-    readings: ClassCandidates, adapters: Sequence[AdapterDir], task: Task, *, plain: bool = False
+def converted_base(
+    base: ModelDir,
+    adapters: Sequence[AdapterDir],
+    mapping: WeightMapping,
+    arch: Architecture,
+    task: Task,
+    *,
+    plain: bool = False,
 ) -> ConvertedBase:
-    """Return base and adapter in memory's names; `plain` if they are those on disk. Raises `IncompatibleBase` for mixed types in one parameter."""
-    base = readings.base
-    naming = readings.classifier if task in CLASSIFIERS else readings.generator
-    if naming is None:
-        what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
-        raise UnsupportedAdapter(
-            f"{base.root}: transformers has no {what} of model_type {readings.architecture.model_type}",
-            hint=WITH_PEFT,
-        )
+    """Return base and adapters in the names of memory that `mapping` gives them; `plain` if they are those on disk.
+
+    Raises `IncompatibleBase` for mixed types in one parameter.
+    """
     tensors: dict[str, StoredTensor] = {}
-    direct_base: dict[str, StoredTensor] = {}
-    for name, made in naming.parameters.items():
-        if made.turned and naming.is_written_as_in_memory(name):
-            tensors[name] = _turned(name, made, base.tensors[made.sources[0]])
+    copied_only: dict[str, StoredTensor] = {}
+    for name, made in mapping.parameters.items():
+        if made.transposed and mapping.is_written_as_in_memory(name):
+            tensors[name] = _transposed(name, made, base.tensors[made.sources[0]])
         elif made.pieces is None:
-            direct_base[name] = base.tensors[made.sources[0]]
+            copied_only[name] = base.tensors[made.sources[0]]
         else:
             tensors[name] = _parameter(name, made, base.tensors)
-    class_name = naming.facts.class_name
-    reasons = dict.fromkeys(naming.unexpected, f"{class_name} has no place for it; transformers leaves it out too")
-    for name in naming.facts.unsaved & tensors.keys():
+    class_name = mapping.facts.class_name
+    reasons = dict.fromkeys(mapping.unexpected, f"{class_name} has no place for it; transformers leaves it out too")
+    for name in mapping.facts.unsaved & tensors.keys():
         of = tensors.pop(name)
-        sources = naming.parameters[name].sources
+        sources = mapping.parameters[name].sources
         reasons |= dict.fromkeys(sources, f"{class_name} computes {of.name}, and does not save it")
     dropped = tuple(
         InputRecord(path=base.tensors[name].path, name=name, action=TensorAction.DROPPED, reason=reason)
         for name, reason in reasons.items()
     )
     return ConvertedBase(
-        naming=naming,
+        mapping=mapping,
         disk=base.tensors,
         base=replace(base, weights=replace(base.weights, tensors=tensors)),
-        adapters=tuple(_in_memory(adapter, naming) for adapter in adapters),
-        arch=readings.architecture,
+        adapters=tuple(_in_memory(adapter, mapping) for adapter in adapters),
+        arch=arch,
         task=task,
         leftovers=dropped,
-        direct_base=direct_base,
+        copied_only=copied_only,
         plain=plain,
     )
 
 
-def _in_memory(adapter: AdapterDir, naming: WeightMapping) -> AdapterDir:
+def _in_memory(adapter: AdapterDir, mapping: WeightMapping) -> AdapterDir:
     """Return the adapter with the module paths of this transformers."""
-    found = homes(adapter, naming)
+    found = homes(adapter, mapping)
 
     def in_memory(key: AdapterKey) -> AdapterKey:
         path = found[key.module, leaf_in_memory(key)] or key.module
@@ -177,7 +180,7 @@ def _parameter(name: str, made: RowMapping, disk: TensorTable) -> StoredTensor:
     return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
 
 
-def _turned(name: str, made: RowMapping, stored: StoredTensor) -> StoredTensor:
+def _transposed(name: str, made: RowMapping, stored: StoredTensor) -> StoredTensor:
     """Return the parameter whose matrices lie transposed in the file."""
     if len(stored.spans) != 1:
         raise AssertionError("a tensor of a model file is one span")
@@ -198,35 +201,35 @@ def _turned(name: str, made: RowMapping, stored: StoredTensor) -> StoredTensor:
     return StoredTensor(spec=TensorSpec(name=name, dtype=stored.dtype, shape=made.shape), spans=spans)
 
 
-def _require_all_parameters(mapped: ConvertedBase, steps: Sequence[Step]) -> None:
+def _require_all_parameters(view: ConvertedBase, steps: Sequence[Step]) -> None:
     """Return unless a parameter comes from nowhere: transformers would make up random values on every load."""
     made = {step.out.name for step in steps}
-    tied = mapped.facts.tied
-    lacking = [name for name in mapped.naming.missing if name not in made and tied.get(name) not in made]
-    of_head = next((name for name in lacking if LABELS in mapped.facts.shapes[name]), None)
+    tied = view.facts.tied
+    lacking = [name for name in view.mapping.missing if name not in made and tied.get(name) not in made]
+    of_head = next((name for name in lacking if LABELS in view.facts.shapes[name]), None)
     if of_head is not None:
         module = of_head.rpartition(".")[0]
         raise UnsupportedAdapter(
-            f"{mapped.adapters[0].root}: no `{of_head}` in the adapter nor in the base: the trained head of the "
-            f"{mapped.facts.class_name} was not saved, and a new one would be random",
-            hint=way_to_head(mapped.adapters[0], module.rpartition(".")[2]),
+            f"{view.adapters[0].root}: no `{of_head}` in the adapter nor in the base: the trained head of the "
+            f"{view.facts.class_name} was not saved, and a new one would be random",
+            hint=way_to_head(view.adapters[0], module.rpartition(".")[2]),
         )
     if lacking:
         raise IncompatibleBase(
-            f"{mapped.base.root}: {mapped.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
+            f"{view.base.root}: {view.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
             + (f" ({len(lacking)} in all)" if len(lacking) > 1 else "")
             + ": transformers would fill it with random values on every load",
             hint=OTHER_BASE,
         )
 
 
-def _stored(mapped: ConvertedBase, written: Mapping[str, RowMapping]) -> Iterator[Step]:
+def _stored(view: ConvertedBase, written: Mapping[str, RowMapping]) -> Iterator[Step]:
     """Yield copies of the tensors behind parameters that are not rows of them: saving turns them back."""
     for name, made in written.items():
-        tensor = mapped.disk.get(name)
+        tensor = view.disk.get(name)
         if tensor is None or tensor.shape != made.shape:
             raise UnsupportedAdapter(
-                f"{mapped.base.root}: `{name}` {list(made.shape)} is stored transposed"
+                f"{view.base.root}: `{name}` {list(made.shape)} is stored transposed"
                 + (f", {list(tensor.shape)}" if tensor else "")
                 + ", and transformers would not write it so",
                 hint=_SAVE_AGAIN,
@@ -234,29 +237,27 @@ def _stored(mapped: ConvertedBase, written: Mapping[str, RowMapping]) -> Iterato
         yield Step(out=tensor.spec, op=Copy(source=tensor), action=TensorAction.COPIED, reason="as in the base")
 
 
-def disk_name(mapped: ConvertedBase, module: str) -> str | None:
+def disk_name(view: ConvertedBase, module: str) -> str | None:
     """Return the tensor on disk that is the weight of `module`, a part of a fused parameter; None if it is none."""
     name = f"{module}.weight"
-    held = mapped.naming.piece_names(mapped.naming.place(name))
+    held = view.mapping.piece_names(view.mapping.place(name))
     if name in held:
         return name
     return next((at for at in held if at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
-def require_whole_experts(
-    mapped: ConvertedBase, per_expert: Mapping[str, tuple[LoraTerm, ...]], precision: Precision
-) -> None:
+def require_whole_experts(view: ConvertedBase, per_expert: PerExpert, precision: Precision) -> None:
     """Return unless some experts of a layer have no LoRA, or PEFT would scale it otherwise than it was trained."""
-    for parameter in {mapped.naming.place(name) for name in per_expert}:
-        pieces = mapped.naming.parameters[parameter].pieces or ()
+    for parameter in {view.mapping.place(name) for name in per_expert}:
+        pieces = view.mapping.parameters[parameter].pieces or ()
         lacking = [piece.name for piece in pieces if piece.name not in per_expert]
         if lacking:
             raise UnsupportedAdapter(
-                f"{mapped.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
+                f"{view.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
                 f"have no LoRA, the first is `{lacking[0]}`: the adapter is incomplete",
                 hint=WITH_PEFT,
             )
-    for adapter in mapped.adapters if per_expert and precision is Precision.PEFT else ():
+    for adapter in view.adapters if per_expert and precision is Precision.PEFT else ():
         config = adapter.config
         if config is not None and (config.use_rslora or config.rank_pattern or config.alpha_pattern):
             raise UnsupportedAdapter(
@@ -266,16 +267,16 @@ def require_whole_experts(
             )
 
 
-def _require_pefts_reading(naming: WeightMapping, adapter: AdapterDir) -> None:
+def _require_pefts_reading(mapping: WeightMapping, adapter: AdapterDir) -> None:
     """Return unless PEFT would leave some of the adapter's tensors out. Raises `UnsupportedAdapter`."""
     tensors = {keys.parse(name).canonical: tensor.shape for name, tensor in adapter.tensors.items()}
-    lost = naming.left_out_by_peft(adapter.root, tensors)
+    lost = mapping.left_out_by_peft(adapter.root, tensors)
     if lost:
         # by the names of the file: PEFT may have renamed them into nothing
-        found = homes(adapter, naming)
+        found = homes(adapter, mapping)
         placed = None not in found.values()
         weights = {f"{path}.weight" for path in found.values() if path}
-        tied = {name for pair in naming.facts.tied.items() for name in pair} & weights
+        tied = {name for pair in mapping.facts.tied.items() for name in pair} & weights
         raise UnsupportedAdapter(
             f"{adapter.root}: PEFT has no place for {len(lost)} of its tensors on this transformers, the first is "
             f"`{lost[0]}`, and would leave them out with a warning",
@@ -286,19 +287,19 @@ def _require_pefts_reading(naming: WeightMapping, adapter: AdapterDir) -> None:
 _SAVE_AGAIN = "write it as transformers does, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW"
 
 
-def _require_as_in_memory(mapped: ConvertedBase, modules: AdapterModules) -> None:
+def _require_as_in_memory(view: ConvertedBase, modules: AdapterModules) -> None:
     """Return unless an adapted weight is stored transposed.
 
     Raises `UnsupportedAdapter`; `OnlyInMemory` where transformers writes it back so, and saving again is no way out.
     """
     adapted = {*modules.parameters, *(f"{module}.weight" for module in modules.lora), *modules.saved}
-    for name in sorted(adapted & mapped.direct_base.keys()):
-        tensor = mapped.direct_base[name]
+    for name in sorted(adapted & view.copied_only.keys()):
+        tensor = view.copied_only[name]
         message = (
             f"{tensor.path}: `{tensor.name}` is stored transposed, {list(tensor.shape)}; the adapter is for "
-            f"`{name}`, {list(mapped.facts.shapes[name])}"
+            f"`{name}`, {list(view.facts.shapes[name])}"
         )
-        if not mapped.naming.is_written_as_in_memory(name):
+        if not view.mapping.is_written_as_in_memory(name):
             raise OnlyInMemory(f"{message}, and transformers writes it back so", hint=ALLOW_IN_MEMORY)
         raise UnsupportedAdapter(message, hint=_SAVE_AGAIN)
 

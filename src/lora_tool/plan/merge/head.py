@@ -12,6 +12,8 @@ from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.base.task import CLASSIFIERS, Task
+from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.tensors import StoredTensor
 
 
@@ -34,6 +36,24 @@ _LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
 def head_names(arch: Architecture) -> tuple[str, ...]:
     """Return the names that the weight of the head's last layer may have."""
     return tuple(f"{arch.head}{last}.weight" for last in _LAST_LAYERS)
+
+
+def head_and_labels(view: BaseView, modules: AdapterModules, *, asked: int | None) -> tuple[Head | None, int | None]:
+    """Return the head of a sequence classifier, and how many labels the model has; None for each that it lacks.
+
+    `asked` is the number of labels that the user gave. Raises as `find_head` and `count_labels` do, and
+    `UnsupportedAdapter` where the architecture has no such class.
+    """
+    if view.task in CLASSIFIERS:
+        wanted = 1 if view.task is Task.REWARD and asked is None else asked
+        head = find_head(view.adapters[0], modules, view.base, view.arch, num_labels=wanted)
+        return head, head.num_labels
+    if view.task is Task.CAUSAL_LM and view.arch.causal_lm is None:
+        raise UnsupportedAdapter(
+            f"{view.base.root}: {view.arch.model_type} has no causal LM that is stored as it is in memory",
+            hint=WITH_PEFT,
+        )
+    return None, count_labels(view.facts, modules.saved, view.base, asked=asked) if view.facts is not None else None
 
 
 def find_head(

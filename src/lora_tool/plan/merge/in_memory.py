@@ -11,19 +11,20 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.adapter.combine import Adapted
+from lora_tool.plan.adapter.combine import Adapted, config_of_adapter
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.build_plan import HubOrigin, assembled
+from lora_tool.plan.merge.build_plan import HubOrigin, MergeInputs, build_plan
+from lora_tool.plan.merge.context import MergeContext, ModelEnds
 from lora_tool.plan.merge.head import Head, count_labels, head_names
-from lora_tool.plan.merge.plan_merge import config_of_adapter, named, require_not_merged_before
-from lora_tool.plan.merge.steps import MergeContext
+from lora_tool.plan.merge.plan_merge import require_not_merged_before
+from lora_tool.plan.merge.read_base import read_base
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import judge_merge
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
     lora={}, lora_bias={}, magnitudes={}, saved={}, frozen_base={}, embeddings=frozenset(), tokens={}
@@ -68,7 +69,7 @@ def ask_in_memory(
     *,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
-    dtype: DType | None = None,
+    dtype: DType | str | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     fail_on: Severity | str = Severity.ERROR,
@@ -85,32 +86,30 @@ def ask_in_memory(
         ignore=ignore,
         fail_on=Severity(fail_on),
     )
-    require_not_merged_before(base, adapters)
-    found = named(base, tuple(adapters), Task(task))
-    wanted = 1 if found.task is Task.REWARD and num_labels is None else num_labels
+    require_not_merged_before(MergeInputs(base=base, adapters=tuple(adapters)))
+    view = read_base(base, adapters, Task(task))
+    wanted = 1 if view.task is Task.REWARD and num_labels is None else num_labels
     whole = {
         key.tensor: adapter.tensors[name]
-        for adapter in reversed(found.adapters)
+        for adapter in reversed(view.adapters)
         for name, key in adapter.keys.items()
         if key.part in (Part.PLAIN, Part.SAVED_MODULE)
     }
     rows, facts = None, None
-    if found.task in CLASSIFIERS:
-        held = [
-            place[name] for place in (whole, found.base.tensors) for name in head_names(found.arch) if name in place
-        ]
+    if view.task in CLASSIFIERS:
+        held = [place[name] for place in (whole, view.base.tensors) for name in head_names(view.arch) if name in place]
         rows = held[0].shape[0] if held else wanted
-    elif found.facts is not None:
-        facts = found.facts
-        if found.task is not Task.CAUSAL_LM:
-            rows = count_labels(facts, whole, found.base, asked=num_labels)
+    elif view.facts is not None:
+        facts = view.facts
+        if view.task is not Task.CAUSAL_LM:
+            rows = count_labels(facts, whole, view.base, asked=num_labels)
     return InMemory(
         base=base,
         adapters=tuple(adapters),
-        arch=found.arch,
-        task=found.task,
+        arch=view.arch,
+        task=view.task,
         num_labels=rows,
-        dtype=dtype,
+        dtype=None if dtype is None else float_type(dtype),
         facts=facts,
         findings=report.findings,
     )
@@ -139,25 +138,21 @@ def plan_in_memory(
             Adapted(adapter=adapter, config=config_of_adapter(adapter), modules=_NOTHING) for adapter in asked.adapters
         ),
         arch=asked.arch,
+        task=asked.task,
         modules=_NOTHING,
         head=head,
         labels=asked.num_labels,
         dtype=asked.dtype,
         facts=asked.facts,
-        untied=bool(was_tied) and is_tied is False,
+        ends=ModelEnds(untied=bool(was_tied) and is_tied is False),
     )
-    plan = assembled(
+    plan = build_plan(
         merge,
         [_step(asked.base, tensor) for tensor in staged.tensors.values()],
         list(_leftovers(asked, staged)),
-        base=asked.base,
-        adapters=asked.adapters,
-        task=asked.task,
+        MergeInputs(base=asked.base, adapters=asked.adapters, base_origin=base_origin, adapter_origin=adapter_origin),
         precision=Precision.PEFT,
         max_shard_bytes=max_shard_bytes,
-        base_origin=base_origin,
-        adapter_origin=adapter_origin,
-        prints=require_not_merged_before(asked.base, asked.adapters),
         options={"tier": "in memory", "why": why},
     )
     stamps = {stamp.path: stamp for stamp in (*plan.inputs, *staged.weights.stamps)}

@@ -10,7 +10,8 @@ from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.steps import MergeContext, is_dropped, module_and_leaf, not_in_base
+from lora_tool.plan.merge.context import MergeContext
+from lora_tool.plan.merge.steps import is_dropped, module_and_leaf, not_in_base
 from lora_tool.plan.merge.tied_embeddings import MATRIX
 from lora_tool.tensors import StoredTensor
 
@@ -24,7 +25,7 @@ def dropped_from_base(merge: MergeContext) -> Iterator[InputRecord]:
         if is_dropped(merge, tensor.name):
             reason = f"a {merge.arch.sequence_classification} has no language model head"
             if merge.head is None:
-                reason = f"tied to {merge.tied_copies[tensor.name]}, which is written once"
+                reason = f"tied to {merge.ends.copies[tensor.name]}, which is written once"
             yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
 
 

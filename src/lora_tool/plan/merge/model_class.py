@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.weight_mapping import WeightMapping, candidates, own_class
-from lora_tool.plan.base.side_files import model_dtype
-from lora_tool.plan.base.task import Task, is_classifier, trained_class
-from lora_tool.plan.merge.direct_base import config_of
+from lora_tool.plan.base.side_files import config_of, model_dtype
+from lora_tool.plan.base.task import CLASSIFIERS, Task, declared_types, is_classifier, trained_class
+from lora_tool.plan.merge.homes import homes
 from lora_tool.tensors import DType, TensorTable
 
 _LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
@@ -47,6 +47,17 @@ class ClassCandidates:
             conv1d=frozenset().union(*(facts.conv1d for facts in (generator, classifier) if facts)),
         )
 
+    def mapping(self, task: Task) -> WeightMapping:
+        """Return the class for the task. Raises `UnsupportedAdapter` where transformers has none."""
+        found = self.classifier if task in CLASSIFIERS else self.generator
+        if found is None:
+            what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
+            raise UnsupportedAdapter(
+                f"{self.base.root}: transformers has no {what} of model_type {self.architecture.model_type}",
+                hint=WITH_PEFT,
+            )
+        return found
+
 
 def class_candidates(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> ClassCandidates:
     """Return what transformers would load the base as, a causal LM or a sequence classifier. Imports torch and
@@ -66,7 +77,7 @@ def class_candidates(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task
 
 
 def class_for_task(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> ClassCandidates:
-    """Return what transformers would load the base as for a task that is neither of the two. Raises as `class_candidates`."""
+    """Return what transformers would load the base as for a task that is decided. Raises as `class_candidates`."""
     config = config_of(base)
     if task.auto_class is not None:
         names, what = tuple(candidates(config, task.auto_class)), f"no {task.auto_class}"
@@ -78,7 +89,8 @@ def class_for_task(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -
     found = _fitting(base, adapters, names, errors)
     if found is None:
         raise errors[0] if errors else _unknown_type(config, what)
-    return ClassCandidates(base=base, generator=found, classifier=None)
+    classifies = task in CLASSIFIERS
+    return ClassCandidates(base=base, generator=None if classifies else found, classifier=found if classifies else None)
 
 
 def _fitting(
@@ -91,21 +103,23 @@ def _fitting(
     fitting: list[tuple[int, WeightMapping]] = []
     for class_name in names:
         try:
-            naming = WeightMapping(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
+            mapping = WeightMapping(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
         except LoraToolError as error:
             errors.append(error)
             continue
-        fitting.append((sum(_strangers(adapter, naming) for adapter in adapters), naming))
+        fitting.append((sum(_strangers(adapter, mapping) for adapter in adapters), mapping))
         if not fitting[-1][0]:
             break
     return min(fitting, key=lambda item: item[0])[1] if fitting else None
 
 
 def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:
-    """Return whether the merged model may be a classifier; asking transformers twice costs, so where it is said, not."""
-    told = {adapter.config.task_type for adapter in adapters if adapter.config}
+    """Return whether the merged model may be a classifier; building a second class is slow, so skip it when the
+    task is already declared.
+    """
     classes = base.config.architectures if base.config else ()
-    return asked is not Task.CAUSAL_LM and (told != {"CAUSAL_LM"} or is_classifier(classes) or asked is not Task.AUTO)
+    causal = declared_types(adapters) == {"CAUSAL_LM"} and asked is Task.AUTO and not is_classifier(classes)
+    return asked is not Task.CAUSAL_LM and not causal
 
 
 def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
@@ -119,39 +133,6 @@ def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in table.items()}
 
 
-def _strangers(adapter: AdapterDir, naming: WeightMapping) -> int:
+def _strangers(adapter: AdapterDir, mapping: WeightMapping) -> int:
     """Return how many of the adapter's tensors the class has no module for."""
-    return sum(home is None for home in set(homes(adapter, naming).values()))
-
-
-def homes(adapter: AdapterDir, naming: WeightMapping) -> dict[tuple[str, str], str | None]:
-    """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
-
-    None where there is none.
-    """
-    # in the file's order: a rule of transformers may wait for a name before it looks at others
-    wanted = dict.fromkeys((key.module, leaf_in_memory(key)) for key in adapter.keys.values())
-    return {(module, leaf): _home(module, leaf, naming) for module, leaf in wanted}
-
-
-def leaf_in_memory(key: AdapterKey) -> str:
-    """Return the parameter of its module that an adapter's tensor is for."""
-    return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
-
-
-def _home(module: str, leaf: str, naming: WeightMapping) -> str | None:
-    """Return the path in memory of a module that an adapter names.
-
-    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
-    """
-    bare = module
-    while bare.endswith(".base_layer"):
-        bare = bare.removesuffix(".base_layer")
-    if bare in naming.facts.modules:
-        return module
-    placed = naming.place(f"{bare}.{leaf}")
-    if placed not in naming.facts.shapes:
-        return None
-    path, _, found = placed.rpartition(".")
-    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
-    return path + module.removeprefix(bare) if found == leaf else module
+    return sum(home is None for home in set(homes(adapter, mapping).values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +18,7 @@ from lora_tool.plan.core.manifest import adapter_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.sources import Wanted, resolve
+from lora_tool.sources import Reference, opened_adapter, opened_model, resolve
 from lora_tool.tensors import DType
 
 Word = TypeVar("Word", bound=Enum)
@@ -86,16 +87,20 @@ def _known(words: type[Word], recorded: object) -> Word | None:
     return next((word for word in words if word.value == recorded), None)
 
 
-def find_inputs(merged: str | Path, *, base: str | None = None, adapters: Sequence[str] = ()) -> Provenance:
+def find_inputs(
+    merged: Reference,
+    *,
+    base: Reference | None = None,
+    adapters: Sequence[Reference] = (),
+) -> Provenance:
     """Return the merged model, its base and its adapters.
 
     Without `adapters` the manifest names them; without `base` the manifest, else the adapter's config, else the merged
     model's `_name_or_path`. What is given may be downloaded; what is only named must be on this disk. Raises
     `NotACheckpoint` where one is not known, and as `open_checkpoint` does.
     """
-    model = open_model(merged)
-    paths = [resolve(adapter, download=True, wanted=Wanted.ADAPTER).path for adapter in adapters]
-    opened = tuple(map(open_adapter, paths or _recorded_adapters(model)))
+    model = open_model(merged) if isinstance(merged, str | os.PathLike) else opened_model(merged)
+    opened = tuple(map(opened_adapter, adapters)) or tuple(map(open_adapter, _recorded_adapters(model)))
     return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
 
 
@@ -111,9 +116,9 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
         )
 
 
-def _open_base(merged: ModelDir, adapter: AdapterDir, given: str | None) -> ModelDir:
+def _open_base(merged: ModelDir, adapter: AdapterDir, given: Reference | None) -> ModelDir:
     if given is not None:
-        return open_model(resolve(given, download=True).path)
+        return opened_model(given)
     recorded = _recorded(merged, "base")
     if recorded is not None:
         return open_model(_resolve_named(recorded, merged, "base"))

@@ -85,14 +85,14 @@ def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place:
         op = makers[0].op
         named = op if isinstance(op, Assemble) else _named(op, at_place)
         return replace(makers[0], out=replace(makers[0].out, name=name), op=named)
+    dtypes = {maker.out.dtype for maker in makers}
+    if len(dtypes) > 1:
+        raise UnsupportedAdapter(f"`{name}` would be made of tensors of different types: {sorted(map(str, dtypes))}")
     parts = [
         part for piece, maker in zip(made.pieces, makers, strict=True) for part in cut(maker, piece.start, piece.rows)
     ]
     parts = [_named(part, at_place) for part in _merged_copies(parts)]
     worth_telling = next((maker for maker in makers if maker.action is not TensorAction.COPIED), makers[0])
-    dtypes = {maker.out.dtype for maker in makers}
-    if len(dtypes) > 1:
-        raise UnsupportedAdapter(f"`{name}` would be made of tensors of different types: {sorted(map(str, dtypes))}")
     out = TensorSpec(name=name, dtype=worth_telling.out.dtype, shape=made.shape)
     whole: Op = parts[0] if len(parts) == 1 else Assemble(parts=tuple(parts))
     return Step(out=out, op=whole, action=worth_telling.action, reason=worth_telling.reason)

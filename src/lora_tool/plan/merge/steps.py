@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
-from lora_tool.architectures import Architecture
-from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
-from lora_tool.names.model import LABELS, ModelFacts
-from lora_tool.plan.adapter.combine import Adapted
-from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.names.model import LABELS
 from lora_tool.plan.adapter.target_parameters import stack_is_transposed
 from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.core.ops import BiasDelta, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.head import Head
-from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, Vocabulary
+from lora_tool.plan.merge.context import MergeContext
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeContext:
-    """Everything that the steps are made from."""
-
-    base: ModelDir
-    adapted: tuple[Adapted, ...]
-    arch: Architecture
-    modules: AdapterModules
-    """What all adapters do together."""
-    head: Head | None
-    """A sequence classifier's; other classes' heads are parameters like any other."""
-    labels: int | None
-    """How many labels the merged model has; None for a class without any."""
-    dtype: DType | None
-    tied_copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the base that are tied copies of another, by name: the output has them once."""
-    facts: ModelFacts | None = None
-    """What transformers says of the model, where its tensors are not stored as they are in memory."""
-    fresh: frozenset[str] = frozenset()
-    """Parameters that the merged model's class has and the base does not."""
-    ends: TiedEmbeddings | None = None
-    """The shared matrix of a causal LM with tied embeddings."""
-    untied: bool = False
-    """Whether the output has two matrices and a config that says so."""
-    freed: Mapping[str, str] = field(default_factory=dict)
-    """Other tensors that were tied by the config's word alone, and the tensors of the base that they were one with."""
-    lost: Mapping[str, str] = field(default_factory=dict)
-    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
-    vocabulary: Vocabulary | None = None
-    """Where the adapter brings another number of tokens than the base has."""
 
 
 def module_and_leaf(name: str) -> tuple[str, str]:
@@ -71,7 +34,7 @@ def base_steps(merge: MergeContext) -> Iterator[Step]:
 
 def is_dropped(merge: MergeContext, name: str) -> bool:
     """Return whether the output does without this tensor of the base: a tied copy, or of a head that it lacks."""
-    return name in merge.tied_copies or (merge.head is not None and name in merge.arch.causal_only)
+    return name in merge.ends.copies or (merge.head is not None and name in merge.arch.causal_only)
 
 
 def _step(merge: MergeContext, tensor: StoredTensor) -> Step:
@@ -132,7 +95,7 @@ def _spec(merge: MergeContext, tensor: StoredTensor) -> TensorSpec:
 
 def _at_least_as_loaded(merge: MergeContext, name: str, dtype: DType) -> DType:
     """Return float32 instead of a 16-bit type for the few parameters that transformers keeps wide."""
-    wide = merge.facts is not None and name in merge.facts.wide and dtype in (DType.F16, DType.BF16)
+    wide = merge.facts is not None and name in merge.facts.keep_in_fp32 and dtype in (DType.F16, DType.BF16)
     return DType.F32 if wide else dtype
 
 
@@ -230,9 +193,9 @@ def _is_of_head(merge: MergeContext, name: str) -> bool:
 
 
 def _require_same_shape(merge: MergeContext, found: StoredTensor, base: StoredTensor) -> None:
-    expected = base.shape
-    if merge.vocabulary is not None and base.name in merge.vocabulary.names:
-        expected = (merge.vocabulary.size, *base.shape[1:])
+    expected, vocabulary = base.shape, merge.ends.vocabulary
+    if vocabulary is not None and base.name in vocabulary.names:
+        expected = (vocabulary.size, *base.shape[1:])
     # a head with other labels takes the place of the base's
     other_labels = _is_of_head(merge, base.name) and found.shape == (merge.labels, *expected[1:])
     if found.shape != expected and not other_labels:
@@ -245,10 +208,10 @@ def _require_same_shape(merge: MergeContext, found: StoredTensor, base: StoredTe
 def added_steps(merge: MergeContext) -> Iterator[Step]:
     """Yield steps for the tensors that the base does not have: the head's."""
     for name, tensor in merge.modules.saved.items():
-        if name in merge.base.tensors or (merge.ends is not None and name == merge.ends.output):
+        if name in merge.base.tensors or (merge.ends.tied is not None and name == merge.ends.tied.output):
             continue  # replaced in its place, or the tied output layer, which `untying_steps` writes
         of_head = merge.head is not None and name.startswith(f"{merge.head.module}.")
-        if not of_head and name not in merge.fresh and not _is_of_untied_output(merge, name):
+        if not of_head and name not in merge.missing_keys and not _is_of_untied_output(merge, name):
             raise not_in_base(merge, tensor, name)
         dtype = _at_least_as_loaded(merge, name, merge.dtype or model_dtype(merge.base) or tensor.dtype)
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
@@ -268,7 +231,7 @@ def added_steps(merge: MergeContext) -> Iterator[Step]:
 def _is_of_untied_output(merge: MergeContext, name: str) -> bool:
     """Return whether it is the bias of an output layer that was saved whole, and is tied to another bias no longer."""
     facts = merge.facts
-    return facts is not None and merge.untied and name in facts.tied and name.rpartition(".")[0] == facts.output
+    return facts is not None and merge.ends.untied and name in facts.tied and name.rpartition(".")[0] == facts.output
 
 
 def not_in_base(merge: MergeContext, tensor: StoredTensor, name: str) -> IncompatibleBase | UnsupportedAdapter:

@@ -15,8 +15,9 @@ from lora_tool.adapter.support import UNMERGED
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.core.ops import copied_as
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.steps import MergeContext, lora_step, recomputed_init, tokens_step
-from lora_tool.plan.merge.tied_embeddings import tied_under_one_name
+from lora_tool.plan.merge.context import MergeContext
+from lora_tool.plan.merge.steps import lora_step, recomputed_init, tokens_step
+from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, tied_under_one_name
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 
@@ -25,17 +26,18 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
 
     Raises `UnsupportedAdapter`.
     """
-    if merge.ends is None:
+    tied = merge.ends.tied
+    if tied is None:
         _require_no_lora_on_the_one(merge)
         return
-    _require_unchanged_by_init(merge)
-    _require_no_tokens_beside_lora(merge)
-    if merge.untied:
+    _require_unchanged_by_init(merge, tied)
+    _require_no_tokens_beside_lora(merge, tied)
+    if merge.ends.untied:
         _require_nothing_lost(merge)
         return
     # a matrix with as many rows by chance is no end: only embeddings have an embedding's LoRA
-    modules = {merge.ends.output.removesuffix(".weight"), *merge.modules.embeddings} & merge.modules.lora.keys()
-    touched = sorted(merge.ends.names & {f"{module}.weight" for module in modules})
+    modules = {tied.output.removesuffix(".weight"), *merge.modules.embeddings} & merge.modules.lora.keys()
+    touched = sorted(tied.names & {f"{module}.weight" for module in modules})
     if touched:
         tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
@@ -46,33 +48,33 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
 
 
 def untying_steps(merge: MergeContext) -> Iterator[Step]:
-    """Yield the output layer that a formerly tied base did not have: the saved one, or made of the old embedding."""
-    if merge.ends is None or not merge.untied:
-        return
-    name = merge.ends.output
-    module = name.removesuffix(".weight")
+    """Yield the tensors that a formerly tied base did not have: the output layer, and what the config tied besides."""
+    if merge.ends.tied is not None and merge.ends.untied:
+        for name, of in merge.ends.untied_tensors.items():
+            yield _untied_step(merge, name, merge.base.tensors[of])
+        yield _output_step(merge, merge.ends.tied)
+
+
+def _output_step(merge: MergeContext, tied: TiedEmbeddings) -> Step:
+    """Return the step of the output layer: the saved one, or made of the old embedding."""
+    name, embedding = tied.output, tied.embedding
+    module, rows = name.removesuffix(".weight"), embedding.name.removesuffix(".weight")
     saved = merge.modules.saved.get(name)
-    shared = merge.modules.frozen_base.get(merge.ends.embedding.name, merge.ends.embedding)
+    shared = merge.modules.frozen_base.get(embedding.name, embedding)
     frozen = merge.modules.frozen_base.get(name, shared)
-    for freed, of in merge.freed.items():
-        yield _freed(merge, freed, merge.base.tensors[of])
-    dtype = merge.dtype or merge.ends.embedding.dtype
+    dtype = merge.dtype or embedding.dtype
     if saved is None and module in merge.modules.lora:
-        yield lora_step(merge, frozen, name, module)
-        return
-    rows = merge.ends.embedding.name.removesuffix(".weight")
+        return lora_step(merge, frozen, name, module)
     if saved is None and rows in merge.modules.tokens:  # PEFT trains the same rows of the other end
-        yield replace(
-            tokens_step(merge, merge.ends.embedding, rows), out=TensorSpec(name=name, dtype=dtype, shape=shared.shape)
-        )
-        return
+        out = TensorSpec(name=name, dtype=dtype, shape=shared.shape)
+        return replace(tokens_step(merge, embedding, rows), out=out)
     source = saved or frozen
     reason = "saved whole in the adapter" if saved else "the base's embedding, no longer tied to the trained one"
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
-    yield Step(out=out, op=copied_as(dtype, source), action=TensorAction.ADDED, reason=reason)
+    return Step(out=out, op=copied_as(dtype, source), action=TensorAction.ADDED, reason=reason)
 
 
-def _freed(merge: MergeContext, name: str, of: StoredTensor) -> Step:
+def _untied_step(merge: MergeContext, name: str, of: StoredTensor) -> Step:
     """Return the step of what was one with `of` as well: transformers ties all that the config says, or nothing."""
     # a module saved whole was a copy while it was trained: what was one with it stayed as it was
     copied = any(part.config.saves(of.name.rpartition(".")[0]) for part in merge.adapted)
@@ -83,12 +85,12 @@ def _freed(merge: MergeContext, name: str, of: StoredTensor) -> Step:
     return Step(out=out, op=copied_as(dtype, source), action=TensorAction.ADDED, reason=reason)
 
 
-def _require_no_tokens_beside_lora(merge: MergeContext) -> None:
+def _require_no_tokens_beside_lora(merge: MergeContext, tied: TiedEmbeddings) -> None:
     """Return unless the output layer has LoRA and the embeddings trained rows, which PEFT trains at both ends."""
-    output = merge.ends.output.removesuffix(".weight") if merge.ends else ""
-    if merge.ends is None or output not in merge.modules.lora or not merge.modules.tokens:
+    output = tied.output.removesuffix(".weight")
+    if output not in merge.modules.lora or not merge.modules.tokens:
         return
-    rows = merge.modules.tokens.get(merge.ends.embedding.name.removesuffix(".weight"))
+    rows = merge.modules.tokens.get(tied.embedding.name.removesuffix(".weight"))
     if rows is not None:
         raise UnsupportedAdapter(
             f"{rows.path}: `{rows.name}`: rows of both ends were trained, and `{output}` has LoRA besides: the two "
@@ -111,7 +113,7 @@ def _require_no_lora_on_the_one(merge: MergeContext) -> None:
 def _require_nothing_lost(merge: MergeContext) -> None:
     """Return unless PEFT's merge writes the embeddings that were saved whole, and drops the others for all layers."""
     configs = [part.config for part in merge.adapted]
-    for name, of in merge.lost.items():
+    for name, of in merge.ends.untied_unsaved.items():
         module = of.rpartition(".")[0]
         if name.endswith(".weight") and any(config.saves(module) for config in configs):
             raise UnsupportedAdapter(
@@ -121,9 +123,9 @@ def _require_nothing_lost(merge: MergeContext) -> None:
             )
 
 
-def _require_unchanged_by_init(merge: MergeContext) -> None:
+def _require_unchanged_by_init(merge: MergeContext, tied: TiedEmbeddings) -> None:
     """Return unless an end's init changed the other end with it, in training and unseen."""
-    for name in sorted(merge.ends.names if merge.ends else ()):
+    for name in sorted(tied.names):
         module = name.removesuffix(".weight")
         init = recomputed_init(merge, module)
         if init is not None and module in merge.modules.lora and module not in merge.modules.embeddings:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
+from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import Defect
 from lora_tool.formats.files import broken_json, inside
 from lora_tool.report import Severity
@@ -347,7 +348,7 @@ def no_weights(subject: Subject) -> Iterator[Fault]:
 
 
 def _where_they_are(checkpoint: Checkpoint) -> str | None:
-    if checkpoint.folder.training_state:
+    if piece_folders(checkpoint.folder):
         return f"they are there in pieces: lora-tool consolidate {checkpoint.root}"
     if not isinstance(checkpoint, AdapterDir):
         return None

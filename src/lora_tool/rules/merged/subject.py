@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import Kind
+from lora_tool.checkpoint import MERGED_MODEL
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
@@ -54,7 +54,7 @@ class MergedSubject(ModelSubject):
     @property
     def kind(self) -> str:
         """A merged model, whoever merged it."""
-        return str(Kind.MERGED_MODEL)
+        return str(MERGED_MODEL)
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

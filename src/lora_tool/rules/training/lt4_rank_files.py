@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.checkpoint import ZeroDir
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.training.sharded_subject import ShardedSubject, as_fault
+from lora_tool.rules.training.sharded_subject import ShardedSubject
 
 
 @rule("LT401", Severity.ERROR, on=ShardedSubject)
@@ -183,11 +182,7 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     ## What to do
     Take the newer one, if it is whole: `lora-tool consolidate CKPT --tag T`.
     """
-    zero = subject.checkpoint
-    if isinstance(zero, ZeroDir):
-        from lora_tool.sharded.zero_checks import latest_tag  # noqa: PLC0415 - slow to import, for few folders
-
-        yield from map(as_fault, latest_tag(zero.root, zero.latest, zero.rank_files))
+    yield from subject.structure("LT409")
 
 
 @rule("LT410", Severity.INFO, on=ShardedSubject)

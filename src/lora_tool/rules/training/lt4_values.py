@@ -110,10 +110,10 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
     Look for a tag that was saved with its frozen parameters; next time, put the head into `modules_to_save`.
     """
     state = subject.state
-    from lora_tool.sharded.frozen_heads import find_heads, has_lora  # noqa: PLC0415 - slow to import, for few folders
+    from lora_tool.sharded.frozen_heads import has_lora, heads_of, parsed_keys  # noqa: PLC0415 - slow to import, for few folders
 
     if has_lora(state.entries):
-        yield from map(as_fault, find_heads(state, _config(subject)).faults)
+        yield from map(as_fault, heads_of(state, _config(subject), parsed_keys(state)).faults)
 
 
 def _config(subject: ShardedSubject) -> AdapterConfig | None:

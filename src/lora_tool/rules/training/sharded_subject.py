@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lora_tool.checkpoint import DcpDir, ZeroDir
+from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CheckpointError
 from lora_tool.progress import Watch
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.registry import Fault
 from lora_tool.rules.engine.subjects import Subject
+from lora_tool.sharded.training_state import training_state
 
 if TYPE_CHECKING:
     from lora_tool.sharded.state import TrainingState
@@ -24,7 +25,7 @@ _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 class ShardedSubject(Subject):
     """The state that would be used: of several tags the one that `latest` names, else the newest."""
 
-    checkpoint: ZeroDir | DcpDir
+    checkpoint: ShardedDir
     state: TrainingState
     looks: list[tuple[Finding, ...]] = field(default_factory=list, compare=False)
     """What a look at the values has found; empty before it."""
@@ -64,17 +65,10 @@ class ShardedSubject(Subject):
             ]
 
 
-def sharded_subject(checkpoint: ZeroDir | DcpDir, *, watch: Watch | None = None) -> ShardedSubject:
-    """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises `CheckpointError` and `UnsupportedCheckpoint` as the states do."""
-    from lora_tool.sharded.training_state import training_state  # noqa: PLC0415 - slow to import, for few folders
-    from lora_tool.sharded.zero_state import zero_state  # noqa: PLC0415 - slow to import, for few folders
-
-    if isinstance(checkpoint, DcpDir):
-        return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint), watch=watch)
-    tags = list(checkpoint.rank_files)
+def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None) -> ShardedSubject:
+    """Return the subject for a checkpoint; `watch` is told of the reading of values. Raises what `training_state` raises."""
     # a `latest` that is missing or names nothing is LT409's to report
-    tag = checkpoint.latest if checkpoint.latest in tags else tags[-1]
-    return ShardedSubject(checkpoint=checkpoint, state=zero_state(checkpoint, tag=tag), watch=watch)
+    return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint, or_newest=True), watch=watch)
 
 
 def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:

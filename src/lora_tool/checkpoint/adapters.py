@@ -1,0 +1,73 @@
+"""PEFT adapters: `adapter_config.json` and one file of weights."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from lora_tool import keys
+from lora_tool.checkpoint import other_formats
+from lora_tool.checkpoint.folders import Folder, listed
+from lora_tool.checkpoint.kinds import AdapterDir, Claim, Kind
+from lora_tool.checkpoint.reading import no_weights, read_config
+from lora_tool.formats import adapter_config, model_config
+from lora_tool.formats.adapter_config import read_adapter_config
+from lora_tool.formats.weights import Weights, read_single
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+_SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.(safetensors|bin)\Z")
+_OWN = frozenset({adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE})
+
+
+def _recognise(folder: Folder) -> Claim | None:
+    return None if _OWN.isdisjoint(folder.files) else Claim.WEIGHTS
+
+
+def _open(folder: Folder) -> AdapterDir:
+    config, problems = read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
+    weights = _weights(folder)
+    other_formats.refuse_tensors(weights)
+    return AdapterDir(
+        kind=ADAPTER if folder.trainer is None else TRAINED_ADAPTER,
+        folder=folder,
+        config=config,
+        weights=weights,
+        keys={name: keys.parse(name) for name in weights.tensors},
+        problems=(*folder.problems, *problems, *(config.problems if config else ()), *weights.problems),
+    )
+
+
+def _weights(folder: Folder) -> Weights:
+    # safetensors first, as PEFT does where both are there
+    for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE):
+        if name in folder.files:
+            return read_single(folder.root / name)
+    other_formats.refuse_files(folder, adapter=True)
+    shards = [name for name in folder.files if _SHARD.match(name)]
+    if not shards:
+        return no_weights(folder, ADAPTER_WEIGHTS)
+    message = f"is missing, but {len(shards)} shards are there ({shards[0]}): PEFT reads an adapter from one file alone"
+    return no_weights(folder, ADAPTER_WEIGHTS, message)
+
+
+ADAPTER = Kind(
+    name="adapter", article="an", sign=adapter_config.FILE_NAME, command="merge", recognise=_recognise, open=_open
+)
+TRAINED_ADAPTER = replace(ADAPTER, name="trainer checkpoint", article="a")
+
+
+def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the adapter folders in the folder `path` where it is no checkpoint itself, by name.
+
+    `PeftModel.save_pretrained` puts an adapter that is not called `default` into a folder of its name.
+    """
+    root = Path(path)
+    names = set(listed(root))
+    if names & {*_OWN, model_config.FILE_NAME, "model.safetensors"}:
+        return ()
+    if any(name.startswith("checkpoint-") for name in names):
+        return ()  # a run: its checkpoints are states of one adapter
+    return tuple(root / name for name in sorted(names) if adapter_config.FILE_NAME in listed(root / name))

@@ -1,0 +1,54 @@
+"""DeepSpeed's checkpoints: tags with one pair of rank files for each process, and the file `latest`."""
+
+from __future__ import annotations
+
+import re
+
+from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, step_of
+from lora_tool.errors import CorruptFile
+from lora_tool.formats.files import open_regular, read_at
+
+_LATEST = "latest"
+_RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
+
+
+def _recognise(folder: Folder) -> Claim | None:
+    tags = (".", *folder.folders)
+    return (
+        Claim.WEIGHTS if any(map(_RANK_FILE.match, (name for tag in tags for name in folder.names_in(tag)))) else None
+    )
+
+
+def _open(folder: Folder) -> ShardedDir:
+    here = tuple(filter(_RANK_FILE.match, folder.files))
+    if here:
+        return ShardedDir(kind=ZERO, folder=folder, rank_files={".": here}, problems=folder.problems)
+    names = {tag: sorted(filter(_RANK_FILE.match, folder.names_in(tag))) for tag in sorted(folder.folders, key=step_of)}
+    rank_files = {tag: tuple(found) for tag, found in names.items() if found}
+    return ShardedDir(kind=ZERO, folder=folder, rank_files=rank_files, latest=_latest(folder), problems=folder.problems)
+
+
+def _latest(folder: Folder) -> str | None:
+    if _LATEST not in folder.files:
+        return None
+    path = folder.root / _LATEST
+    try:
+        with open_regular(path) as fd:
+            return read_at(path, fd, 0, 200).decode(errors="replace").strip()
+    except CorruptFile:
+        return None
+
+
+ZERO = ShardedKind(
+    name="DeepSpeed checkpoint",
+    sign="global_stepN",
+    landmarks=("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"),
+    weights=("*_model_states.pt",),
+    optimizer=("*_optim_states.pt",),
+    others=(_LATEST, "zero_to_fp32.py"),
+    folders=("global_step*",),
+    state="lora_tool.sharded.zero_state:zero_state",
+    recognise=_recognise,
+    open=_open,
+)

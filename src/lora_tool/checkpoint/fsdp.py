@@ -1,0 +1,36 @@
+"""Torch's distributed checkpoints, as FSDP2 writes them: `.metadata` and one `.distcp` file for each process."""
+
+from __future__ import annotations
+
+from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind
+
+_METADATA = ".metadata"
+
+
+def _recognise(folder: Folder) -> Claim | None:
+    return Claim.WEIGHTS if any(_METADATA in folder.names_in(name) for name in (".", *folder.folders)) else None
+
+
+def _open(folder: Folder) -> ShardedDir:
+    listed = {name: folder.names_in(name) for name in (".", *folder.folders)}
+    files = {
+        name: tuple(sorted(file for file in names if file.endswith(".distcp")))
+        for name, names in listed.items()
+        if _METADATA in names
+    }
+    return ShardedDir(kind=DCP, folder=folder, rank_files=files, problems=folder.problems)
+
+
+DCP = ShardedKind(
+    name="FSDP checkpoint",
+    article="an",
+    sign=_METADATA,
+    landmarks=(_METADATA,),
+    weights=("*.distcp",),
+    others=(_METADATA,),
+    folders=("pytorch_model_fsdp*", "optimizer_[0-9]*"),
+    state="lora_tool.sharded.dcp_state:dcp_state",
+    recognise=_recognise,
+    open=_open,
+)

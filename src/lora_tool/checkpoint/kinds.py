@@ -1,0 +1,173 @@
+"""What a kind of checkpoint is, and what one that was opened holds, as frozen data."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool import keys
+from lora_tool.checkpoint.folders import Folder
+from lora_tool.display import shortened
+from lora_tool.errors import NotACheckpoint, Problem
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.manifest import Manifest
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.weights import Weights
+from lora_tool.tensors import TensorTable
+
+
+@enum.unique
+class Claim(enum.IntEnum):
+    """What a folder has of a kind. The largest claim opens it; of equal ones that of the kind registered first."""
+
+    CONFIG = 1
+    """A config and no weights: whatever else lies there comes first."""
+    INSIDE = 2
+    """Checkpoints in folders of it."""
+    WEIGHTS = 3
+    """The weights, whole or in pieces; for an adapter its config is enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of checkpoint: what it is called, how it is recognised and opened, and which command goes on from it."""
+
+    name: str
+    """As reports have it: "adapter", "FSDP checkpoint"."""
+    article: str = "a"
+    sign: str
+    """The file or folder by which people recognise it: "config.json"."""
+    command: str
+    recognise: Callable[[Folder], Claim | None]
+    """Told from names alone what the folder has of this kind, None where it has nothing."""
+    open: Callable[[Folder], Checkpoint]
+    """Called only where `recognise` claimed the folder. What is wrong inside becomes a problem, never an error."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def with_article(self) -> str:
+        """The kind as a sentence has it: "an adapter", "an FSDP checkpoint"."""
+        return f"{self.article} {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedKind(Kind):
+    """A kind whose weights lie in pieces, each written by one process; its files are told by patterns, as `fnmatch` has them.
+
+    Patterns are in lower case.
+    """
+
+    command: str = "consolidate"
+    landmarks: tuple[str, ...]
+    """Names of files of which one lies wherever pieces do, so that they are found without listing a folder."""
+    weights: tuple[str, ...]
+    """Patterns of the files that hold weights."""
+    optimizer: tuple[str, ...] = ()
+    """Patterns of the files that hold the optimizer's state; empty where the pieces do not have it."""
+    others: tuple[str, ...] = ()
+    """Patterns of what else is written with the pieces: pointers, metadata, scripts."""
+    folders: tuple[str, ...] = ()
+    """Patterns of the folders in a checkpoint that hold nothing but its pieces."""
+    state: str
+    """Where its training state is read, as `module:function`; by name, for it is upstairs and slow to import.
+
+    The function takes what `lora_tool.sharded.training_state.training_state` takes and returns a `TrainingState`.
+    """
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of everything that belongs to its pieces: a run goes on from it, and nobody else needs it."""
+        return (*self.weights, *self.optimizer, *self.others, *self.folders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A folder that was opened, and what was found wrong while it was."""
+
+    kind: Kind
+    folder: Folder
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.folder.root
+
+    def __repr__(self) -> str:
+        problems = f", {len(self.problems)} problems" if self.problems else ""
+        return f"{type(self).__name__}({shortened(str(self.root), 300)!r}{problems})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ModelDir(_Opened):
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    config: ModelConfig | None
+    weights: Weights
+    manifest: Manifest | None = None
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.weights.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class AdapterDir(_Opened):
+    """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
+
+    config: AdapterConfig | None
+    weights: Weights
+    keys: Mapping[str, keys.AdapterKey]
+    """Tensor name → its parsed form, for every tensor."""
+
+    @property
+    def tensors(self) -> TensorTable:
+        return self.weights.tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ShardedDir(_Opened):
+    """A training checkpoint in pieces: rank files of DeepSpeed, FSDP2 or any other registered kind."""
+
+    kind: ShardedKind
+    rank_files: Mapping[str, tuple[str, ...]]
+    """Tag → names of its rank files: the folder that they lie in, "." where that is `root` itself."""
+    latest: str | None = None
+    """The tag that a file of the checkpoint points at; None where there is none, or where `root` is itself a tag."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunDir(_Opened):
+    """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
+
+
+Checkpoint = ModelDir | AdapterDir | ShardedDir | RunDir
+"""A closed union: whoever takes one handles all. The kinds behind it are open."""
+
+
+def unexpected(found: Checkpoint, expected: str, *, hint: str | None = None) -> NotACheckpoint:
+    """Return the error for a checkpoint of another kind than was `expected`; without a hint, the command that takes it."""
+    return NotACheckpoint(
+        f"{found.root} is {found.kind.with_article}: expected {expected}",
+        hint=hint or f"lora-tool {found.kind.command} {shlex.quote(str(found.root))}",
+    )
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether the name of a file or folder is one of these, in lower or upper case."""
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
+_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
+
+
+def step_of(name: str) -> tuple[int, str]:
+    """Return what sorts tags and checkpoints by their step: the number that the name ends with, 0 without one."""
+    match = _LAST_NUMBER.search(name)
+    return int(match[0]) if match else 0, name

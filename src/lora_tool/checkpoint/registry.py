@@ -1,0 +1,43 @@
+"""Every kind of checkpoint, entered once: a new kind is a module beside these, and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lora_tool.checkpoint.adapters import ADAPTER
+from lora_tool.checkpoint.deepspeed import ZERO
+from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.fsdp import DCP
+from lora_tool.checkpoint.kinds import Claim, Kind, ShardedKind, matches
+from lora_tool.checkpoint.models import BASE_MODEL
+from lora_tool.checkpoint.runs import RUN
+
+KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, DCP, RUN]
+"""In the order in which they are asked."""
+
+
+def recognised(folder: Folder, kinds: Iterable[Kind]) -> tuple[Kind, Claim] | None:
+    """Return the one of `kinds` that has the best claim to the folder, and the claim; None where none has one."""
+    best: tuple[Kind, Claim] | None = None
+    for kind in kinds:
+        claim = kind.recognise(folder)
+        if claim is not None and (best is None or claim > best[1]):
+            best = kind, claim
+        if claim is Claim.WEIGHTS:  # the others would look into each folder of a large checkpoint
+            break
+    return best
+
+
+def sharded_kinds() -> Iterator[ShardedKind]:
+    """Yield the kinds whose weights lie in pieces."""
+    return (kind for kind in KINDS if isinstance(kind, ShardedKind))
+
+
+def piece_folders(folder: Folder) -> tuple[str, ...]:
+    """Return the names of the folders in it that hold pieces of a training checkpoint: DeepSpeed's tags, FSDP's parts."""
+    return tuple(name for name in folder.folders if holds_pieces(name))
+
+
+def holds_pieces(name: str) -> bool:
+    """Return whether a folder of this name is a part of the checkpoint that it lies in."""
+    return any(matches(name, kind.folders) for kind in sharded_kinds())

@@ -1,0 +1,25 @@
+"""Keeping transformers and PEFT from the terminal while they work for us."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the libraries' progress bars, remarks and warnings, and give them back as they were."""
+    from transformers.utils import logging  # noqa: PLC0415 - heavy, and loaded by whoever asks
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,41 @@
+"""Comparing two adapters, or two models."""
+
+from __future__ import annotations
+
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
+from lora_tool.errors import NotACheckpoint
+from lora_tool.inspection.comparison import Comparison, compare_adapters, compare_models
+from lora_tool.pipeline.writing import unwatched
+from lora_tool.progress import StageWatch
+from lora_tool.sources import Reference, opened
+
+
+def diff(
+    first: Reference,
+    second: Reference,
+    *,
+    watch: StageWatch = unwatched,
+) -> Comparison:
+    """Return how `second` differs from `first`, two adapters or two models, module by module: all weights are read.
+
+    Adapters are compared by their ΔW. `watch` is asked for the progress of the reading. Raises `CheckpointError`.
+    """
+    pair = _comparable(opened(first)), _comparable(opened(second))
+    with watch("comparing", sum(each.weights.nbytes for each in pair)) as progress:
+        match pair:
+            case AdapterDir() as one, AdapterDir() as other:
+                return compare_adapters(one, other, progress)
+            case ModelDir() as model, ModelDir() as other_model:
+                return compare_models(model, other_model, progress)
+    kinds = f"{pair[0].root} is {pair[0].kind.with_article}, {pair[1].root} is {pair[1].kind.with_article}"
+    raise NotACheckpoint(
+        f"{kinds}: an adapter is compared with an adapter, a model with a model",
+        hint="merge the adapter first: lora-tool merge ADAPTER",
+    )
+
+
+def _comparable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
+    if not isinstance(checkpoint, AdapterDir | ModelDir):
+        raise unexpected(checkpoint, "an adapter or a model")
+    require_whole(checkpoint)
+    return checkpoint

@@ -1,0 +1,240 @@
+"""Merging, the whole way: the inputs found, judged and planned, the plan carried out, its result read back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Concatenate, ParamSpec
+
+from lora_tool.checkpoint import (
+    AdapterDir,
+    ModelDir,
+    open_model,
+    require_whole,
+)
+from lora_tool.display import size
+from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
+from lora_tool.pipeline.writing import Written, write
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.build_plan import HubOrigin
+from lora_tool.plan.merge.in_memory import InMemory, ask_in_memory, plan_in_memory
+from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
+from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.sources import (
+    Reference,
+    Source,
+    Wanted,
+    another_base,
+    located,
+    open_adapter_at,
+    opened_adapter,
+    opened_model,
+    resolve,
+    several,
+)
+
+Asked = ParamSpec("Asked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundInputs:
+    """The adapters that are merged, in the order of their sum, their base, and where all of them come from."""
+
+    adapters: tuple[AdapterDir, ...]
+    sources: tuple[Source, ...]
+    base: ModelDir
+    base_source: Source
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The folders that are read."""
+        return (*(source.path for source in self.sources), self.base_source.path)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A warning for each adapter that names another base."""
+        named = [(each.config.base_model if each.config else None, each.root) for each in self.adapters]
+        return tuple(text for name, root in named for text in another_base(name, root, self.base_source))
+
+    @property
+    def default_output(self) -> Path:
+        """Where the model goes if nobody says: a `-merged` sibling of the first adapter, here for one of the Hub."""
+        first = self.sources[0]
+        if first.hub_id is not None:
+            return Path(f"{first.hub_id.rpartition('/')[2]}-merged")
+        folder = first.path.resolve()
+        return folder.parent / f"{folder.name}-merged"
+
+
+def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | None) -> FoundInputs:
+    """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
+
+    Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
+    """
+    listed = several(adapters)
+    sources = [located(each, Wanted.ADAPTER) for each in listed]
+    opened = tuple(
+        open_adapter_at(found.path) if isinstance(each, str | os.PathLike) else opened_adapter(each)
+        for each, found in zip(listed, sources, strict=True)
+    )
+    found = _common_base(opened) if base is None else located(base, Wanted.MODEL)
+    model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
+    return FoundInputs(adapters=opened, sources=tuple(sources), base=model, base_source=found)
+
+
+def _common_base(adapters: Sequence[AdapterDir]) -> Source:
+    found = [named_base(adapter) for adapter in adapters]
+    for adapter, source in zip(adapters[1:], found[1:], strict=True):
+        if not source.path.samefile(found[0].path):
+            raise IncompatibleBase(
+                f"{adapters[0].root} was trained on {found[0].reference}, {adapter.root} on {source.reference}: "
+                "their deltas do not belong to one model",
+                hint="if the two are the same model, say which to take: --base MODEL",
+            )
+    return found[0]
+
+
+def named_base(adapter: AdapterDir, near: Path | None = None) -> Source:
+    """Return the base that the adapter's config names, downloaded; a relative path is looked for in `near`, by default
+    the adapter's folder. Raises `NotACheckpoint` where it names none, or one that is not there.
+    """
+    config, hint = adapter.config, f"lora-tool merge {adapter.root} --base MODEL"
+    if config is None:
+        require_whole(adapter)
+    if config is None or not config.base_model:
+        raise NotACheckpoint(f"{adapter.root}: adapter_config.json names no base model", hint=hint)
+    try:
+        return resolve(config.base_model, near=near or adapter.root, revision=config.revision, download=True)
+    except NotACheckpoint as error:
+        error.hint = error.hint or hint
+        raise
+
+
+@contextlib.contextmanager
+def planned(
+    inputs: FoundInputs,
+    options: MergeOptions,
+    out: Path,
+    *,
+    dry_run: bool = False,
+    note: Callable[[str], None] = lambda _: None,
+) -> Iterator[Plan | None]:
+    """Yield the plan of the merge that is to be written to `out`. Raises as `plan_merge` does.
+
+    What only PEFT can merge is merged by it, where `options` allow that: into a folder beside `out` that lasts as long
+    as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then.
+    """
+    try:
+        plan = _plan(inputs, options)
+    except OnlyInMemory as why:
+        if not options.allow_in_memory:
+            raise
+        asked = ask_in_memory(
+            inputs.base,
+            inputs.adapters,
+            task=options.task,
+            num_labels=options.num_labels,
+            dtype=options.dtype,
+            **options.rules(),
+        )
+        note(f"PEFT merges it in memory, which takes about {size(asked.needed_bytes)}: {why}")
+        reason = str(why)
+    else:
+        yield plan
+        return
+    with _merged_by_peft(inputs, asked, options, out, reason, dry_run=dry_run) as plan_of_result:
+        yield plan_of_result
+
+
+def _plan(inputs: FoundInputs, options: MergeOptions) -> Plan:
+    return plan_merge(
+        inputs.base,
+        inputs.adapters,
+        task=options.task,
+        num_labels=options.num_labels,
+        dtype=options.dtype,
+        precision=options.precision,
+        untie=options.untie,
+        max_shard_bytes=options.max_shard_bytes,
+        expert_layout=options.expert_layout,
+        base_origin=_origin(inputs.base_source),
+        adapter_origin=[_origin(source) for source in inputs.sources],
+        **options.rules(),
+    )
+
+
+def _origin(source: Source) -> HubOrigin:
+    return HubOrigin(hub_id=source.hub_id, revision=source.revision)
+
+
+@contextlib.contextmanager
+def _merged_by_peft(
+    inputs: FoundInputs, asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
+) -> Iterator[Plan | None]:
+    from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
+    from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
+
+    require_memory(asked)
+    if dry_run:
+        yield None
+        return
+    with staging_folder(out) as folder:
+        merge_with_peft(asked, folder)
+        yield plan_in_memory(
+            asked,
+            open_model(folder),
+            why=why,
+            max_shard_bytes=options.max_shard_bytes,
+            base_origin=_origin(inputs.base_source),
+            adapter_origin=[_origin(source) for source in inputs.sources],
+        )
+
+
+def _called_with(
+    arguments: Callable[Asked, MergeArguments],
+) -> Callable[
+    [Callable[[Reference | Sequence[Reference], MergeArguments], Written]],
+    Callable[Concatenate[Reference | Sequence[Reference], Asked], Written],
+]:
+    """Give a function, for its second parameter, those of `arguments` as keywords, their types and their sentences."""
+
+    def decorate(
+        function: Callable[[Reference | Sequence[Reference], MergeArguments], Written],
+    ) -> Callable[Concatenate[Reference | Sequence[Reference], Asked], Written]:
+        @functools.wraps(function)
+        def call(adapters: Reference | Sequence[Reference], /, *args: Asked.args, **kwargs: Asked.kwargs) -> Written:
+            return function(adapters, arguments(*args, **kwargs))
+
+        first, _ = inspect.signature(function, eval_str=True).parameters.values()
+        keywords = inspect.signature(arguments, eval_str=True).parameters.values()
+        signature = inspect.Signature([first.replace(kind=first.POSITIONAL_ONLY), *keywords], return_annotation=Written)
+        vars(call)["__signature__"] = signature  # where `inspect` looks for it
+        lines = [f"`{name}`: {how.help}" for name, (how, _) in declared(MergeArguments).items()]
+        call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])
+        return call
+
+    return decorate
+
+
+@_called_with(MergeArguments)
+def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
+    """Merge `adapters`, one or the sum of several, into their base, and return what was written.
+
+    An adapter is a path, a Hub id or an opened checkpoint. It is judged as `validate` does, planned as by `plan_merge`,
+    written as by `execute`, and read back: what the command `merge` does. Raises `FindingsFound`, `CheckpointError`,
+    `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue` for an argument.
+    """
+    from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the arguments are known to be right
+
+    inputs = merge_inputs(adapters, asked.base)
+    out = Path(asked.out) if asked.out else inputs.default_output
+    check_output(out, overwrite=asked.overwrite, inputs=inputs.paths)
+    with planned(inputs, asked, out) as plan:
+        if plan is None:
+            raise AssertionError("only a dry run has no plan")
+        return write(plan, out, verify=asked.verify, jobs=asked.jobs, overwrite=asked.overwrite, resume=asked.resume)

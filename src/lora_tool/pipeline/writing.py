@@ -1,0 +1,136 @@
+"""Carrying a plan out: written, read back, and published under its name, with one summary for people and programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lora_tool.display import counted, printable, size
+from lora_tool.execution.engine import execute
+from lora_tool.formats.manifest import FILE_NAME, read_manifest
+from lora_tool.plan.core import delta_retention
+from lora_tool.plan.core.plan import Plan
+from lora_tool.progress import StageWatch
+from lora_tool.report.findings import Finding
+from lora_tool.report.json import finding_json
+
+
+def unwatched(_what: str, _nbytes: int) -> nullcontext[Callable[[int], None]]:
+    """Return a progress that shows nothing: the `StageWatch` of those who do not wait."""
+    return nullcontext(lambda _: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A folder that was written, and what was seen when it was read back. `str` of it is what the command prints."""
+
+    path: Path
+    plan: Plan = field(repr=False)
+    fidelity: Mapping[str, Any] | None = field(repr=False)
+    """How much of the merged deltas survived the rounding to the output's type; None where nothing was merged."""
+    warnings: tuple[str, ...] = ()
+    verification: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The summary of what was read back; None where that was not asked for."""
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        plan = self.plan
+        yield from map(printable, plan.notes)
+        for file in plan.side_files:
+            yield f"  {printable(file.filename)}: {printable(file.reason)}"
+        counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items())
+        yield f"{counts} (precision {plan.precision})"
+        if self.fidelity is not None:
+            yield printable(delta_retention.line(self.fidelity))
+        if self.verification is not None:
+            found = self.verification
+            unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
+            right = f"{found['right']} of {found['tensors']} tensors right"
+            yield f"verified on samples read back: {right}{farthest(found)}{unknown}"
+        yield (
+            f"wrote {printable(str(self.path))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON data."""
+        plan = self.plan
+        return {
+            "schema_version": 1,
+            "output": str(self.path),
+            "total_size": plan.data_bytes,
+            "counts": plan.counts(),
+            "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
+            "verification": self.verification,
+            "notes": list(plan.notes),
+            "fidelity": self.fidelity,
+            "findings": [finding_json(finding) for finding in plan.findings],
+            "warnings": list(self.warnings),
+        }
+
+
+def farthest(summary: Mapping[str, Any]) -> str:
+    """Return how far the values are from those computed again, as a verification's `summary` says; "" without any."""
+    ulps = summary["largest_ulps"]
+    return "" if ulps is None else f", at most {ulps:.2f} ulp off"
+
+
+def write(
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    watch: StageWatch = unwatched,
+    found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
+) -> Written:
+    """Write the folder `out` as `plan` says and return what was done.
+
+    `jobs`, `overwrite` and `resume` are those of `execute`. With `verify`, samples of what was written are
+    read back and compared before the folder gets its name, and `found` is called with what the rules say of it. `watch`
+    is asked for the progress of the writing. Raises as `execute` does, and `VerificationFailed`.
+    """
+    out = Path(out)
+    summary: Mapping[str, Any] | None = None
+
+    def check(folder: Path) -> Mapping[str, Any]:
+        from lora_tool.verification.verifying import check_written, summary_json  # noqa: PLC0415 - only where checked
+
+        nonlocal summary
+        seen = check_written(plan, folder, jobs=jobs)
+        # under the name that the user knows; the folder does not have it yet
+        named = tuple(replace(each, path=each.path.replace(str(folder), str(out), 1)) for each in seen.report.findings)
+        found(named)
+        replace(seen, report=replace(seen.report, findings=named)).raise_for_errors()
+        summary = summary_json(seen)
+        return summary
+
+    looked_at = plan.values.nbytes if plan.values else 0
+    with watch("checking and writing" if looked_at else "writing", plan.data_bytes + looked_at) as progress:
+        execute(
+            plan,
+            out,
+            jobs=jobs,
+            overwrite=overwrite,
+            resume=resume,
+            progress=progress,
+            check=check if verify else None,
+        )
+    manifest = read_manifest(out / FILE_NAME).raw
+    return Written(
+        path=out,
+        plan=plan,
+        fidelity=manifest["fidelity"],
+        warnings=tuple(manifest["warnings"]),
+        verification=summary,
+    )

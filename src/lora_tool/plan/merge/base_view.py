@@ -1,0 +1,63 @@
+"""What every later step of a merge reads of the base: the decisions about its model, and its tensors as in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from lora_tool.architectures import Architecture
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.names.model import ModelFacts
+from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.core.terms import LoraTerm
+
+PerExpert = Mapping[str, tuple[LoraTerm, ...]]
+"""Tensor on disk → the deltas that it alone has, as a part of a fused parameter."""
+
+
+class BaseView(Protocol):
+    """A base and the adapters in the names that parameters have in memory, which are those that adapters use.
+
+    `DirectBase` has these names on disk, `ConvertedBase` is translated by transformers; `read_base` decides which.
+    """
+
+    @property
+    def base(self) -> ModelDir:
+        """The base with the parameters of its model, by their names in memory."""
+
+    @property
+    def adapters(self) -> Sequence[AdapterDir]:
+        """The adapters, with the module paths of the same names."""
+
+    @property
+    def arch(self) -> Architecture:
+        """The classes that the model may be, and their heads."""
+
+    @property
+    def task(self) -> Task:
+        """What the merged model is for, which with `arch` or `facts` says its class; never `Task.AUTO`."""
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """What transformers says of the class, where it was asked."""
+
+    @property
+    def missing_keys(self) -> frozenset[str]:
+        """Parameters of the class that the base has nothing for."""
+
+    @property
+    def tied_by_config(self) -> Mapping[str, str]:
+        """Parameter → the one that it is tied to for as long as the config says `tie_word_embeddings`."""
+
+    @property
+    def leftovers(self) -> tuple[InputRecord, ...]:
+        """Tensors of the base that the model has no place for."""
+
+    def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
+        """Return the modules that are layers in memory, and the deltas on parts of fused parameters."""
+
+    def on_disk(self, steps: Sequence[Step], per_expert: PerExpert) -> tuple[Step, ...]:
+        """Return the steps on parameters as steps on the tensors that `save_pretrained` writes."""

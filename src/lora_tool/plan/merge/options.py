@@ -1,0 +1,140 @@
+"""What a merge can be asked for, declared once.
+
+Each field of `MergeOptions` is an argument of the library's `merge`, an option of the commands `merge` and `ci`, and a
+key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `ci` does not have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lora_tool.choices import number_of_bytes, positive, wrong_value
+from lora_tool.errors import WrongValue
+from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.ops import Precision
+from lora_tool.report.findings import Severity
+from lora_tool.sources import Reference
+from lora_tool.tensors import DType, float_type
+
+
+def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
+    """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
+    return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
+
+
+def severity(asked: object) -> Severity:
+    """Return the severity at which findings fail. Raises `WrongValue` for everything but "error" and "warning"."""
+    if asked not in (Severity.ERROR, Severity.WARNING):
+        raise wrong_value("severity", asked, [Severity.ERROR.value, Severity.WARNING.value])
+    return Severity(asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option: what it does, in a sentence, and how it is written on a command line.
+
+    `parse` makes a value of what is given, and raises `WrongValue`; None takes it as it is.
+    """
+
+    help: str
+    parse: Callable[[Any], Any] | None = None
+    name: str | None = None
+    """Without its dashes, where it is not the field's."""
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 - as `dataclasses.field`
+    """Return a dataclass field that is an option; `spelling` is that of `Option`."""
+    return field(default=default, metadata={"option": Option(help=text, **spelling)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeOptions:
+    """What is asked of a merge, whoever asks. Raises `WrongValue` for a value that is not allowed."""
+
+    out: str | os.PathLike[str] | None = option(
+        None, "Folder to write.  [default: a `-merged` sibling]", name="output", short=("-o",), metavar="PATH"
+    )
+    base: Reference | None = option(
+        None, "Base model: path or Hub id.  [default: what adapter_config.json names]", metavar="MODEL"
+    )
+    task: Task | str = option(
+        Task.AUTO,
+        "What the merged model is; reward is seq-cls with one label, as-trained the class that adapter or base name.",
+        parse=Task,
+    )
+    num_labels: int | None = option(None, "Labels that the head must have.", parse=positive)
+    dtype: DType | str | None = option(
+        None,
+        "Type of all weights.  [default: each as in the base]",
+        parse=float_type,
+        metavar="[bfloat16|float16|float32]",
+    )
+    precision: Precision | str = option(
+        Precision.FLOAT32,
+        "Arithmetic: float32 accumulation, PEFT's own bits, or the same bytes on every machine.",
+        parse=Precision,
+    )
+    untie: bool = option(
+        default=False, text="Write tied embeddings as two matrices, each as it was trained.", parse=bool
+    )
+    expert_layout: ExpertLayout | str | None = option(
+        None,
+        "How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank-major]",
+        parse=ExpertLayout,
+        name="moe-b-layout",
+    )
+    allow_in_memory: bool = option(
+        default=False, text="Let PEFT merge what only it can, with the whole model in memory.", parse=bool
+    )
+    max_shard_size: int | str | None = option(
+        None, "Largest weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
+    )
+    select: Iterable[str] = option((), "Only these rules: LT206, or LT2 for all that begin so.", parse=codes)
+    ignore: Iterable[str] = option((), "Not these rules.", parse=codes)
+    fail_on: Severity | str = option(
+        Severity.ERROR, "Fail for findings of this severity or worse.", parse=severity, metavar="[error|warning]"
+    )
+    jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
+    overwrite: bool = option(default=False, text="Replace an output that lora-tool wrote, after success.", parse=bool)
+
+    @property
+    def max_shard_bytes(self) -> int | None:
+        """`max_shard_size` as a number."""
+        return None if self.max_shard_size is None else number_of_bytes(self.max_shard_size)
+
+    def rules(self) -> dict[str, Any]:
+        """Return what is asked of the judge, as `plan_merge` takes it."""
+        return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}
+
+    def __post_init__(self) -> None:
+        for name, (how, _) in declared(type(self)).items():
+            given = getattr(self, name)
+            if given is not None and how.parse is not None:
+                try:
+                    object.__setattr__(self, name, how.parse(given))
+                except WrongValue as error:
+                    raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeArguments(MergeOptions):
+    """What is asked of one merge, and of nothing else."""
+
+    verify: bool = option(default=True, text="Read samples back and check them before publishing.", parse=bool)
+    resume: bool = option(default=False, text="Take over the finished files of a run that was killed.", parse=bool)
+
+
+def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:
+    """Return the declared options by the names of their fields, each with its default."""
+    return {each.name: (each.metadata["option"], each.default) for each in fields(options)}
+
+
+def keys(options: type[MergeOptions]) -> tuple[str, ...]:
+    """Return the options as a YAML or TOML table spells them: ``max_shard_size``."""
+    return tuple((how.name or name).replace("-", "_") for name, (how, _) in declared(options).items())

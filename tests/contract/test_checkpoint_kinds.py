@@ -1,0 +1,226 @@
+"""The door for kinds of checkpoints: one module, this one, and every command takes what it describes.
+
+The kind defined here has rank files of its own, `slice_N.safetensors` with some rows of every tensor, and `slices.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lora_tool.checkpoint import KINDS, Claim, Folder, ShardedDir, ShardedKind, open_checkpoint, open_sharded
+from lora_tool.checkpoint.kinds import Kind
+from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.safetensors import scan_file
+from lora_tool.hub.contents import pushable, select
+from lora_tool.report import Finding, Severity
+from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.training_state import training_state
+from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
+from tests.checkpoint_edits import Raw, Tensors, read, write
+from tests.cli.calling import FIXTURES, Caller
+
+ADAPTER, BASE = FIXTURES / "causal-llama" / "adapter", FIXTURES / "causal-llama" / "base"
+
+
+# the kind, as a module of its own would have it
+
+
+def _recognise(folder: Folder) -> Claim | None:
+    return Claim.WEIGHTS if "slices.json" in folder.files else None
+
+
+def _open(folder: Folder) -> ShardedDir:
+    names = tuple(name for name in folder.files if name.startswith("slice_"))
+    return ShardedDir(kind=SLICED, folder=folder, rank_files={".": names}, problems=folder.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedState(TrainingState):
+    slices: tuple[dict[str, StoredTensor], ...]
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        return {name: self._joined(name) for name in self.entries if name in wanted}
+
+    def _joined(self, name: str) -> StoredTensor:
+        parts = [held[name] for held in self.slices]
+        spec = TensorSpec(name=name, dtype=parts[0].dtype, shape=self.entries[name].shape)
+        spans = tuple(span for part in parts for span in part.spans)
+        if sum(span.nbytes for span in spans) != spec.nbytes:
+            raise IncompleteCheckpoint(f"{self.folder}: `{name}` is not whole")
+        return StoredTensor(spec=spec, spans=spans)
+
+
+def sliced_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> SlicedState:  # noqa: ARG001 - one step only
+    told = json.loads((checkpoint.root / "slices.json").read_text())
+    paths = [checkpoint.root / f"slice_{rank}.safetensors" for rank in range(told["ranks"])]
+    there = [path for path in paths if path.exists()]
+    lost = ", ".join(path.name for path in paths if path not in there)
+    missing = Finding(
+        code="LT401",
+        severity=Severity.ERROR,
+        path=str(checkpoint.root),
+        subject=None,
+        message=f"{lost} is missing",
+        hint=None,
+    )
+    return SlicedState(
+        root=checkpoint.root,
+        folder=checkpoint.root,
+        title=f"sliced checkpoint {checkpoint.root}, {len(paths)} ranks",
+        entries={name: Entry(role=Role.TRAINED, shape=tuple(shape)) for name, shape in told["shapes"].items()},
+        faults=(missing,) if lost else (),
+        stamps={path: FileStamp.of(path) for path in there},
+        slices=tuple(dict(scan_file(path).tensors) for path in there),
+    )
+
+
+SLICED = ShardedKind(
+    name="sliced checkpoint",
+    sign="slices.json",
+    landmarks=("slices.json",),
+    weights=("slice_*.safetensors",),
+    others=("slices.json",),
+    folders=("slices_of_step*",),
+    state=f"{__name__}:sliced_state",
+    recognise=_recognise,
+    open=_open,
+)
+
+
+# what every command makes of it
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    KINDS.append(SLICED)
+    yield
+    KINDS.remove(SLICED)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The fixture adapter as two ranks would have left it, its config in the folder above."""
+    root = tmp_path / "run" / "sliced"
+    root.mkdir(parents=True)
+    config = json.loads((ADAPTER / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(BASE)
+    (root.parent / "adapter_config.json").write_text(json.dumps(config))
+    write_slices(root, read(ADAPTER / "adapter_model.safetensors"))
+    return root
+
+
+def write_slices(root: Path, tensors: Tensors, ranks: int = 2) -> None:
+    saved = {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in saved.items()}
+    (root / "slices.json").write_text(json.dumps({"ranks": ranks, "shapes": shapes}))
+    for rank in range(ranks):
+        write(root / f"slice_{rank}.safetensors", {name: rows(tensor, rank, ranks) for name, tensor in saved.items()})
+
+
+def rows(tensor: Raw, rank: int, ranks: int) -> Raw:
+    count, width = tensor.shape[0], len(tensor.data) // tensor.shape[0]
+    first, last = (count * at // ranks for at in (rank, rank + 1))
+    return Raw(tensor.dtype, (last - first, *tensor.shape[1:]), tensor.data[first * width : last * width])
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(capsys)
+
+
+def test_it_is_opened_and_described(run: Path, call: Caller) -> None:
+    opened = open_checkpoint(run)
+    assert isinstance(opened, ShardedDir)
+    assert opened.kind is SLICED
+    assert opened == open_sharded(run)
+    told = call("inspect", run, "--json").json
+    assert (told["kind"], told["tags"][0]["files"]) == ("sliced checkpoint", 2)
+    (listed,) = call("ls", run.parent, "--json").json["runs"]
+    assert listed["checkpoints"][0]["kind"] == "sliced checkpoint"
+
+
+def test_its_faults_are_findings_and_refuse(run: Path, call: Caller, tmp_path: Path) -> None:
+    assert call("validate", run, "--deep").code == 0
+    slice_ = run / "slice_1.safetensors"
+    content = slice_.read_bytes()
+    slice_.write_bytes(content[:-4] + struct.pack("<f", float("nan")))
+    for called in (call("validate", run, "--deep"), call("consolidate", run, "-o", tmp_path / "out")):
+        assert (called.code, "LT412" in called.out + called.err) == (1, True)
+    slice_.unlink()
+    for called in (call("validate", run), call("consolidate", run, "-o", tmp_path / "out")):
+        assert (called.code, "LT401" in called.out + called.err) == (1, True)
+        assert "slice_1.safetensors is missing" in called.out + called.err
+
+
+def test_its_adapter_is_the_one_that_was_trained(run: Path, call: Caller, tmp_path: Path) -> None:
+    assert call("consolidate", run, "-o", tmp_path / "adapter").code == 0
+    assert read(tmp_path / "adapter" / "adapter_model.safetensors") == read(ADAPTER / "adapter_model.safetensors")
+    assert call("ci", run, "-o", tmp_path / "merged").code == 0
+    assert call("verify", tmp_path / "merged").code == 0
+
+
+def test_an_adapter_without_weights_is_mended_from_it(run: Path, call: Caller, tmp_path: Path) -> None:
+    """As after a training that saved its config and pieces alone: the command that helps is named, and `ci` uses it."""
+    assert f"lora-tool consolidate {run}" in call("validate", run.parent).out
+    shutil.copy(run.parent / "adapter_config.json", run)
+    assert call("ci", run, "-o", tmp_path / "merged").code == 0
+
+
+def test_it_is_no_use_to_others(run: Path) -> None:
+    with pytest.raises(NotACheckpoint, match="is a sliced checkpoint: expected an adapter or a model") as refused:
+        pushable(open_checkpoint(run))
+    assert refused.value.hint == f"lora-tool consolidate {run}"
+    shutil.copytree(ADAPTER, run, dirs_exist_ok=True)
+    contents, left = select(pushable(open_checkpoint(run)))
+    assert {"slice_0.safetensors", "slices.json"} <= {item.name for item in left if "training state" in item.reason}
+    assert {"adapter_model.safetensors"} <= {item.name for item in contents}
+
+
+def test_a_folder_without_it_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint, match=r"or slices\.json"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(NotACheckpoint, match=r"a sliced checkpoint \(slices\.json\)"):
+        open_sharded(tmp_path)
+
+
+# what holds for every kind
+
+
+def test_each_kind_is_complete() -> None:
+    assert len({kind.name for kind in KINDS}) == len({kind.sign for kind in KINDS}) == len(KINDS)
+    assert {kind.with_article.partition(" ")[0] for kind in KINDS} == {"a", "an"}
+
+
+SAMPLES = {
+    "DeepSpeed checkpoint": ["zero/stage1-reward", "zero/stage2-tied", "zero/stage3-reward"],
+    "FSDP checkpoint": ["fsdp2-reward"],
+    "adapter": ["causal-llama/adapter"],
+    "base model": ["causal-llama/base"],
+    "run folder": ["reward-run"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_each_kind_opens_its_own(kind: Kind) -> None:
+    """And those of pieces give a state that another process could have, with every value in its place."""
+    for sample in SAMPLES[kind.name]:
+        opened = (open_sharded if isinstance(kind, ShardedKind) else open_checkpoint)(FIXTURES / sample)
+        assert opened.kind is kind
+        if isinstance(opened, ShardedDir):
+            state = training_state(opened)
+            copy = pickle.loads(pickle.dumps(state))
+            assert copy == state
+            assert copy.assemble(state.entries) == state.assemble(state.entries)
+            assert state.faults == training_state(opened, or_newest=True).faults
+            assert (
+                pickle.loads(pickle.dumps(state.value_check(state.assemble(state.entries)))).run(lambda _: None) == []
+            )

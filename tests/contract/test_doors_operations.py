@@ -1,0 +1,130 @@
+"""The door of operations: a new one touches few files, forgetting one of them is mypy's error, and then it works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OPERATION = '''
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Negate(_RowOperation):
+    """-W."""
+
+    source: StoredTensor
+
+    def __str__(self) -> str:
+        return "negated"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        return (Negate(source=rows_of(self.source, start, rows)),)
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        return _described(self, self.source, input_names)
+
+    def reference(self, read: Read) -> Values:
+        return -read(self.source)
+
+
+LowRank = '''
+ARMS = {
+    "execution/backends/numpy_backend.py": "return -self._stored(op.source, first, last), None, False",
+    "execution/backends/torch_backend.py": "return -weight",
+    "verification/recompute.py": "return Expected(base, -2 * base, _no_products)",
+}
+"""File → what its match does with the operation."""
+USE = """
+import sys
+from pathlib import Path
+import numpy as np
+from lora_tool.actions import TensorAction
+from lora_tool.execution.engine import execute
+from lora_tool.formats.weights import read_single
+from lora_tool.plan.core.ops import Assemble, Copy, Negate, Precision
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.sharding import lay_out
+from lora_tool.plan.core.steps import Step
+from lora_tool.tensors import FileStamp, TensorSpec
+from lora_tool.verification.verifying import check_written
+from tests.property.interpret import load
+
+path, out = Path(sys.argv[1]), Path(sys.argv[2])
+(source,) = read_single(path).tensors.values()
+op = Assemble(parts=(*Negate(source=source).cut(0, 3), Copy(source=source)))
+spec = TensorSpec(name="w", dtype=source.dtype, shape=(3 + source.shape[0], source.shape[1]))
+step = Step(out=spec, op=op, action=TensorAction.MERGED, reason=str(op))
+plan = Plan(
+    shards=lay_out([step], homes={}, max_shard_bytes=None),
+    side_files=(),
+    leftovers=(),
+    inputs=(FileStamp.of(path),),
+    precision=Precision(sys.argv[3]),
+    manifest={},
+)
+assert "negated; copied" in str(plan)
+assert [part["op"] for part in plan.to_json()["shards"][0]["steps"][0]["parts"]] == ["Negate", "Copy"]
+execute(plan, out)
+(written,) = read_single(out / "model.safetensors").tensors.values()
+assert np.array_equal(load(written), op.reference(load)), "what is written is what the operation means"
+evidence = check_written(plan, out).evidence["w"]
+print(evidence.verdict.value, evidence.compared)
+"""
+
+
+def forgotten(folder: Path) -> dict[str, int]:
+    """Return the files in which mypy says that a match forgets an operation, with how often."""
+    checked = ["execution/engine.py", "verification/verifying.py", "validation/merged.py", "plan/merge/plan_merge.py"]
+    (folder / "mypy.ini").write_text(
+        "[mypy]\nmypy_path = src\nexplicit_package_bases = true\npython_version = 3.11\n"
+        "[mypy-numpy.*,torch.*,transformers.*,peft.*,rich.*,huggingface_hub.*]\nfollow_imports = skip\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *(f"src/lora_tool/{name}" for name in checked)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "error: " in done.stdout or done.returncode == 0, done.stderr
+    places = re.findall(r'^src/lora_tool/(\S+):\d+: error: .*assert_never.*"Negate"', done.stdout, re.MULTILINE)
+    return {place: places.count(place) for place in places}
+
+
+def test_an_operation_is_added_in_four_files_and_mypy_names_those_that_forget_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    rooms = tmp_path / "src" / "lora_tool"
+    ops = rooms / "plan/core/ops.py"
+    text = ops.read_text()
+    assert text.count("\n\nLowRank = ") == text.count("\nRowOp = Copy") == 1
+    ops.write_text(text.replace("\n\nLowRank = ", OPERATION).replace("\nRowOp = Copy", "\nRowOp = Negate | Copy"))
+    assert forgotten(tmp_path) == dict.fromkeys(ARMS, 1)
+
+    for name, arm in ARMS.items():
+        code, count = re.subn(
+            r"\n( +)(case Copy\(\) \| Cast\(\):)", rf"\n\1case Negate():\n\1    {arm}\n\1\2", (rooms / name).read_text()
+        )
+        assert count == 1
+        imported = re.sub(r"(from lora_tool.plan.core.ops import .*)", r"\1, Negate", code, count=1)
+        (rooms / name).write_text(imported)
+    assert forgotten(tmp_path) == {}
+
+    import numpy as np
+
+    from tests.property.strategies import write_weights
+
+    write_weights(tmp_path / "in.safetensors", {"w": np.arange(60, dtype=np.float32).reshape(12, 5)})
+    for precision in ("float32", "peft"):
+        done = subprocess.run(
+            [sys.executable, "-c", USE, tmp_path / "in.safetensors", tmp_path / precision, precision],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path / 'src'}:{ROOT}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout.split() == ["right", "75"], done.stderr
