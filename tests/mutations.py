@@ -252,6 +252,17 @@ def _flattened(folder: Path) -> None:
         table[f"{Q_PROJ}.lora_B.weight"] = raw(64)
 
 
+@_breaks("LT202 magnitude", CAUSAL)
+def _magnitude_of_another_length(folder: Path) -> None:
+    with fields(folder) as config:
+        config["use_dora"] = True
+    with tensors(folder) as table:
+        lengths = {name: tensor.shape[0] for name, tensor in table.items() if ".lora_B." in name}
+        for name, rows in lengths.items():
+            table[name.replace(".lora_B.weight", ".lora_magnitude_vector")] = raw(rows)
+        table[f"{Q_PROJ}.lora_magnitude_vector"] = raw(12)
+
+
 @_breaks("LT203", CAUSAL)
 def _other_r(folder: Path) -> None:
     with fields(folder) as config:
@@ -337,6 +348,12 @@ def _bias_without_reason(folder: Path) -> None:
 def _tokens_without_reason(folder: Path) -> None:
     with tensors(folder) as table:
         table[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"] = raw(2, 16)
+
+
+@_breaks("LT207 odd part", CAUSAL)
+def _bias_of_lora_a(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_A.bias"] = raw(4)
 
 
 @_breaks("LT208", CAUSAL)
@@ -494,6 +511,12 @@ def _raw_state(folder: Path) -> None:
         table[f"{PREFIX}score.original_module.weight"] = table[SCORE]
 
 
+@_breaks("LT213 other values", REWARD)
+def _another_copy_of_the_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}score.modules_to_save.default.weight"] = raw(1, 16, dtype="BF16")
+
+
 @_breaks("LT213 base layers", CAUSAL)
 def _base_layers(folder: Path) -> None:
     with tensors(folder) as table:
@@ -629,6 +652,27 @@ def _value_head_of_trl(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"PK")
 
 
+def _trained_tokens(folder: Path, indices: list[int], *, rows: int, width: int = 16) -> None:
+    with fields(folder) as config:
+        config["trainable_token_indices"] = indices
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"] = raw(rows, width)
+
+
+@_breaks("LT226", CAUSAL)
+def _fewer_rows_than_tokens(folder: Path) -> None:
+    _trained_tokens(folder, [3, 5, 7], rows=2)
+
+
+@_breaks("LT226 whole as well", CAUSAL)
+def _trained_whole_and_by_rows(folder: Path) -> None:
+    _trained_tokens(folder, [1], rows=1)
+    with fields(folder) as config:
+        config["modules_to_save"] = ["embed_tokens"]
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.weight"] = raw(304, 16)
+
+
 # LT3xx, the head
 
 
@@ -722,6 +766,17 @@ def _no_task(folder: Path) -> None:
 
 @_breaks("LT304 asked for", CAUSAL, task="reward")
 def _not_a_reward_model(folder: Path) -> None:
+    assert folder.is_dir()
+
+
+@_breaks("LT304 base", CAUSAL, with_base=True)
+def _base_of_another_class(folder: Path) -> None:
+    with fields(folder.parent / "base", "config.json") as config:
+        config["architectures"] = ["LlamaForSequenceClassification"]
+
+
+@_breaks("LT304 another task", REWARD, task="token-cls")
+def _not_a_token_classifier(folder: Path) -> None:
     assert folder.is_dir()
 
 
@@ -839,6 +894,17 @@ def _head_of_another_width(folder: Path) -> None:
         table[SCORE] = raw(1, 24, dtype="BF16")
 
 
+@_breaks("LT502 flat head", REWARD, with_base=True)
+def _head_of_one_dimension(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[SCORE] = raw(16, dtype="BF16")
+
+
+@_breaks("LT502 tokens", CAUSAL, with_base=True)
+def _tokens_of_another_width(folder: Path) -> None:
+    _trained_tokens(folder, [1], rows=1, width=24)
+
+
 @_breaks("LT503", CAUSAL, with_base=True)
 def _layer_beyond(folder: Path) -> None:
     with tensors(folder) as table:
@@ -851,6 +917,15 @@ def _smaller_vocabulary(folder: Path) -> None:
         table[f"{PREFIX}model.embed_tokens.weight"] = raw(290, 16)
     with fields(folder) as config:
         config["modules_to_save"] = ["embed_tokens"]
+
+
+@_breaks("LT504 under LoRA", CAUSAL, with_base=True)
+def _lora_on_another_vocabulary(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.lora_embedding_A"] = raw(4, 310)
+        table[f"{PREFIX}model.embed_tokens.lora_embedding_B"] = raw(16, 4)
+    with fields(folder) as config:
+        config["target_modules"].append("embed_tokens")
 
 
 @_breaks("LT505", CAUSAL, with_base=True)
@@ -910,6 +985,35 @@ def _lora_on_tied_end(folder: Path) -> None:
         table.update(lora("lm_head", rows=304, columns=16))
     with fields(folder) as config:
         config["target_modules"].append("lm_head")
+
+
+@_breaks("LT509", CAUSAL, with_base=True)
+def _token_beyond_the_vocabulary(folder: Path) -> None:
+    _trained_tokens(folder, [304], rows=1)
+
+
+@_breaks("LT510", CAUSAL, with_base=True)
+def _base_of_experts(folder: Path) -> None:
+    base = folder.parent / "base"
+    with fields(base, "config.json") as config:
+        config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    for path in base.glob("*.safetensors"):
+        held = edit.read(path)
+        edit.write(path, {name.replace(".mlp.", ".block_sparse_moe.experts.0."): held[name] for name in held})
+    index = base / INDEX
+    index.write_text(index.read_text().replace(".mlp.", ".block_sparse_moe.experts.0."))
+
+
+@_breaks("LT511", CAUSAL, with_base=True)
+def _base_that_holds_it(folder: Path) -> None:
+    merged = merged_in(folder.parent)
+    shutil.rmtree(folder.parent / "base")
+    merged.rename(folder.parent / "base")
+
+
+@_breaks("LT512", CAUSAL, with_base=True, adapters=[open_checkpoint(FIXTURES / CAUSAL)])
+def _the_same_twice(folder: Path) -> None:
+    assert folder.is_dir()
 
 
 # LT7xx, the training run

@@ -54,6 +54,7 @@ _LEFT_OUT = frozenset(
         "gpt_neo",  # `attention_types` says how many layers there are
         "internlm3",  # LlamaForCausalLM reads fields that this config does not declare
         "iquestcoder",
+        "perceiver",  # its config lists sizes
         "phi4_multimodal",
         "reformer",  # `attn_layers` says how many layers there are
     }
@@ -236,7 +237,7 @@ def sampled(model_type: str) -> list[Built]:
         labels: list[dict[str, Any]] = [
             {"num_labels": 5},
             {"num_labels": 3},
-            {"tie_word_embeddings": not config.tie_word_embeddings},
+            {"tie_word_embeddings": not getattr(config, "tie_word_embeddings", True)},
         ]
         if telling:
             found.extend(one for _, one in _tried(model_type, task, name, [*telling, *labels]))

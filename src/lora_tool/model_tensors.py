@@ -27,6 +27,8 @@ from lora_tool.keys import split_layer
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")
 _MOST_LAYERS = 4096
+_KNOWN_LISTS = frozenset({"attention_window", "moe_layers", "no_rope_layers", "type_vocab_sizes"})
+"""Lists of numbers in configs that the table was made with."""
 _LEGACY = {"gamma": "weight", "beta": "bias"}
 """What layer norms of TensorFlow's checkpoints call their parameters; transformers renames them."""
 
@@ -74,7 +76,7 @@ def _lists_layers(field: tuple[str, Any]) -> bool:
     """Return whether a field of a config lists numbers, which may be layers of another kind."""
     name, value = field
     numbers = isinstance(value, list) and any(isinstance(each, int | list) for each in value)
-    return numbers and not name.endswith(("token_id", "token_ids", "tokens"))
+    return numbers and name not in _KNOWN_LISTS and not name.endswith(("token_id", "token_ids", "tokens"))
 
 
 def _any_class(row: Mapping[str, Any]) -> Mapping[str, Any]:

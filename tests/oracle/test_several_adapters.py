@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -113,12 +113,12 @@ def test_the_manifest_tells_every_adapter_apart(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
-    "saved-by-both": ([QV | {"modules_to_save": ["norm"]}] * 2, r"norm\.weight` has other values in each"),
+    "saved-by-both": ([QV | {"modules_to_save": ["norm"]}] * 2, r"norm\.weight`: has other values in each"),
     "saved-and-lora": (
         [QV | {"modules_to_save": ["lm_head"]}, {"r": 2, "target_modules": ["lm_head"]}],
-        r"`lm_head\.weight` is saved whole in one and has LoRA",
+        r"`lm_head\.weight`: is saved whole in one and has LoRA",
     ),
-    "dora-and-lora": ([QV | {"use_dora": True}, QV], r"q_proj` has DoRA"),
+    "dora-and-lora": ([QV | {"use_dora": True}, QV], r"q_proj`: has DoRA"),
     "tokens-of-both": ([QV | {"trainable_token_indices": [1, 2]}, QV | {"trainable_token_indices": [3]}], "in both"),
 }
 
@@ -128,7 +128,7 @@ def test_a_contradiction_is_refused_by_name(name: str, tmp_path: Path) -> None:
     loras, pattern = REFUSED[name]
     base, adapters = two_adapters(tmp_path, "llama", "causal-lm", *loras)
     make_different(adapters[1])
-    with pytest.raises(UnsupportedAdapter, match=pattern):
+    with pytest.raises(FindingsFound, match=f"LT512 .*{pattern}"):
         plan(base, *adapters)
 
 
@@ -140,7 +140,7 @@ def make_different(adapter: Path) -> None:
 def test_heads_that_differ_and_the_same_adapter_twice(tmp_path: Path) -> None:
     base, adapters = two_adapters(tmp_path, "llama", "seq-cls", QV, ALL)
     make_different(adapters[1])
-    with pytest.raises(UnsupportedAdapter, match=r"`score\.weight` has other values in each"):
+    with pytest.raises(FindingsFound, match=r"LT512 .*`score\.weight`: has other values in each"):
         plan(base, *adapters)
-    with pytest.raises(IncompatibleBase, match="holds the same weights"):
+    with pytest.raises(FindingsFound, match="LT512 .*holds the same weights"):
         plan(base, adapters[0], adapters[0])

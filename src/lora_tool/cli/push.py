@@ -13,9 +13,11 @@ from typing import NoReturn
 
 import click
 
+from lora_tool.cli.configuration import configuration
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import UserPath, ignore_option, json_option, quiet_option, require_rules
+from lora_tool.cli.options import UserPath, config_option, fail_on_option, ignore_option, json_option, quiet_option
 from lora_tool.cli.progress import progress_bar
+from lora_tool.cli.rule_choice import rule_choice
 from lora_tool.cli.terminal import warn
 
 _REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
@@ -64,9 +66,14 @@ def repository(value: str) -> tuple[str, str | None]:
     help="Compare the Hub's hashes afterwards, or read every file back.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and create nothing.")
+@fail_on_option
+@config_option
 @json_option
 @quiet_option("No progress bar and no summary.")
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     folder: Path,
     repo: tuple[str, str | None],
     private: bool | None,  # noqa: FBT001 - click passes flags by name
@@ -79,6 +86,8 @@ def command(
     readme: str,
     check: str,
     dry_run: bool,  # noqa: FBT001
+    fail_on: str,
+    config_file: Path | None,
     as_json: bool,  # noqa: FBT001
     quiet: bool,  # noqa: FBT001
 ) -> None:
@@ -94,7 +103,8 @@ def command(
         raise click.UsageError("--tag with --create-pr: a pull request has no commit to tag before it is merged")
     if message is not None and not message.strip():
         raise click.UsageError("--message is empty")
-    require_rules(ignore)
+    configured = configuration(config_file, [str(folder)])
+    rules = rule_choice(ctx, {"ignore": ignore, "fail_on": fail_on}, configured)
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
     from lora_tool.hub.model import MAIN, PushCheck  # noqa: PLC0415
@@ -114,7 +124,7 @@ def command(
                 tag=tag,
                 message=message,
                 include=include,
-                ignore=ignore,
+                **rules.arguments(),
                 readme=Readme(readme),
                 progress=advance,
             )

@@ -51,7 +51,7 @@ _LONG = 1 << 30
     "adapters",
     multiple=True,
     metavar="ADAPTER",
-    help="Adapter that a model, given as PATH, was merged with.",
+    help="Adapter that a model, given as PATH, was merged with, or that an adapter is to be merged together with.",
 )
 @click.option("--rm", "reward", is_flag=True, help="A reward model is expected: a head with one label.")
 @click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")

@@ -12,7 +12,8 @@ from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFai
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.hub.card import Licence, Readme, merge_card
-from lora_tool.hub.contents import README, pushable, read_readme, select
+from lora_tool.hub.contents import README, pushable, read_readme
+from lora_tool.hub.contents import select as selected
 from lora_tool.hub.hashing import git_oid_of, in_parallel, sha256_of
 from lora_tool.hub.local_paths import without_paths
 from lora_tool.hub.model import MAIN, Change, Content, PushFile, PushPlan, Remote, RemoteFile
@@ -23,6 +24,7 @@ from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
+from lora_tool.validation.bases import named_base
 from lora_tool.validation.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
@@ -40,13 +42,16 @@ def plan_push(
     tag: str | None = None,
     message: str | None = None,
     include: Iterable[str] = (),
+    select: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    fail_on: Severity | str = Severity.ERROR,
     readme: Readme | str = Readme.AUTO,
     progress: Progress | None = None,
 ) -> PushPlan:
     """Return the plan that publishes `folder` as the model repository `repo`. Reads both, changes neither.
 
-    The folder is validated first (`ignore` are rules to leave out), and searched for secrets. `private` None means
+    The folder is validated first, an adapter beside its base where that is on this disk: `select` and `ignore` are the
+    rules, findings of severity `fail_on` or worse refuse. It is searched for secrets. `private` None means
     private where the repository is created. `revision` is the branch, `create_pr` makes a pull request instead of a
     commit on it, `tag` and `message` are the commit's. `include` are patterns of files that are not sent otherwise,
     `readme` says whose text wins where both have one. Local files are hashed only where the Hub has one of the same name and
@@ -54,10 +59,11 @@ def plan_push(
     """
     readme = Readme(readme)
     checkpoint = pushable(open_checkpoint(folder))
-    report = validate(checkpoint, ignore=ignore)
-    report.raise_for_errors()
+    trained_on, why_no_base = named_base(checkpoint)
+    report = validate(checkpoint, base=trained_on, select=select, ignore=ignore, why_no_base=why_no_base)
+    report.raise_at(Severity(fail_on))
     _require_not_found_wrong(checkpoint)
-    contents, left_out = select(checkpoint, include)
+    contents, left_out = selected(checkpoint, include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False) as opened:
         full_name = _with_owner(opened, repo)

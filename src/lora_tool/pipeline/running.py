@@ -331,7 +331,9 @@ class _Running:
             private=job.private,
             revision=job.revision or MAIN,
             create_pr=job.create_pr,
+            select=job.select,
             ignore=job.ignore,
+            fail_on=job.fail_on,
         )
         with self._watch("push", plan.sent_bytes) as advance:
             done = push(with_hashes(plan, advance))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.adapter.view import view_of
@@ -23,6 +23,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_base,
     lt5_hazards,
 )
+from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
@@ -99,6 +100,16 @@ def judge_adapter(
         for found in rank_files_beside(adapter, asked, watch)
     )
     return joined([own, *([unreadable(base, asked)] if base else []), *beside])
+
+
+def judge_together(adapters: Sequence[AdapterDir], rules: Iterable[Rule]) -> Report:
+    """Return what the rules find in adapters that are to be merged into one base, beside what each is by itself."""
+    subjects = tuple(map(adapter_subject, adapters))
+    of_several = [rule for rule in rules if rule.on is SeveralAdapters]
+    if len(subjects) == 1 or not of_several:
+        return Report()
+    report = judge(SeveralAdapters(checkpoint=adapters[0], adapters=subjects), of_several)
+    return replace(report, subjects=())
 
 
 def rank_files_beside(

@@ -2,44 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
-from lora_tool.rules.engine.registry import RULES, Rule, chosen
-from lora_tool.rules.judging import judge_adapter, unreadable
+from lora_tool.rules.engine.registry import RULES, Need, Rule, chosen
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.judging import judge, judge_adapter, judge_together, unreadable
+from lora_tool.rules.shared.base_match import match_base
 
-_NOT_TO_BE_IGNORED = "a merge has nothing to compute then, so ignoring the rule does not help"
+_NO_HELP = "a merge has nothing to compute then, so ignoring the rule does not help"
 
 
-def judge_merge(
-    adapters: Sequence[AdapterDir],
-    base: ModelDir,
-    *,
-    task: str | None = None,
-    num_labels: int | None = None,
-    select: Iterable[str] = (),
-    ignore: Iterable[str] = (),
-    fail_on: Severity = Severity.ERROR,
-) -> Report:
-    """Return what the rules find in adapters that are to be merged into `base`, below `fail_on`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeJudge:
+    """What is asked of a merge, and of the rules that judge it. Codes are checked by the first question.
 
-    It is what `validate` says of each adapter beside its base. `task` and `num_labels` are what was asked for; `select`
-    and `ignore` are codes of rules. Raises `FindingsFound` for findings of severity `fail_on` or worse, and for errors
-    that leave nothing to compute even where their rules are ignored; `UnknownRule` for a code that no rule has.
+    `task` and `num_labels` are what was asked for, None where adapter and base say it. An error of an ignored rule
+    refuses all the same where it leaves nothing to compute.
     """
-    wanted = 1 if task == "reward" and num_labels is None else num_labels
 
-    def judged(rules: Sequence[Rule], *, deep: bool | None = None) -> Report:
-        reports = (judge_adapter(each, rules, base=base, num_labels=wanted, task=task, deep=deep) for each in adapters)
-        return joined(reports)
+    task: str | None = None
+    num_labels: int | None = None
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    fail_on: Severity = Severity.ERROR
 
-    rules = chosen(select, ignore)
-    report = judged(rules)
-    report.raise_at(fail_on)
-    left = tuple(rule for rule in RULES.values() if rule not in rules)
-    forced = [judged([rule for rule in left if rule.unmergeable], deep=False)] if left else []
-    forced += [unreadable(each, left) for each in adapters] + [unreadable(base, left)]
-    joined(forced).raise_at(Severity.ERROR, hint=_NOT_TO_BE_IGNORED)
-    return report
+    def as_stored(self, adapters: Sequence[AdapterDir], base: ModelDir) -> Report:
+        """Return what the rules find in adapters beside their base, as `validate` says it, below `fail_on`.
+
+        Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
+        """
+
+        def judged(rules: Sequence[Rule], *, ignored: bool) -> Report:
+            reports = [
+                judge_adapter(
+                    each,
+                    rules,
+                    base=base,
+                    num_labels=self._labels,
+                    task=self.task,
+                    deep=False if ignored else None,
+                )
+                for each in adapters
+            ]
+            files = [unreadable(each, self._ignored(of_files=True)) for each in adapters] if ignored else []
+            base_files = [unreadable(base, self._ignored(of_files=True))] if ignored else []
+            return joined([*reports, judge_together(adapters, rules), *files, *base_files])
+
+        return self._refuse(judged)
+
+    def in_memory(self, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Report:
+        """Return what the rules that compare with a base find where its names in memory are not those on disk.
+
+        Adapters and `base` are in the names of memory. Raises as `as_stored`.
+        """
+
+        def judged(rules: Sequence[Rule], *, ignored: bool) -> Report:
+            del ignored
+            comparing = [rule for rule in rules if Need.BASE in rule.needs and not rule.deep]
+            subjects = (
+                AdapterSubject(
+                    checkpoint=each,
+                    view=view_of(each),
+                    base=base,
+                    match=BaseMatch(base=base, arch=arch),
+                    num_labels=self._labels,
+                    task=self.task,
+                )
+                for each in adapters
+            )
+            return joined([judge_together(adapters, rules), *(judge(subject, comparing) for subject in subjects)])
+
+        return self._refuse(judged)
+
+    @property
+    def _labels(self) -> int | None:
+        return 1 if self.task == "reward" and self.num_labels is None else self.num_labels
+
+    def _ignored(self, *, of_files: bool = False) -> tuple[Rule, ...]:
+        rules = chosen(self.select, self.ignore)
+        return tuple(rule for rule in RULES.values() if rule not in rules and (of_files or rule.unmergeable))
+
+    def _refuse(self, judged: Callable[..., Report]) -> Report:
+        report = judged(chosen(self.select, self.ignore), ignored=False)
+        report.raise_at(self.fail_on)
+        if self.select or self.ignore:
+            judged(self._ignored(), ignored=True).raise_at(Severity.ERROR, hint=_NO_HELP)
+        return report
+
+
+def names_are_those_on_disk(base: ModelDir, adapter: AdapterDir) -> bool:
+    """Return whether the adapter could be compared with the base by the names on disk."""
+    config = adapter.config
+    return config is not None and isinstance(match_base(base, config, ()), BaseMatch)

@@ -22,7 +22,7 @@ from lora_tool.report import Report
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server, Subject
-from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, rank_files_beside, unopened
+from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, judge_together, rank_files_beside, unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.sources import Reference, opened, opened_adapter, opened_model
@@ -58,7 +58,8 @@ def validate(
 
     Every checkpoint may be a path, a Hub id or an opened one; a base is not downloaded.
     `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `adapters` are
-    those that a model was merged with: with `base` it is compared with what they give. `task`
+    those that a model was merged with: with `base` it is compared with what they give; of an adapter they are those that
+    it is to be merged together with. `task`
     "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
     the head must have. `select` are the only rules that judge, `ignore` those that do not. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
     rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
@@ -114,7 +115,7 @@ class _Asked:
 
 def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
     if isinstance(checkpoint, AdapterDir):
-        return judge_adapter(
+        own = judge_adapter(
             checkpoint,
             asked.rules,
             base=asked.base,
@@ -126,6 +127,7 @@ def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
             watch=asked.watch,
             why_no_base=asked.why_no_base,
         )
+        return joined([own, judge_together((checkpoint, *asked.adapters), asked.rules)])
     return joined(
         subject if isinstance(subject, Report) else _judge(subject, asked) for subject in _subjects(checkpoint, asked)
     )

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import TypeVar
 
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.formats.stored import same_values
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
 
 Value = TypeVar("Value")
-
-_ONE_BY_ONE = "merge one of them, then the other into the result: lora-tool merge ADAPTER2 --base MERGED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +49,8 @@ def config_of_adapter(adapter: AdapterDir) -> AdapterConfig:
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return the adapters with the tensors dropped that an earlier one holds too, and what all of them do together.
 
-    Terms are in the order of the adapters. Raises `UnsupportedAdapter` where two of them contradict each other.
+    Terms are in the order of the adapters; rule LT512 saw that no two of them contradict each other.
     """
-    for one, other in combinations(adapted, 2):
-        for module, what in _clashes(one.modules, other.modules):
-            raise UnsupportedAdapter(
-                f"{one.adapter.root} and {other.adapter.root} cannot be merged together: `{module}` {what}",
-                hint=_ONE_BY_ONE,
-            )
     kept: list[Adapted] = []
     for part in adapted:
         kept.append(_without_repeated(part, kept))
@@ -92,32 +82,6 @@ def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
                     f"several adapters alone: it would leave this one out",
                     hint=f"give {part.adapter.root} first, or leave --precision peft out",
                 )
-
-
-def _clashes(one: AdapterModules, other: AdapterModules) -> Iterator[tuple[str, str]]:
-    """Yield module and sentence for everything that both do and that cannot be done twice."""
-    for left, right in ((one, other), (other, one)):
-        for module in sorted(left.magnitudes.keys() & right.lora.keys()):
-            yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
-        touched = {f"{module}.weight" for module in (*right.lora, *right.tokens)} | right.parameters.keys()
-        touched |= {f"{module}.bias" for module in right.lora_bias}
-        for name in left.saved.keys() & touched:
-            yield name, "is saved whole in one and has LoRA or trained tokens in the other"
-        for module in left.tokens.keys() & right.lora.keys():
-            yield module, "has trained tokens in one and LoRA in the other"
-    for module in one.tokens.keys() & other.tokens.keys():
-        yield module, "has trained tokens in both"
-    for module in one.lora.keys() & other.lora.keys():
-        if (module in one.embeddings) != (module in other.embeddings):
-            yield module, "is an embedding in one and a linear layer in the other"
-    whole = (one.saved.keys() & other.saved.keys()) | (one.frozen_base.keys() & other.frozen_base.keys())
-    for name in sorted(whole):
-        mine, theirs = (each.saved.get(name) or each.frozen_base[name] for each in (one, other))
-        if not same_values(mine, theirs):
-            yield (
-                name,
-                f"has other values in each ({mine.dtype} {list(mine.shape)}, {theirs.dtype} {list(theirs.shape)})",
-            )
 
 
 def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:

@@ -11,7 +11,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.keys import AdapterKey, Part, parse
+from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.target_parameters import parameter_term, targeted_parameters
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
@@ -49,8 +49,6 @@ class AdapterModules:
         return replace(self, saved=kept(self.saved), frozen_base=kept(self.frozen_base), tokens=kept(self.tokens))
 
 
-_LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias")})
-_EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None)})
 _LAYER_PARTS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE})
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """What PEFT takes for embeddings by their names alone (`EMBEDDING_LAYER_NAMES`)."""
@@ -70,13 +68,10 @@ def adapter_modules(
     `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
     lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
     resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Every tensor
-    is in the result once. Raises `UnsupportedAdapter` for pairs that do not fit together or to the config, for a tensor
-    that the config does not explain (PEFT would drop it without a word), and for parts that are not merged here.
+    is in the result once. Rules judged the adapter before. Raises `UnsupportedAdapter` for a tensor that the config does
+    not explain and for parts that are not merged here.
     """
-    _require_one_name(adapter)
     parts = _by_part(adapter, config, ends, base)
-    _require_one_training(config, parts.tokens)
-    _require_prefix(adapter)
     layers = parts.layers
     wrapped = targeted_parameters(config, facts) if facts else {}
     parameters = {
@@ -85,7 +80,7 @@ def adapter_modules(
         if facts
     }
     return AdapterModules(
-        lora={module: (_lora_term(adapter, config, module, held, facts),) for module, held in layers.items()},
+        lora={module: (_lora_term(adapter, config, module, held),) for module, held in layers.items()},
         lora_bias={
             module: (BiasTerm(bias=held[Part.LORA_B, "bias"], scaling=config.scaling(module)),)
             for module, held in layers.items()
@@ -122,7 +117,6 @@ def _by_part(adapter: AdapterDir, config: AdapterConfig, ends: frozenset[str], b
     copies: list[AdapterKey] = []
     for name, key in adapter.keys.items():
         tensor = adapter.tensors[name]
-        _require_floats(adapter, tensor)
         if key.part in _LAYER_PARTS:
             found.dropped |= _in_layer(adapter, key, tensor, found.layers[key.module])
         elif key.part is Part.PLAIN and _repeats(key, tensor, base, config, ends):
@@ -160,27 +154,6 @@ def _in_layer(
     return {key.text: f"a copy of {first.name}, which is in the file too"}
 
 
-def _require_floats(adapter: AdapterDir, tensor: StoredTensor) -> None:
-    if tensor.spec.numel == 0:
-        raise UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` has shape {list(tensor.shape)}: "
-            "it was saved under DeepSpeed ZeRO-3 without gathering, its values are not here",
-            hint=f"lora-tool validate {adapter.root}",
-        )
-    if not tensor.dtype.is_float:
-        raise _refuse(adapter, tensor.name, f"is {tensor.dtype}, expected F32, BF16, F16 or F64")
-
-
-def _require_one_name(adapter: AdapterDir) -> None:
-    """Raise unless all tensors are of one adapter: a raw state dict may hold several, under their names."""
-    names = sorted({key.adapter_name for key in adapter.keys.values() if key.adapter_name})
-    if len(names) > 1:
-        raise UnsupportedAdapter(
-            f"{adapter.root}: the file holds {len(names)} adapters: {', '.join(names)}: one config cannot be for all",
-            hint='save each by itself: model.save_pretrained(folder, selected_adapters=["NAME"])',
-        )
-
-
 def _without_copies(
     adapter: AdapterDir, config: AdapterConfig, copies: Collection[AdapterKey], saved: dict[str, StoredTensor]
 ) -> dict[str, str]:
@@ -199,23 +172,6 @@ def _without_copies(
             raise _refuse(adapter, copy.name, f"has other values than `{tensor.name}`, and both are the same module's")
         dropped[key.text] = f"a copy of {key.tensor}, which is in the file too"
     return dropped
-
-
-def _require_one_training(config: AdapterConfig, tokens: Mapping[str, StoredTensor]) -> None:
-    """Raise where an embedding was trained whole and by rows at once, which PEFT cannot save or merge."""
-    for module, rows in tokens.items():
-        if config.saves(module):
-            raise UnsupportedAdapter(
-                f"{rows.path}: `{rows.name}`: `{module}` is in `modules_to_save` and has `trainable_token_indices`: PEFT "
-                "mixes the two up when it saves them",
-                hint="train it with one of them",
-            )
-
-
-def _require_prefix(adapter: AdapterDir) -> None:
-    bare = next((name for name, key in adapter.keys.items() if not key.prefixed), None)
-    if bare is not None:
-        raise _refuse(adapter, bare, "does not begin with `base_model.model.`, so PEFT would not find its module")
 
 
 def _plain(adapter: AdapterDir, config: AdapterConfig, key: AdapterKey, ends: frozenset[str], base: TensorTable) -> str:
@@ -250,7 +206,6 @@ def _lora_term(
     config: AdapterConfig,
     module: str,
     parts: Mapping[tuple[Part, str | None], StoredTensor],
-    facts: ModelFacts | None,
 ) -> LoraTerm:
     a = parts.get((Part.LORA_A, "weight"), parts.get((Part.EMBEDDING_A, None)))
     b = parts.get((Part.LORA_B, "weight"), parts.get((Part.EMBEDDING_B, None)))
@@ -258,29 +213,8 @@ def _lora_term(
         have, lack = ("lora_A", "lora_B") if b is None else ("lora_B", "lora_A")
         present = next(iter(parts.values()))
         raise _refuse(adapter, present.name, f"has a {have}, but its {lack} is missing")
-    held = {at for at in parts if at[0] is not Part.MAGNITUDE}
-    unknown = min(held - _LINEAR, held - _EMBEDDING, key=len)
-    if unknown:
-        raise _refuse(adapter, parts[next(iter(unknown))].name, "is not a tensor of a LoRA layer")
     _require_shapes(adapter, config, module, a, b, is_embedding=(Part.EMBEDDING_A, None) in parts)
-    _require_target(adapter, config, module, a, facts)
-    _require_magnitude(adapter, config, b, [t for (part, _), t in parts.items() if part is Part.MAGNITUDE])
-    bias = parts.get((Part.LORA_B, "bias"))
-    if (bias is not None) != config.lora_bias:
-        found = "has a bias" if bias is not None else "has no bias"
-        raise _refuse(adapter, (bias or b).name, f"lora_B {found}, but `lora_bias` is {str(config.lora_bias).lower()}")
-    if bias is not None and bias.shape != (b.shape[0],):
-        raise _refuse(adapter, bias.name, f"has shape {list(bias.shape)}, expected [{b.shape[0]}]")
     return LoraTerm(a=a, b=b, scaling=config.scaling(module))
-
-
-def _require_magnitude(adapter: AdapterDir, config: AdapterConfig, b: StoredTensor, found: list[StoredTensor]) -> None:
-    if bool(found) != config.use_dora:
-        has = "is there" if found else "is missing"
-        flag = str(config.use_dora).lower()
-        raise _refuse(adapter, (found or [b])[0].name, f"lora_magnitude_vector {has}, but `use_dora` is {flag}")
-    if found and found[0].shape != (b.shape[0],):
-        raise _refuse(adapter, found[0].name, f"has shape {list(found[0].shape)}, expected [{b.shape[0]}]")
 
 
 def _require_shapes(
@@ -297,15 +231,6 @@ def _require_shapes(
     if a.shape[0] != rank or b.shape[1] != rank:
         shapes = f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
         raise _refuse(adapter, a.name, f"{shapes} do not have the rank {rank} that the config gives this module")
-
-
-def _require_target(
-    adapter: AdapterDir, config: AdapterConfig, module: str, a: StoredTensor, facts: ModelFacts | None
-) -> None:
-    ends = {name for pair in facts.tied.items() for name in pair} if facts else set()
-    tied = config.ensure_weight_tying and (module.endswith(_EMBEDDINGS) or f"{module}.weight" in ends)
-    if not tied and not config.targets(module) and not config.targets(parse(a.name).module):
-        raise _refuse(adapter, a.name, "is not matched by `target_modules`; PEFT would drop it without a word")
 
 
 def _refuse(adapter: AdapterDir, name: str, message: str) -> UnsupportedAdapter:

@@ -56,6 +56,9 @@ class BaseView(Protocol):
     def leftovers(self) -> tuple[InputRecord, ...]:
         """Tensors of the base that the model has no place for."""
 
+    def in_memory(self) -> ModelDir:
+        """Return the base with every parameter of its class by name and shape, for rules that read headers alone."""
+
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
         """Return the modules that are layers in memory, and the deltas on parts of fused parameters."""
 

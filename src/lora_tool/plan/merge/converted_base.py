@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from lora_tool import keys
@@ -20,6 +21,7 @@ from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.keys import AdapterKey
 from lora_tool.names.model import LABELS, ModelFacts, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
@@ -29,7 +31,7 @@ from lora_tool.plan.merge.base_view import PerExpert
 from lora_tool.plan.merge.head import way_to_head
 from lora_tool.plan.merge.homes import homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined
-from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, TransposedSpan
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan
 
 if TYPE_CHECKING:
     from lora_tool.names.weight_mapping import WeightMapping
@@ -67,6 +69,31 @@ class ConvertedBase:
     def tied_by_config(self) -> Mapping[str, str]:
         """What transformers ties, and would not with `tie_word_embeddings` false."""
         return self.mapping.tied_by_config
+
+    def in_memory(self) -> ModelDir:
+        """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
+
+        What the base has not, a new head, has the labels of the adapter's; a part of a fused parameter is there by its
+        name on disk, where an adapter has LoRA on it.
+        """
+        held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
+        dtype = model_dtype(self.base) or DType.F32
+        tensors = dict(self.base.tensors)
+        for name, shape in self.facts.shapes.items():
+            if name in tensors:
+                continue
+            found = held.get(name)
+            sizes = zip_longest(shape, found.shape[: len(shape)] if found is not None else ())
+            spec = TensorSpec(
+                name=name, dtype=dtype, shape=tuple(got if size == LABELS and got else size for size, got in sizes)
+            )
+            span = Span(path=self.base.root, offset=0, nbytes=spec.nbytes)
+            tensors[name] = StoredTensor(spec=spec, spans=(span,))
+        for module in {key.module for each in self.adapters for key in each.keys.values()}:
+            part = None if f"{module}.weight" in tensors else disk_name(self, module)
+            if part is not None:
+                tensors[f"{module}.weight"] = self.disk[part]
+        return replace(self.base, weights=replace(self.base.weights, tensors=tensors))
 
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
         """Return the modules without those that are no layers, and the deltas on tensors that are on disk alone.

@@ -20,10 +20,9 @@ from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.build_plan import HubOrigin, MergeInputs, build_plan
 from lora_tool.plan.merge.context import MergeContext, ModelEnds
 from lora_tool.plan.merge.head import Head, count_labels, head_names
-from lora_tool.plan.merge.plan_merge import require_not_merged_before
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.report.findings import Finding, Severity
-from lora_tool.rules.merging import judge_merge
+from lora_tool.rules.merging import MergeJudge
 from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
@@ -77,16 +76,14 @@ def ask_in_memory(
     """Return what PEFT is to be asked for. Takes and raises what `plan_merge` does, where PEFT could not be right
     either.
     """
-    report = judge_merge(
-        adapters,
-        base,
+    judge = MergeJudge(
         task=Task(task).expected,
         num_labels=num_labels,
-        select=select,
-        ignore=ignore,
+        select=tuple(select),
+        ignore=tuple(ignore),
         fail_on=Severity(fail_on),
     )
-    require_not_merged_before(MergeInputs(base=base, adapters=tuple(adapters)))
+    report = judge.as_stored(adapters, base)
     view = read_base(base, adapters, Task(task))
     wanted = 1 if view.task is Task.REWARD and num_labels is None else num_labels
     whole = {

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import UNMERGED
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.context import MergeContext
-from lora_tool.plan.merge.steps import is_dropped, module_and_leaf, not_in_base
-from lora_tool.plan.merge.tied_embeddings import MATRIX
+from lora_tool.plan.merge.steps import is_dropped, not_in_base
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Part.PLAIN, Part.SAVED_MODULE})
@@ -51,7 +49,7 @@ def _destination(key: AdapterKey) -> str:
 
 
 def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers: tuple[InputRecord, ...]) -> None:
-    """Raise unless every adapter tensor is in a step or dropped by name, and every target of a config has tensors."""
+    """Raise unless every adapter tensor is in a step or dropped by name."""
     used = {(tensor.path, tensor.name) for step in steps for tensor in step.op.inputs}
     dropped = {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
     accounted = used | dropped
@@ -60,13 +58,6 @@ def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers
             tensor = part.adapter.tensors[name]
             if (tensor.path, name) not in accounted:
                 raise _unplaced(merge, tensor, _destination(key))
-        forgotten = [module for module in _targeted(merge, part.config) if module not in part.modules.lora]
-        if forgotten:
-            raise UnsupportedAdapter(
-                f"{part.adapter.root}: `target_modules` names {len(forgotten)} modules of the base that have no LoRA "
-                f"tensors in the adapter, the first is `{forgotten[0]}`: the adapter is incomplete",
-                hint=f"lora-tool validate {part.adapter.root} --base {merge.base.root}",
-            )
 
 
 def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
@@ -88,13 +79,3 @@ def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> Incompa
             hint=UNMERGED,
         )
     return not_in_base(merge, tensor, wanted)
-
-
-def _targeted(merge: MergeContext, config: AdapterConfig) -> Iterator[str]:
-    for tensor in merge.base.tensors.values():
-        if tensor.name in merge.modules.parameters:
-            continue
-        module, leaf = module_and_leaf(tensor.name)
-        matrix = leaf == "weight" and len(tensor.shape) == MATRIX
-        if matrix and not is_dropped(merge, tensor.name) and config.targets(module):
-            yield module

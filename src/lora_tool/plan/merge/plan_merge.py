@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lora_tool.adapter.support import OTHER_BASE, require_mergeable
+from lora_tool.adapter.support import require_mergeable
 from lora_tool.checkpoint import AdapterDir
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join, require_saved_in_first
 from lora_tool.plan.adapter.modules import adapter_modules
@@ -25,7 +25,8 @@ from lora_tool.plan.merge.steps import added_steps, base_steps
 from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
-from lora_tool.rules.merging import judge_merge
+from lora_tool.report.model import joined
+from lora_tool.rules.merging import MergeJudge, names_are_those_on_disk
 from lora_tool.sources import Reference, opened_adapter, opened_model, several
 from lora_tool.tensors import DType, float_type
 
@@ -65,20 +66,21 @@ def plan_merge(
     dtype = None if dtype is None else float_type(dtype)
     expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
     inputs = MergeInputs(base=base, adapters=adapters, base_origin=base_origin, adapter_origin=adapter_origin)
-    report = judge_merge(
-        adapters,
-        base,
+    judge = MergeJudge(
         task=task.expected,
         num_labels=num_labels,
-        select=select,
-        ignore=ignore,
+        select=tuple(select),
+        ignore=tuple(ignore),
         fail_on=Severity(fail_on),
     )
+    report = judge.as_stored(adapters, base)
     for each in adapters:
         require_mergeable(config_of_adapter(each))
     require_full_precision(base)
-    require_not_merged_before(inputs)
     view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT)
+    apart = [each for each, raw in zip(view.adapters, adapters, strict=True) if not names_are_those_on_disk(base, raw)]
+    if view.facts is not None and apart:
+        report = joined([report, judge.in_memory(apart, view.in_memory(), view.arch)])
     adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)
@@ -119,21 +121,3 @@ def _adapted(adapter: AdapterDir, view: BaseView, expert_layout: ExpertLayout | 
             hint=f"lora-tool validate {adapter.root}",
         )
     return Adapted(adapter=adapter, config=config, modules=modules)
-
-
-def require_not_merged_before(inputs: MergeInputs) -> None:
-    """Return unless an adapter is in the base already, or given twice. Raises `IncompatibleBase`."""
-    base, fingerprints = inputs.base, inputs.fingerprints
-    for at, (adapter, print_) in enumerate(zip(inputs.adapters, fingerprints, strict=True)):
-        if print_ in fingerprints[:at]:
-            raise IncompatibleBase(
-                f"{adapter.root} holds the same weights as {inputs.adapters[fingerprints.index(print_)].root}: "
-                "they would be merged twice",
-                hint="give each adapter once",
-            )
-        if base.manifest is not None and print_ in base.manifest.merged_adapters:
-            raise IncompatibleBase(
-                f"{base.root} is a merged model that holds this very adapter already ({adapter.root}): "
-                "merging again would apply it twice",
-                hint=OTHER_BASE,
-            )

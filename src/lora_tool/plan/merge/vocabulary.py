@@ -72,7 +72,7 @@ def _require_no_other_end(base: ModelDir, ends: set[str], rows: Mapping[str, int
 
 
 def _is_input(name: str) -> bool:
-    return name.endswith(())
+    return name.endswith((_INPUT, _SHARED))
 
 
 def _whole(modules: AdapterModules) -> Iterator[tuple[str, StoredTensor]]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from lora_tool.adapter.support import refusals
 from lora_tool.adapter.view import MATRIX, WholeTensor
+from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
@@ -20,6 +21,14 @@ from lora_tool.tensors import StoredTensor
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
+_OF_A_LAYER = frozenset(
+    {
+        *((part, "weight") for part in (Part.LORA_A, Part.LORA_B)),
+        *((part, None) for part in (Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE)),
+        (Part.LORA_B, "bias"),
+    }
+)
+"""Part and leaf of the tensors that PEFT's LoRA layers have."""
 _VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
 """A tensor of a variant of LoRA that has parameters of its own, such as KaSA's `lora_diag`."""
 _REFUSES = "`lora-tool merge` refuses it"
@@ -128,6 +137,9 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
         if not targeting.layer_is_targeted(subject.config, layer):
             for tensor in layer.parts.values():
                 yield _dropped(tensor, "no entry of `target_modules` matches its module")
+        elif not subject.config.refused:
+            for place in layer.parts.keys() - _OF_A_LAYER:
+                yield _dropped(layer.parts[place], "a LoRA layer has no such tensor")
     adapted = {layer.target for layer in subject.layers}
     for item in subject.view.whole:
         message = _why_unexplained(subject, item, adapted)
@@ -299,6 +311,35 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
         message = f"expected LORA, found {peft_type}"
         yield Fault(subject="peft_type", message=message, path=subject.config_path)
+
+
+@rule("LT226", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
+def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
+    """Trained tokens that are not those of the config.
+
+    ## What it does
+    Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for each index, an
+    index is not negative, and the embedding is not in `modules_to_save` as well.
+
+    ## Why it matters
+    The rows are put at the indices in order. With another number loading fails; where the embedding was saved whole,
+    too, PEFT mixes the two up when it saves.
+
+    ## Example
+    `trainable_token_indices` lists 3 tokens, and the file has 2 rows.
+
+    ## What to do
+    Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows, not both.
+    """
+    for module, tokens in subject.view.tokens.items():
+        rows, indices = tokens.rows, tokens.indices
+        if indices and rows.shape[:1] != (len(indices),):
+            message = f"has shape {list(rows.shape)}, `trainable_token_indices` lists {counted(len(indices), 'token')}"
+            yield Fault(subject=rows.name, message=message)
+        if any(index < 0 for index in indices):
+            yield Fault(subject=rows.name, message=f"belongs to token {min(indices)}: an index counts from 0")
+        if subject.config.saves(module):
+            yield Fault(subject=rows.name, message=f"`{module}` is in `modules_to_save`, too: PEFT mixes them up")
 
 
 @rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)

@@ -49,8 +49,8 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """A pair that does not fit together.
 
     ## What it does
-    Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and looks for factors that are no
-    matrices.
+    Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B` with the
+    length of DoRA's magnitude and of its own bias. Looks for factors that are no matrices.
 
     ## Why it matters
     B·A cannot be computed: loading fails with a size mismatch. The two are from different runs, or were flattened by
@@ -72,6 +72,18 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
         elif swapped_rank(subject.config, layer) is None:
             ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), lora_B {b.shape[1]} (shape {list(b.shape)})"
             yield Fault(subject=a.name, message=ranks)
+    for layer in subject.layers:
+        yield from _of_other_length(layer, swapped_rank(subject.config, layer) is not None)
+
+
+def _of_other_length(layer: LoraLayer, swapped: bool) -> Iterator[Fault]:  # noqa: FBT001
+    """Look at the magnitude and the bias, which have one value for each row of lora_B."""
+    if layer.pair is None or layer.rank is None or swapped:
+        return
+    rows = layer.pair[1].shape[0]
+    for tensor in (layer.magnitude, layer.bias):
+        if tensor is not None and tensor.spec.numel not in (0, rows):
+            yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, its lora_B has {rows} rows")
 
 
 @rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lora_tool.adapter.view import drift
 from lora_tool.display import size
+from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -55,7 +56,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")
 
 
-@rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY)
+@rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)
 def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     """Copies that nobody needs.
 
@@ -66,7 +67,7 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     ## Why it matters
     The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary with
     `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings and
-    output layers under LoRA: that is noted only.
+    output layers under LoRA: that is noted only. Two copies with different values are an error: only one was trained.
 
     ## Example
     `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
@@ -81,8 +82,14 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
         name, held = item.tensor.name, size(item.tensor.nbytes)
         if item.part in copied and item.name in plain:
             message = f"{copied[item.part]}, {held} that nobody reads"
-            expected = is_end(item.module) or item.name.endswith(".bias")
-            yield Fault(subject=name, message=message, severity=Severity.INFO if expected else None)
+            severity = Severity.INFO if is_end(item.module) or item.name.endswith(".bias") else None
+            first = subject.view.repeats.get(name)
+            if first is not None and not same_values(first, item.tensor):
+                message, severity = (
+                    f"has other values than `{first.name}`, and both are the same module's",
+                    Severity.ERROR,
+                )
+            yield Fault(subject=name, message=message, severity=severity)
         elif item.part is Part.BASE_LAYER and item.leaf != "bias" and not head_of(item.module):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             expected = is_end(item.module) or item.module in embeddings

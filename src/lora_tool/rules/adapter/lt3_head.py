@@ -181,8 +181,8 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """The task type contradicts the head.
 
     ## What it does
-    Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or none, and for
-    `--rm` on an adapter that is no classifier.
+    Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or none, for `--rm`
+    or another task than the adapter's, and for a causal LM's adapter beside a base that is a classifier.
 
     ## Why it matters
     PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter loses its head without a
@@ -200,19 +200,43 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """
     task = subject.config.task_type
     heads = _heads_present(subject)
-    if task == "CAUSAL_LM" and subject.is_reward() and not heads:
-        message = "a reward model was asked for, this is the adapter of a causal LM and has no head"
-        yield Fault(subject="task_type", message=message, path=subject.config_path)
-    if task == "SEQ_CLS" and subject.task == "causal-lm":
-        message = "a causal LM was asked for, this is the adapter of a sequence classifier"
-        yield Fault(subject="task_type", message=message, path=subject.config_path)
+    wrong = _not_as_asked(subject, has_head=bool(heads))
+    if wrong:
+        yield Fault(subject="task_type", message=wrong, path=subject.config_path)
     if task not in ("CAUSAL_LM", None) or (task is None and _classifies(subject, ("Classification",))):
         return
     for head, tensor in heads.items():
         message = f"is a `{head}` head, but task_type is {task or 'not set'}: PEFT would load a model without it"
-        severity = None if task else _without_task(subject, head)
+        severity = None if task or subject.task == "causal-lm" else _without_task(subject, head)
         hint = _IMAGE_OR_TEXT if severity is Severity.INFO else None
         yield Fault(subject=tensor.name, message=message, severity=severity, hint=hint)
+
+
+_TASK_TYPES = {
+    "causal-lm": "CAUSAL_LM",
+    "seq-cls": "SEQ_CLS",
+    "reward": "SEQ_CLS",
+    "token-cls": "TOKEN_CLS",
+    "question-ans": "QUESTION_ANS",
+    "seq-2-seq-lm": "SEQ_2_SEQ_LM",
+    "feature-extraction": "FEATURE_EXTRACTION",
+}
+"""What may be asked for → PEFT's word for it."""
+
+
+def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> str | None:
+    """Return what `task_type` contradicts: what was asked for, or the class of the base; None where nothing."""
+    task, wanted = subject.config.task_type, _TASK_TYPES.get(subject.task or "")
+    if task == "CAUSAL_LM" and subject.is_reward():
+        return None if has_head else "a reward model was asked for, this is the adapter of a causal LM and has no head"
+    if task == "SEQ_CLS" and subject.task == "causal-lm":
+        return "a causal LM was asked for, this is the adapter of a sequence classifier"
+    if task is not None and wanted not in (None, task):
+        return f"is {task}, asked for: {subject.task}"
+    base = subject.base.config if subject.base else None
+    if task == "CAUSAL_LM" and base and base.architectures and base.architectures[0].endswith(CLASSIFYING[0]):
+        return f"is CAUSAL_LM, and the base is a {base.architectures[0]}"
+    return None
 
 
 def _heads_present(subject: AdapterSubject) -> dict[str, StoredTensor]:

@@ -12,12 +12,22 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared import targeting
+from lora_tool.rules.shared.heads import is_last_layer
 from lora_tool.tensors import StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _RESHAPED = frozenset({"use_bdlora", "use_qalora"})
 """Variants whose factors are smaller than the weight: in diagonal blocks, or over pooled inputs."""
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
+_WIDTHS = (
+    "hidden_size",
+    "n_embd",
+    "d_model",
+    "word_embed_proj_dim",
+    "embedding_size",
+    "dim",
+    "emb_dim",
+    "pooler_hidden_size",
+)
 _TIED_DECODERS = (".lm_head.decoder", ".predictions.decoder")
 """The output layer of BERT's kin, which is tied to the embeddings."""
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -106,7 +116,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
     ## What it does
-    Compares lora_B·lora_A with the base's weight, and the width of a new `score` head with the base's hidden states.
+    Compares lora_B·lora_A and the rows of trained tokens with the base's weight, and the width of a new head with the
+    base's hidden states.
 
     ## Why it matters
     The adapter was trained on another model: loading fails with a size mismatch.
@@ -118,37 +129,54 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
-    yield from _score_of_other_width(subject, match)
+    yield from _heads_of_other_width(subject, match)
     if _RESHAPED & set(subject.config.refused):
         return
     for layer in subject.layers:
         weight, pair = match.tensor(layer.target), layer.pair
         if weight is None or pair is None or layer.rank is None:
             continue
-        needed = _delta_shape(match, layer, pair)
+        needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
         rows_only = _is_vocabulary(layer.target) and needed[1:] == weight.shape[1:]
         if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
             message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
+    for module, tokens in subject.view.tokens.items():
+        weight, rows = match.tensor(module), tokens.rows
+        if weight is not None and rows.shape[1:] != weight.shape[1:]:
+            message = f"has rows of {list(rows.shape[1:])}, the base's `{weight.name}` of {list(weight.shape[1:])}"
+            yield Fault(subject=rows.name, message=message)
 
 
-def _score_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
-    """Look at the new head of a decoder, which reads the hidden states."""
+def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Look at the last layer of a head, which has a row per label and reads the hidden states."""
     raw = match.base.config.raw if match.base.config else {}
     nested = raw.get("text_config")
     table = nested if isinstance(nested, dict) else raw
     widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
     for tensor, module, leaf in _whole_tensors(subject):
-        if (module, leaf) == ("score", "weight") and widths and len(tensor.shape) == MATRIX:
-            columns = tensor.shape[1]
-            if columns not in widths:
-                listed = " or ".join(map(str, sorted(widths)))
-                yield Fault(subject=tensor.name, message=f"is {columns} wide, the base's hidden states are {listed}")
+        if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not widths:
+            continue
+        known = match.tensor(module)  # the base may have a head of its own, of whatever width
+        allowed = widths | set(known.shape[1:] if known is not None else ())
+        listed = " or ".join(map(str, sorted(allowed)))
+        if len(tensor.shape) != MATRIX:
+            message = f"has shape {list(tensor.shape)}, expected a row of {listed} for each label"
+            yield Fault(subject=tensor.name, message=message)
+        elif tensor.shape[1] not in allowed:
+            yield Fault(
+                subject=tensor.name, message=f"is {tensor.shape[1]} wide, the base's hidden states are {listed}"
+            )
 
 
-def _delta_shape(match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor]) -> tuple[int, ...]:
+def _delta_shape(
+    match: BaseMatch, layer: LoraLayer, pair: tuple[StoredTensor, StoredTensor], *, bare: bool
+) -> tuple[int, ...]:
+    """Return the shape of lora_B·lora_A as the weight is stored; a `bare` parameter is not a Conv1D's weight to PEFT."""
     a, b = pair
-    transposed = layer.embedding or layer.target.rpartition(".")[2] in match.arch.conv1d
+    conv1d = match.arch.conv1d
+    is_conv1d = not conv1d.isdisjoint({layer.target, layer.target.rpartition(".")[2]})
+    transposed = layer.embedding or (is_conv1d and not bare)
     return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
 
 
@@ -188,7 +216,7 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=f"is of layer {beyond[0]}, the last one of the base is {beyond[1]}")
 
 
-@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL)
+@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     """Another vocabulary than the base's.
 
@@ -199,7 +227,8 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
     first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
     the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
-    not fit each other.
+    not fit each other. LoRA on more or fewer rows than the base has is an error where the adapter does not carry the
+    matrix that it was trained on.
 
     ## Example
     `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
@@ -209,11 +238,14 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match = _matched(subject)
     severity = Severity.INFO if _is_extended(subject) else None
+    carried = {*subject.view.saved, *subject.view.frozen}
+    adapted = {layer.target for layer in subject.layers}
     for tensor, module, rows in _vocabularies(subject):
         base = match.tensor(module)
         if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
             message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
-            yield Fault(subject=tensor.name, message=message, severity=severity)
+            lost = module in adapted and f"{module}.weight" not in carried
+            yield Fault(subject=tensor.name, message=message, severity=Severity.ERROR if lost else severity)
 
 
 def _is_extended(subject: AdapterSubject) -> bool:

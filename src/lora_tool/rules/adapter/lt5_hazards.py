@@ -1,7 +1,8 @@
-"""LT507 and LT508: an adapter that fits its base by names and shapes, and is wrong for it all the same."""
+"""LT507 to LT511: an adapter that fits its base by most names and shapes, and is wrong for it all the same."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,99 @@ def _is_tied(match: BaseMatch) -> bool:
     outputs = [name for name in match.arch.causal_only if name.endswith(".weight")]
     absent = bool(outputs) and outputs[0] not in match.base.tensors
     return absent or (config is not None and bool(config.tie_word_embeddings))
+
+
+@rule("LT509", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
+    """A trained token that the base does not have.
+
+    ## What it does
+    Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's, where it
+    carries one, else the base's.
+
+    ## Why it matters
+    The tokens were added before training, and the base is without them. PEFT fails with an index out of range.
+
+    ## Example
+    Token 151,670 was trained, and the base's embedding has 151,666 rows.
+
+    ## What to do
+    Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, then `model.save_pretrained(NEW)`.
+    """
+    match = subject.match
+    if not isinstance(match, BaseMatch):
+        return
+    for module, tokens in subject.view.tokens.items():
+        held = subject.view.frozen.get(f"{module}.weight") or match.tensor(module)
+        largest = max(tokens.indices, default=-1)
+        if held is not None and held.shape and largest >= held.shape[0]:
+            message = f"belongs to token {largest:,}, `{held.name}` has {held.shape[0]:,} rows"
+            yield Fault(subject=tokens.rows.name, message=message)
+
+
+_DENSE = re.compile(r"(?P<block>.+\.\d+\.[^.]+)\.(?P<leaf>gate_proj|up_proj|down_proj|gate_up_proj|fc1|fc2|w[123])")
+"""A projection of a dense feed-forward block: its layer's block, and its own name."""
+
+
+@rule("LT510", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
+def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
+    """LoRA on a dense layer where the base has experts.
+
+    ## What it does
+    Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers that have nothing but a
+    mixture of experts in the base.
+
+    ## Why it matters
+    The adapter was trained on the dense model of the family. PEFT drops these layers with a warning, and applies the
+    others, such as attention, to a model that they were not trained on.
+
+    ## Example
+    LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`.
+    """
+    if subject.base is None or subject.base.config is None:
+        return
+    by_layer: dict[str, list[str]] = {}
+    for name in subject.base.tensors:
+        if place := _LAYER.match(name):
+            by_layer.setdefault(place[0], []).append(name.rpartition(".")[0])
+    for layer in subject.layers:
+        found, at = _DENSE.fullmatch(layer.target), _LAYER.match(f"{layer.target}.")
+        held = by_layer.get(at[0], []) if at else []
+        experts = next((name for name in held if ".experts." in name), None)
+        if found is None or experts is None:
+            continue
+        dense = [name for name in held if ".experts." not in name and ".shared" not in name]
+        if not any(name.endswith(f".{found['leaf']}") for name in dense):
+            message = f"adapts `{layer.target}`, and {subject.base.root} has experts there, such as `{experts}`"
+            yield Fault(subject=layer.any_tensor.name, message=message)
+
+
+_LAYER = re.compile(r".+?\.\d+(?=\.)")
+
+
+@rule("LT511", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS})
+def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
+    """The base holds the adapter already.
+
+    ## What it does
+    Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a merged model.
+
+    ## Why it matters
+    Merged again, or put onto that model unmerged, the adapter counts twice: the output drifts, and nothing fails.
+
+    ## Example
+    `--base merged-model`, which was made from this very adapter.
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`. The merged model needs no adapter.
+    """
+    manifest = subject.base.manifest if subject.base is not None else None
+    if subject.base is None or manifest is None or not manifest.merged_adapters:
+        return
+    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for merged bases only
+
+    if fingerprint(subject.checkpoint.weights) in manifest.merged_adapters:
+        yield Fault(message=f"{subject.base.root} is a merged model that holds this very adapter already")

@@ -25,6 +25,12 @@ def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     return {item.name: item.tensor for item in whole if head_of(item.module)}
 
 
+def is_last_layer(module: str) -> bool:
+    """Return whether a module path is that of a head's last layer, which has one row per label."""
+    head, _, inner = module.partition(".")
+    return head in CLASSIFICATION_HEADS and (not inner or f"{inner}.weight" in _LAST[:-1])
+
+
 def head_weight(tensors: Mapping[str, StoredTensor], heads: Iterable[str]) -> StoredTensor | None:
     """Return the matrix among `tensors` that has one row per label, None where there is none."""
     for head in sorted(heads):

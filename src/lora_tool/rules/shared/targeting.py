@@ -59,6 +59,8 @@ def layer_is_targeted(config: AdapterConfig, layer: LoraLayer) -> bool:
     """Return whether PEFT would put LoRA on the layer's module when it loads the adapter."""
     if is_all_linear(config) or config.targets(layer.target):
         return True
+    if config.ensure_weight_tying and is_end(layer.target):
+        return True  # PEFT puts it on both ends
     # inside a module that is targeted as a whole: the out_proj of a MultiheadAttention
     outer = layer.module.partition(".base_layer")[0]
     if outer != layer.module and config.targets(outer):

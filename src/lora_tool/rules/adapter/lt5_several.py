@@ -1,0 +1,85 @@
+"""LT512: adapters that are to be merged together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from lora_tool.adapter.view import AdapterView
+from lora_tool.formats.stored import same_values
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, Subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeveralAdapters(Subject):
+    """Adapters whose sum is to be merged into one base; the folder is the first one's."""
+
+    adapters: tuple[AdapterSubject, ...]
+
+
+@rule("LT512", Severity.ERROR, on=SeveralAdapters, unmergeable=True)
+def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
+    """Adapters that cannot be merged together.
+
+    ## What it does
+    Compares adapters that are to be merged into one model, two by two: their tasks, their weights, and what each does
+    to the modules that both touch.
+
+    ## Why it matters
+    Deltas of LoRA add up. A module that both saved whole, DoRA's magnitude, trained tokens and a head do not: one of the
+    two would be lost, or the result would depend on their order. The same adapter twice counts double.
+
+    ## Example
+    Both adapters saved `lm_head` whole, with different values.
+
+    ## What to do
+    Merge one of them, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each adapter once.
+    """
+    for one, other in combinations(subject.adapters, 2):
+        path, second = str(one.checkpoint.root), str(other.checkpoint.root)
+        tasks = (one.config.task_type, other.config.task_type)
+        if None not in tasks and tasks[0] != tasks[1]:
+            yield Fault(message=f"is {tasks[0]}, that of {second} is {tasks[1]}", subject="task_type", path=path)
+        if _are_the_same(one, other):
+            yield Fault(message=f"holds the same weights as {second}: they would be merged twice", path=path)
+            continue
+        for name, what in _clashes(one.view, other.view):
+            yield Fault(message=f"{what}; the other is {second}", subject=name, path=path)
+
+
+def _are_the_same(one: AdapterSubject, other: AdapterSubject) -> bool:
+    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
+
+    return bool(one.tensors) and fingerprint(one.checkpoint.weights) == fingerprint(other.checkpoint.weights)
+
+
+def _clashes(one: AdapterView, other: AdapterView) -> Iterator[tuple[str, str]]:
+    """Yield module or tensor and sentence for everything that both do and that cannot be done twice."""
+    yield from _one_sided(one, other)
+    yield from _one_sided(other, one)
+    for module in sorted(one.tokens.keys() & other.tokens.keys()):
+        yield module, "has trained tokens in both"
+    mine, theirs = ({layer.module: layer.embedding for layer in view.layers} for view in (one, other))
+    for module in sorted(mine.keys() & theirs.keys()):
+        if mine[module] != theirs[module]:
+            yield module, "is an embedding in one and a linear layer in the other"
+    for whole, others in ((one.saved, other.saved), (one.frozen, other.frozen)):
+        for name in sorted(whole.keys() & others.keys()):
+            if not same_values(whole[name], others[name]):
+                yield name, "has other values in each"
+
+
+def _one_sided(left: AdapterView, right: AdapterView) -> Iterator[tuple[str, str]]:
+    """Yield what `left` does that leaves no place for the LoRA of `right`."""
+    adapted = {layer.module for layer in right.layers}
+    for module in sorted({layer.module for layer in left.layers if layer.magnitude is not None} & adapted):
+        yield module, "has DoRA, which scales the whole weight, so the order of the two would matter"
+    touched = {f"{module}.weight" for module in (*adapted, *right.tokens)}
+    touched |= {f"{layer.module}.bias" for layer in right.layers if layer.bias is not None}
+    for name in sorted(left.saved.keys() & touched):
+        yield name, "is saved whole in one and has LoRA or trained tokens in the other"
+    for module in sorted(left.tokens.keys() & adapted):
+        yield module, "has trained tokens in one and LoRA in the other"
