@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_adapter, open_model
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join
+from lora_tool.plan.adapter.combine import Adapted, join
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.context import MergeContext, merge_context
 from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.read_base import read_base
-from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.tensors import DType
 from tests.property.strategies import write_weights
 
@@ -83,12 +84,8 @@ def context(
     view = read_base(base, adapters, asked) if isinstance(base, ModelDir) else base
     ends = end_names(view.base, view.arch)
     parts = [
-        Adapted(
-            adapter=each,
-            config=config_of_adapter(each),
-            modules=adapter_modules(each, config_of_adapter(each), ends=ends, base=view.base.tensors),
-        )
-        for each in view.adapters
+        Adapted(view=each, modules=adapter_modules(each, ends=ends, base=view.base.tensors))
+        for each in map(view_of, view.adapters)
     ]
     adapted, modules = join(parts)
     head, labels = head_and_labels(view, modules, asked=num_labels)

@@ -18,9 +18,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from lora_tool.architectures import ARCHITECTURES, Architecture, architecture_of, is_computed
+from lora_tool.architectures.ends import output_name
 from lora_tool.names.meta import DTYPES, default_dtype, facts_of
 from lora_tool.plan.base.known_names import KNOWN_NAMES, SWITCH, names_digest
-from lora_tool.plan.merge.tied_embeddings import output_name
 from lora_tool.tensors import DType
 from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_config, tiny_model
 

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.formats.safetensors import build_header
-from lora_tool.inspection.folders import inspect_checkpoint, lora_modules, short_names, spread
+from lora_tool.inspection.folders import inspect_checkpoint, short_names, spread
 from lora_tool.inspection.model import AdapterInspection, Inspection, ModelInspection, RunInspection, ShardedInspection
-from lora_tool.inspection.norms import module_norms
+from lora_tool.inspection.norms import layer_norms
 from lora_tool.tensors import DType, TensorSpec
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -65,9 +66,10 @@ def test_norms_are_those_of_the_formed_product(tmp_path: Path, dtype: DType) -> 
     names = f"{PREFIX}.0.self_attn.q_proj.lora_A.weight", f"{PREFIX}.0.self_attn.q_proj.lora_B.weight"
     tensors = {names[0]: (normal(4, 300), dtype), names[1]: (normal(200, 4, seed=1), dtype)}
     meant = write_adapter(tmp_path / "a", tensors)
-    ((module, norms),) = module_norms(lora_modules(opened(tmp_path / "a"))).items()
+    layers = view_of(opened(tmp_path / "a")).layers
+    (norms,) = layer_norms(layers)
     a, b = (meant[name] for name in names)
-    assert module.scaling == 2
+    assert layers[0].scaling == 2
     assert norms == pytest.approx((np.linalg.norm(a), np.linalg.norm(b), np.linalg.norm(2 * b @ a)), rel=1e-12)
 
 
@@ -76,16 +78,18 @@ def test_a_product_that_nearly_vanishes_is_not_lost(tmp_path: Path) -> None:
     a[1], b[:, 1] = a[0] * (1 + 1e-4), -b[:, 0]
     names = f"{PREFIX}.0.q_proj.lora_A.weight", f"{PREFIX}.0.q_proj.lora_B.weight"
     meant = write_adapter(tmp_path / "a", {names[0]: (a, DType.F32), names[1]: (b, DType.F32)}, r=2, lora_alpha=2)
-    ((_, _, delta),) = module_norms(lora_modules(opened(tmp_path / "a"))).values()
+    (norms,) = layer_norms(view_of(opened(tmp_path / "a")).layers)
+    assert norms is not None
+    delta = norms[2]
     assert delta == pytest.approx(np.linalg.norm(meant[names[1]] @ meant[names[0]]), rel=1e-6)
 
 
 def test_blocks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "a")
-    whole = module_norms(lora_modules(opened(tmp_path / "a")))
+    whole = layer_norms(view_of(opened(tmp_path / "a")).layers)
     monkeypatch.setattr("lora_tool.inspection.norms.BLOCK", 12)
-    blocks = module_norms(lora_modules(opened(tmp_path / "a")))
-    assert [*blocks.values()] == [pytest.approx(values, rel=1e-12) for values in whole.values()]
+    blocks = layer_norms(view_of(opened(tmp_path / "a")).layers)
+    assert blocks == [pytest.approx(values, rel=1e-12) for values in whole]
 
 
 def test_nan_is_shown_and_not_hidden(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lora_tool.adapter.view import MATRIX, AdapterView
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
-from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE, AdapterConfig
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 
 ALLOW_IN_MEMORY = "--allow-in-memory merges it with PEFT, with the whole model in memory"
 _AS_PLAIN_LORA = (
@@ -55,8 +56,9 @@ _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
 """PEFT's methods that put something before the text, or choose per token: peft 0.21 cannot merge them either."""
 
 
-def refusals(config: AdapterConfig) -> Iterator[Refusal]:
+def refusals(view: AdapterView) -> Iterator[Refusal]:
     """Yield every feature of the adapter that cannot be merged exactly here."""
+    config = view.config
     if config.peft_type in _AT_RUN_TIME:
         text = f"peft_type {config.peft_type}: works while the model runs, so it has no weights to merge"
         yield Refusal(text=text, hint="serve the adapter unmerged: PeftModel.from_pretrained(model, adapter)")
@@ -79,6 +81,9 @@ def refusals(config: AdapterConfig) -> Iterator[Refusal]:
             text="`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not have",
             hint="take it out of adapter_config.json if it was never trained so",
         )
+    kernel = next((factor for layer in view.layers for factor in layer.factors if len(factor.shape) > MATRIX), None)
+    if kernel is not None:
+        yield _only_peft(f"LoRA on convolutions: `{kernel.name}` has shape {list(kernel.shape)}")
 
 
 def _init(init: str) -> Refusal:
@@ -96,14 +101,14 @@ def _init(init: str) -> Refusal:
     return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=_AS_PLAIN_LORA)
 
 
-def require_mergeable(config: AdapterConfig) -> None:
+def require_mergeable(view: AdapterView) -> None:
     """Return if a merge can be exact. Raises `UnsupportedAdapter` naming every feature in the way.
 
     That is `OnlyInMemory` where PEFT's own merge is right for all of them.
     """
-    found = tuple(refusals(config))
+    found = tuple(refusals(view))
     if found:
         fatal = [refusal for refusal in found if not refusal.in_memory]
         error = UnsupportedAdapter if fatal else OnlyInMemory
-        message = f"{config.path}: cannot be merged exactly: " + "; ".join(refusal.text for refusal in found)
+        message = f"{view.config.path}: cannot be merged exactly: " + "; ".join(refusal.text for refusal in found)
         raise error(message, hint=(fatal or found)[0].hint)

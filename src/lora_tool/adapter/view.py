@@ -27,6 +27,8 @@ Place: TypeAlias = tuple[Part, str | None]
 """Part and leaf: where in its layer a tensor stands. The magnitude's leaf is None, under whatever name it was saved."""
 
 _BASE_LAYER = f".{Part.BASE_LAYER.value}"
+_LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LORA_B, "bias"), (Part.MAGNITUDE, None)})
+_EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None), (Part.MAGNITUDE, None)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,17 @@ class LoraLayer:
     def zero_initialised(self) -> StoredTensor | None:
         """The factor that is zero before training and must not be so afterwards."""
         return self.a if self.embedding else self.b
+
+    @property
+    def factors(self) -> tuple[StoredTensor, ...]:
+        """A and B, those that are there."""
+        return tuple(factor for factor in (self.a, self.b) if factor is not None)
+
+    @property
+    def strays(self) -> tuple[StoredTensor, ...]:
+        """Those of its tensors that PEFT's layer, linear or embedding, does not have: the bias of a lora_A."""
+        places = self.parts.keys()
+        return tuple(self.parts[place] for place in min(places - _LINEAR, places - _EMBEDDING, key=len))
 
     @property
     def any_tensor(self) -> StoredTensor:
@@ -167,6 +180,7 @@ def view_of(adapter: AdapterDir) -> AdapterView:
             whole.append(WholeTensor(tensor=tensor, part=part, module=module, leaf=key.leaf))
     saved = _saved(whole, config, repeats)
     frozen = (item for item in whole if item.part in (Part.BASE_LAYER, Part.TOKENS_BASE))
+    taken = {*repeats, *(tensor.name for tensor in saved.values())}
     return AdapterView(
         adapter=adapter,
         config=config,
@@ -177,7 +191,7 @@ def view_of(adapter: AdapterDir) -> AdapterView:
         ),
         whole=tuple(whole),
         saved=saved,
-        frozen={item.name: item.tensor for item in frozen if saved.get(item.name) is not item.tensor},
+        frozen={item.name: item.tensor for item in frozen if item.tensor.name not in taken},
         tokens={
             item.module: TrainedTokens(rows=item.tensor, indices=config.tokens(item.module))
             for item in whole

@@ -16,6 +16,7 @@ _OTHER_TRAINED = re.compile(
     r"(non_lora_(trainables|state_dict)|mm_projector|value_head|v_head|reward_head|vit)\.(safetensors|bin|pt|pth)\Z"
 )
 _WHOLE_MODEL = frozenset({"pytorch_model.bin", "model.safetensors"})
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 _CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
 
 
@@ -33,6 +34,11 @@ class Folder:
     def tokenizer_files(self) -> tuple[str, ...]:
         """Names of the tokenizer's and processor's files, the chat template among them."""
         return tuple(name for name in self.files if name in tokenizer.FILE_NAMES or name.endswith(".tiktoken"))
+
+    @property
+    def licence_files(self) -> tuple[str, ...]:
+        """Names of the files that say what may be done with the model."""
+        return tuple(name for name in self.files if name.upper().startswith(_LICENCES))
 
     @property
     def trained_beside(self) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from lora_tool.tensors import FileStamp
 
 README = "README.md"
 _GENERATION_CONFIG = "generation_config.json"
-_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 
 _STATE = "training state: it resumes a run and is of no use to others"
 _PICKLE = "a pickle: loading it can run code"
@@ -124,7 +123,7 @@ def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
             names[checkpoint.weights.index.name] = "weights index"
     names[manifest.FILE_NAME] = "record of what was done"
     names |= dict.fromkeys(folder.tokenizer_files, "tokenizer")
-    names |= {name: "licence" for name in folder.files if name.upper().startswith(_LICENCES)}
+    names |= dict.fromkeys(folder.licence_files, "licence")
     yield from ((name, what) for name, what in names.items() if name in folder.files)
     if tokenizer.TEMPLATES in folder.folders:
         for path in sorted((checkpoint.root / tokenizer.TEMPLATES).glob("*.jinja")):

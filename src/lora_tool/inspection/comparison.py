@@ -14,11 +14,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.inspection.factors import BLOCK, READABLE, Matrix, raw_blocks, square_sum, triangle, values, widened
-from lora_tool.inspection.folders import lora_modules
-from lora_tool.inspection.model import LoraModule
-from lora_tool.keys import Part, split_layer
+from lora_tool.inspection.factors import (
+    BLOCK,
+    READABLE,
+    Matrix,
+    factors_of,
+    raw_blocks,
+    square_sum,
+    triangle,
+    values,
+    widened,
+)
+from lora_tool.keys import split_layer
 from lora_tool.progress import Progress
 from lora_tool.tensors import StoredTensor
 
@@ -92,20 +101,14 @@ _MODEL_FIELDS = ("model_type", "architectures", "num_labels", "tie_word_embeddin
 
 def compare_adapters(first: AdapterDir, second: AdapterDir, progress: Progress = lambda _: None) -> Comparison:
     """Return how `second` differs from `first`. Reads both adapters' weights. Raises `OSError`."""
-    modules = [{(item.path, item.adapter): item for item in lora_modules(adapter)} for adapter in (first, second)]
+    views = view_of(first), view_of(second)
+    layers = [{(layer.module, layer.adapter_name): layer for layer in view.layers} for view in views]
     differences = []
-    for path, name in dict.fromkeys((*modules[0], *modules[1])):
-        pair = modules[0].get((path, name)), modules[1].get((path, name))
+    for path, name in dict.fromkeys((*layers[0], *layers[1])):
+        pair = layers[0].get((path, name)), layers[1].get((path, name))
         differences.append(_lora(path + (f" ({name})" if name else ""), *pair))
         progress(sum(tensor.nbytes for item in pair if item for tensor in (item.a, item.b) if tensor))
-    whole = [
-        {
-            key.canonical: adapter.tensors[name]
-            for name, key in adapter.keys.items()
-            if not _is_factor(key.part, key.leaf)
-        }
-        for adapter in (first, second)
-    ]
+    whole = [_beside_factors(view) for view in views]
     return Comparison(
         fields=_base_fields(first, second) | _fields(first.config, second.config, _FIELDS),
         differences=(*differences, *_tensors(whole[0], whole[1], progress)),
@@ -145,11 +148,14 @@ def _shown(value: object) -> str:
     return "not set" if value is None else str(value)
 
 
-def _is_factor(part: Part, leaf: str | None) -> bool:
-    return part in (Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B) and leaf != "bias"
+def _beside_factors(view: AdapterView) -> Mapping[str, StoredTensor]:
+    """Return the adapter's other tensors, by the names that `save_pretrained` gives them."""
+    factors = {factor.name for layer in view.layers for factor in layer.factors}
+    keys = view.adapter.keys.items()
+    return {key.canonical: view.adapter.tensors[name] for name, key in keys if name not in factors}
 
 
-def _lora(name: str, first: LoraModule | None, second: LoraModule | None) -> Difference:
+def _lora(name: str, first: LoraLayer | None, second: LoraLayer | None) -> Difference:
     known = [item for item in (first, second) if item is not None]
     factors = [_factors(item) for item in known]
     norms = [_product_norm(*pair) if pair else None for pair in factors]
@@ -173,13 +179,14 @@ def _lora(name: str, first: LoraModule | None, second: LoraModule | None) -> Dif
     return replace(found, change=Change.ALIKE) if apart <= _ALIKE * max(norm, other) else found
 
 
-def _factors(module: LoraModule) -> tuple[Matrix, Matrix] | None:
+def _factors(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
     """Return scaling·B, [out, r], and Aᵀ, [in, r]; None where they do not fit together."""
-    a, b, rank = module.a, module.b, module.rank
-    if not rank or a is None or b is None or module.scaling is None or not {a.dtype, b.dtype} <= READABLE:
+    found = factors_of(layer)
+    if found is None or layer.scaling is None:
         return None
+    a, b, rank = found
     left, right = widened(values(b), b.dtype).reshape(-1, rank), widened(values(a), a.dtype).reshape(rank, -1).T
-    return module.scaling * left, right
+    return layer.scaling * left, right
 
 
 def _product_norm(left: Matrix, right: Matrix) -> float:

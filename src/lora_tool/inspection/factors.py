@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from lora_tool.adapter.view import LoraLayer
 from lora_tool.tensors import DType, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
@@ -21,6 +22,17 @@ READABLE = frozenset(_STORED)
 
 BLOCK = 1 << 20
 """Elements that are widened at a time."""
+
+
+def factors_of(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor, int] | None:
+    """Return A, B and their rank; None where the two do not fit together, or cannot be read as numbers.
+
+    Where a grouped convolution splits B, the two are no factors of one product.
+    """
+    a, b, rank = layer.a, layer.b, layer.rank
+    if not rank or a is None or b is None or b.shape[1] != rank or not {a.dtype, b.dtype} <= READABLE:
+        return None
+    return a, b, rank
 
 
 def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypedDict
 
+from lora_tool.adapter.view import LoraLayer, view_of
+from lora_tool.architectures.ends import OUTPUTS
+from lora_tool.architectures.heads import HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -19,7 +23,7 @@ from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
     Inspection,
-    LoraModule,
+    Measured,
     ModelInspection,
     Norms,
     RankFiles,
@@ -30,20 +34,11 @@ from lora_tool.inspection.model import (
     TensorInfo,
     Training,
 )
-from lora_tool.keys import AdapterKey, Part, split_layer
+from lora_tool.keys import Part, split_layer
 from lora_tool.tensors import StoredTensor, TensorTable
 
 NORM_BYTES = 512 << 20
 """Adapters up to this size have their norms computed without being asked."""
-
-HEADS = frozenset({"score", "classifier", "classification_head", "qa_outputs", "v_head", "lm_head", "embed_out"})
-"""Module names of output heads, in adapters and in models."""
-
-_FACTORS = {Part.LORA_A: "a", Part.LORA_B: "b", Part.EMBEDDING_A: "a", Part.EMBEDDING_B: "b"}
-
-
-Measured = Mapping[LoraModule, tuple[float, float, float | None]]
-"""Module → ‖A‖, ‖B‖, ‖ΔW‖."""
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None) -> Inspection:
@@ -113,48 +108,15 @@ def disk_bytes(root: Path) -> int:
     return total
 
 
-def lora_modules(adapter: AdapterDir) -> tuple[LoraModule, ...]:
-    """Return the LoRA factors of an adapter, by module, in file order."""
-    factors: dict[tuple[str, str | None], dict[str, StoredTensor]] = defaultdict(dict)
-    for name, key in adapter.keys.items():
-        factor = _factor(key)
-        if factor is not None:
-            factors[key.module, key.adapter_name].setdefault(factor, adapter.tensors[name])
-    return tuple(
-        LoraModule(
-            path=module, adapter=name, a=found.get("a"), b=found.get("b"), scaling=_scaling(adapter.config, module)
-        )
-        for (module, name), found in factors.items()
-    )
-
-
-def _factor(key: AdapterKey) -> str | None:
-    """Return "a" or "b" for a factor, None for everything else, the biases of factors among it."""
-    return None if key.leaf == "bias" else _FACTORS.get(key.part)
-
-
-def _scaling(config: AdapterConfig | None, module: str) -> float | None:
-    try:
-        return None if config is None else config.scaling(module)
-    except ValueError:  # a pattern that cannot be used; it is among the problems
-        return None
-
-
 def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
-    config = adapter.config
-    modules = lora_modules(adapter)
-    whole: list[tuple[str, StoredTensor]] = []
-    others: list[StoredTensor] = []
-    for name, key in adapter.keys.items():
-        if key.part is Part.PLAIN:
-            whole.append((key.module, adapter.tensors[name]))
-        elif _factor(key) is None:
-            others.append(adapter.tensors[name])
-    measured: Measured = {}
+    config, view = adapter.config, view_of(adapter)
+    plain = {item.tensor.name: _is_head(item.module) for item in view.parts(Part.PLAIN)}
+    factors = {factor.name for layer in view.layers for factor in layer.factors}
+    measured: Sequence[Measured | None] = ()
     if norms:
-        from lora_tool.inspection.norms import module_norms  # noqa: PLC0415 - numpy, only for norms
+        from lora_tool.inspection.norms import layer_norms  # noqa: PLC0415 - numpy, only for norms
 
-        measured = module_norms(modules)
+        measured = layer_norms(view.layers)
     return AdapterInspection(
         **_common(adapter),
         base_model=config.base_model if config else None,
@@ -162,10 +124,12 @@ def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
         task_type=config.task_type if config else None,
         peft_type=config.peft_type if config else None,
         variants=tuple(_variants(config)) if config else (),
-        targets=tuple(_targets(modules, measured)),
-        head=tuple(_info(tensor) for module, tensor in whole if _is_head(module)),
-        saved=tuple(_info(tensor) for module, tensor in whole if not _is_head(module)),
-        others=tuple(map(_info, others)),
+        targets=tuple(_targets(view.layers, measured)),
+        head=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if head),
+        saved=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if not head),
+        others=tuple(
+            _info(held) for name, held in adapter.tensors.items() if name not in plain and name not in factors
+        ),
         parameters=sum(tensor.spec.numel for tensor in adapter.tensors.values()),
         nbytes=adapter.weights.nbytes,
         dtypes=_dtypes(adapter.tensors),
@@ -183,7 +147,7 @@ def _variants(config: AdapterConfig) -> Iterator[str]:
 
 
 def _is_head(module: str) -> bool:
-    return bool(HEADS & set(module.split(".")))
+    return head_of(module, HEADS | OUTPUTS) is not None
 
 
 def _info(tensor: StoredTensor) -> TensorInfo:
@@ -197,33 +161,33 @@ def _dtypes(tensors: TensorTable) -> Mapping[str, int]:
     return dict(held.most_common())
 
 
-def _targets(modules: Iterable[LoraModule], measured: Measured) -> Iterator[Target]:
+def _targets(layers: Sequence[LoraLayer], measured: Sequence[Measured | None]) -> Iterator[Target]:
     """Yield the modules grouped by path without its numbers, and by all that a group has in common."""
-    groups: dict[tuple[object, ...], list[LoraModule]] = defaultdict(list)
-    for module in modules:
-        factors = [tensor for tensor in (module.a, module.b) if tensor is not None]
-        dtype = "/".join(dict.fromkeys(str(tensor.dtype) for tensor in factors))
-        shapes = module.a and module.a.shape, module.b and module.b.shape
-        path = split_layer(module.path)[1]
-        groups[path, module.adapter, module.rank, module.scaling, shapes, dtype].append(module)
+    groups: dict[tuple[object, ...], list[tuple[LoraLayer, Measured | None]]] = defaultdict(list)
+    for layer, norms in zip_longest(layers, measured):
+        dtype = "/".join(dict.fromkeys(str(factor.dtype) for factor in layer.factors))
+        shapes = layer.a and layer.a.shape, layer.b and layer.b.shape
+        path = split_layer(layer.module)[1]
+        groups[path, layer.adapter_name, layer.rank, layer.scaling, shapes, dtype].append((layer, norms))
     labels = short_names({str(key[0]) for key in groups})
-    for key, members in groups.items():
-        first = members[0]
+    for key, group in groups.items():
+        first, members = group[0][0], [layer for layer, _ in group]
+        numbers = {number for member in members if (number := split_layer(member.module)[0]) is not None}
         yield Target(
-            name=labels[str(key[0])] + (f" ({first.adapter})" if first.adapter else ""),
-            modules=tuple(member.path for member in members),
-            layers=tuple(sorted({layer for member in members if (layer := split_layer(member.path)[0]) is not None})),
+            name=labels[str(key[0])] + (f" ({first.adapter_name})" if first.adapter_name else ""),
+            modules=tuple(member.module for member in members),
+            layers=tuple(sorted(numbers)),
             rank=first.rank,
             scaling=first.scaling,
             a_shape=first.a.shape if first.a else None,
             b_shape=first.b.shape if first.b else None,
             dtype=str(key[-1]),
-            parameters=sum(t.spec.numel for member in members for t in (member.a, member.b) if t is not None),
-            norms=_norms([measured[member] for member in members if member in measured]),
+            parameters=sum(factor.spec.numel for member in members for factor in member.factors),
+            norms=_norms([norms for _, norms in group if norms is not None]),
         )
 
 
-def _norms(values: list[tuple[float, float, float | None]]) -> Norms | None:
+def _norms(values: list[Measured]) -> Norms | None:
     if not values:
         return None
     deltas = [delta for _, _, delta in values if delta is not None]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from lora_tool.display import counted, number, printable, shortened, size
-from lora_tool.tensors import StoredTensor
 
 _SHOWN = 8
 """Tensors that are named before the rest is counted."""
-
-_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +32,8 @@ class Norms:
     """None where the scaling is not known, because the config cannot be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraModule:
-    """The factors on one module. `a` or `b` is None where the file does not hold it."""
-
-    path: str
-    adapter: str | None
-    """The adapter's name, where the tensors' names still have it."""
-    a: StoredTensor | None
-    b: StoredTensor | None
-    scaling: float | None
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that both factors have; None where they disagree or one is missing."""
-        if self.a is None or self.b is None or min(len(self.a.shape), len(self.b.shape)) < _MATRIX:
-            return None
-        return self.a.shape[0] if self.a.shape[0] == self.b.shape[1] else None
+Measured: TypeAlias = tuple[float, float, float | None]
+"""‖A‖, ‖B‖ and ‖ΔW‖ of one module; the last is None where its scaling is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,29 +7,26 @@ that a product much smaller than its factors is not lost in rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
-from lora_tool.inspection.factors import BLOCK, READABLE, Matrix, values, widened
-from lora_tool.inspection.model import LoraModule
+from lora_tool.adapter.view import LoraLayer
+from lora_tool.inspection.factors import BLOCK, Matrix, factors_of, values, widened
+from lora_tool.inspection.model import Measured
 from lora_tool.tensors import StoredTensor
 
 
-def module_norms(modules: Iterable[LoraModule]) -> Mapping[LoraModule, tuple[float, float, float | None]]:
-    """Return module → ‖A‖, ‖B‖, ‖scaling·B·A‖, for the modules whose two factors fit together.
+def layer_norms(layers: Iterable[LoraLayer]) -> list[Measured | None]:
+    """Return ‖A‖, ‖B‖, ‖scaling·B·A‖ of each layer; None for one whose two factors do not fit together.
 
     The last is None where the scaling is not known. Raises `OSError` where a file cannot be read.
     """
-    norms = {}
-    for module in modules:
-        a, b, rank = module.a, module.b, module.rank
-        if rank and a is not None and b is not None and {a.dtype, b.dtype} <= READABLE:
-            norms[module] = _norms(a, b, rank, module.scaling)
-    return norms
+    factors = ((factors_of(layer), layer.scaling) for layer in layers)
+    return [None if found is None else _norms(*found, scaling) for found, scaling in factors]
 
 
-def _norms(a: StoredTensor, b: StoredTensor, rank: int, scaling: float | None) -> tuple[float, float, float | None]:
+def _norms(a: StoredTensor, b: StoredTensor, rank: int, scaling: float | None) -> Measured:
     gram_a, gram_b = _gram(a, rank, rows=True), _gram(b, rank, rows=False)
     norm_a, norm_b = math.sqrt(float(np.trace(gram_a))), math.sqrt(float(np.trace(gram_b)))
     if scaling is None:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.inspection.factors import READABLE, rounded, square_sum, triangle, values, widened
-from lora_tool.inspection.folders import lora_modules
-from lora_tool.inspection.model import LoraModule
+from lora_tool.inspection.factors import READABLE, factors_of, rounded, square_sum, triangle, values, widened
 from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor
 
@@ -70,29 +69,30 @@ def spectra(adapter: AdapterDir, base: ModelDir | None = None) -> Iterator[Spect
 
     Reads the adapter's factors and, with `base`, the weights under them, block by block. Raises `OSError`.
     """
-    for module in lora_modules(adapter):
-        found = spectrum(module, base)
+    for layer in view_of(adapter).layers:
+        found = spectrum(layer, base)
         if found is not None:
             yield found
 
 
-def spectrum(module: LoraModule, base: ModelDir | None = None) -> Spectrum | None:
-    """Return the module's spectrum; None where its factors do not fit together, or cannot be read as numbers."""
-    a, b, rank = module.a, module.b, module.rank
-    if not rank or a is None or b is None or module.scaling is None or not {a.dtype, b.dtype} <= READABLE:
+def spectrum(lora: LoraLayer, base: ModelDir | None = None) -> Spectrum | None:
+    """Return the layer's spectrum; None where its factors do not fit together, or cannot be read as numbers."""
+    found = factors_of(lora)
+    if found is None or lora.scaling is None:
         return None
-    weight = base.tensors.get(f"{module.path}.weight") if base else None
+    a, b, rank = found
+    weight = base.tensors.get(f"{lora.module}.weight") if base else None
     if weight is not None and weight.dtype not in READABLE:
         weight = None
-    layer, target = split_layer(module.path)
+    number, target = split_layer(lora.module)
     return Spectrum(
-        module=module.path,
-        target=target + (f" ({module.adapter})" if module.adapter else ""),
-        layer=layer,
+        module=lora.module,
+        target=target + (f" ({lora.adapter_name})" if lora.adapter_name else ""),
+        layer=number,
         rank=rank,
-        singular_values=tuple(abs(module.scaling) * _singular_values(a, b, rank)),
+        singular_values=tuple(abs(lora.scaling) * _singular_values(a, b, rank)),
         base_norm=math.sqrt(square_sum(weight)) if weight is not None else None,
-        kept=_kept(weight, a, b, rank, module.scaling) if weight is not None else None,
+        kept=_kept(weight, a, b, rank, lora.scaling) if weight is not None else None,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names.model import LABELS, ModelFacts
-from lora_tool.tensors import DType
+from lora_tool.tensors import FLOAT_NAMES
 
 try:
     import torch
@@ -50,7 +50,7 @@ _TABLES: Mapping[str, tuple[_Table, ...]] = {
 """Auto class → the tables of what it loads, and of classes that users name themselves where it knows none."""
 _LAYERS = (torch.nn.Linear, torch.nn.Embedding, Conv1D)
 _MOST_LAYERS = 4096
-DTYPES = {DType.F16: torch.float16, DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.F64: torch.float64}
+DTYPES = {dtype: getattr(torch, name) for dtype, name in FLOAT_NAMES.items()}
 
 
 def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:

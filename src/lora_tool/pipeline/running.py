@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import (
     TRAINED_MODEL,
     AdapterDir,
@@ -249,7 +248,7 @@ class _Running:
             return
         asked, config = Task(self._job.options.task), opened.config
         name = config.architectures[0] if config and config.architectures else ""
-        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors, CLASSIFICATION_HEADS))
+        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors))
         if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
             asked is Task.CAUSAL_LM and name.endswith(_CLASSIFIER)
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool import keys
-from lora_tool.architectures import ARCHITECTURES
+from lora_tool.architectures.heads import NEW_MODULES, head_of
 from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
@@ -22,12 +22,6 @@ from lora_tool.report import Finding, Severity
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
-
-HEADS = frozenset(
-    {row.head.rpartition(".")[2] for row in ARCHITECTURES.values() if row.head}
-    | {"score", "classifier", "classification_head", "value_head", "v_head", "reward_head", "regression_head"}
-)
-"""Components of the paths of modules that a base language model does not have: new and random when training begins."""
 
 
 def has_lora(names: Mapping[str, Entry]) -> bool:
@@ -115,8 +109,7 @@ def _classifier(config: AdapterConfig) -> str | None:
 
 
 def _is_head(module: str) -> bool:
-    # a head may have layers of its own: classifier.dense
-    return not HEADS.isdisjoint(module.split("."))
+    return head_of(module, NEW_MODULES) is not None
 
 
 def _fits(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.architectures.heads import CLASSIFICATION_HEADS
 from lora_tool.report import Finding
 from lora_tool.train.codes import adapter_as_base, error, warning
 from lora_tool.train.leak_probe import probe

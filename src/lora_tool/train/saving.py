@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.adapter.view import view_of
-from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.fingerprint import fingerprint
@@ -133,7 +132,7 @@ def _head(opened: Checkpoint) -> tuple[str, int] | None:
         tensors = opened.tensors
     elif isinstance(opened, AdapterDir) and (opened.config is None or opened.config.task_type == "SEQ_CLS"):
         tensors = view_of(opened).saved
-    weight = head_weight(tensors, CLASSIFICATION_HEADS)
+    weight = head_weight(tensors)
     return next(((name.removesuffix(".weight"), it.shape[0]) for name, it in tensors.items() if it is weight), None)
 
 

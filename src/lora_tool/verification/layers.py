@@ -13,7 +13,7 @@ from lora_tool import keys
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import MissingDependency
 from lora_tool.keys import PREFIX, Part
-from lora_tool.tensors import DType, StoredTensor, TensorTable
+from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorTable
 from lora_tool.verification.files import Files
 
 try:
@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise MissingDependency("peft", extra="merge") from error
 
-_TORCH = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32, DType.F64: torch.float64}
+_TORCH = {dtype: getattr(torch, name) for dtype, name in FLOAT_NAMES.items()}
 _DIGITS = {DType.BF16: 8, DType.F16: 11, DType.F32: 24, DType.F64: 24}
 
 Noise = Mapping[str, DType]

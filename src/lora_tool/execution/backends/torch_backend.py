@@ -22,19 +22,14 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType, StoredTensor
+from lora_tool.tensors import FLOAT_NAMES, StoredTensor
 
 try:
     import torch
 except ImportError as error:  # pragma: no cover - the test environment has torch
     raise MissingDependency("torch", extra="merge") from error
 
-_TORCH = {
-    DType.BF16: torch.bfloat16,
-    DType.F16: torch.float16,
-    DType.F32: torch.float32,
-    DType.F64: torch.float64,
-}
+_TORCH = {dtype: getattr(torch, name) for dtype, name in FLOAT_NAMES.items()}
 
 
 class TorchBackend:

@@ -1,7 +1,6 @@
 """The adapters of one merge: each with its config and its tensors by what they do, and all of them as one.
 
-The deltas of several adapters are summed. What cannot be summed must not contradict: a module that two of them saved
-whole, a head, trained tokens, DoRA's magnitudes.
+The deltas of several adapters are summed. What cannot be summed is in one of them only, or the same in all.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from lora_tool.adapter.view import AdapterView
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -23,27 +23,29 @@ Value = TypeVar("Value")
 class Adapted:
     """One adapter of a merge."""
 
-    adapter: AdapterDir
-    config: AdapterConfig
+    view: AdapterView
     modules: AdapterModules
+
+    @property
+    def adapter(self) -> AdapterDir:
+        """Its folder."""
+        return self.view.adapter
+
+    @property
+    def config(self) -> AdapterConfig:
+        """Its config, which the rules found whole."""
+        return self.view.config
 
     @property
     def tokens(self) -> Mapping[str, tuple[int, ...]]:
         """Embedding module → the rows that this adapter trained by themselves."""
-        return {module: self.config.tokens(module) for module in self.modules.tokens}
+        return {module: self.view.tokens[module].indices for module in self.modules.tokens}
 
     def without(self, tensors: Collection[StoredTensor], reason: str) -> Adapted:
         """Return the same adapter with these of its whole tensors dropped, for the reason."""
         mine = [tensor for tensor in tensors if self.adapter.tensors.get(tensor.name) == tensor]
         dropped = {**self.modules.dropped, **{tensor.name: reason for tensor in mine}}
         return replace(self, modules=replace(self.modules.without(mine), dropped=dropped))
-
-
-def config_of_adapter(adapter: AdapterDir) -> AdapterConfig:
-    """Return the config, which a whole adapter has."""
-    if adapter.config is None:
-        raise AssertionError("a whole adapter has a config")
-    return adapter.config
 
 
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:

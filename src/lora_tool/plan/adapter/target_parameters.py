@@ -8,19 +8,16 @@ lie and not which parameter they belong to: the last parameter of the module is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 from lora_tool.adapter.support import OTHER_BASE
-from lora_tool.checkpoint import AdapterDir
+from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
-from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import StoredTensor
 
 _MATRIX, _STACK = 2, 3
-_PAIR = {(Part.LORA_A, "weight"), (Part.LORA_B, "weight")}
 
 
 def targeted_parameters(config: AdapterConfig, facts: ModelFacts) -> dict[str, str]:
@@ -38,32 +35,21 @@ def targeted_parameters(config: AdapterConfig, facts: ModelFacts) -> dict[str, s
 
 
 def parameter_term(
-    adapter: AdapterDir,
-    config: AdapterConfig,
-    parameter: str,
-    facts: ModelFacts,
-    parts: Mapping[tuple[Part, str | None], StoredTensor],
-    layout: ExpertLayout | None,
+    view: AdapterView, parameter: str, facts: ModelFacts, layer: LoraLayer | None, layout: ExpertLayout | None
 ) -> LoraTerm:
     """Return the delta of one parameter. `layout` is what the user says of lora_B; None to go by the config.
 
-    Raises `UnsupportedAdapter` for a tensor that is missing or too many, and where the layout of lora_B cannot be
-    known; `IncompatibleBase` where the shapes do not fit.
+    Raises `UnsupportedAdapter` where its tensors are missing or the layout of lora_B cannot be known,
+    `IncompatibleBase` where the shapes do not fit.
     """
-    if not parts:
+    config = view.config
+    if layer is None or layer.a is None or layer.b is None:
         raise UnsupportedAdapter(
-            f"{adapter.root}: `target_parameters` names `{parameter}`, which has no LoRA tensors in the adapter: "
+            f"{view.adapter.root}: `target_parameters` names `{parameter}`, which has no LoRA tensors in the adapter: "
             "the adapter is incomplete",
-            hint=f"lora-tool validate {adapter.root}",
+            hint=f"lora-tool validate {view.adapter.root}",
         )
-    if parts.keys() != _PAIR:
-        some = next(iter(parts.values()))
-        found = ", ".join(sorted(f"{part.value}.{leaf}" for part, leaf in parts))
-        raise UnsupportedAdapter(
-            f"{some.path}: `{some.name}`: LoRA on a parameter has lora_A.weight and lora_B.weight, found {found}",
-            hint=f"lora-tool validate {adapter.root}",
-        )
-    a, b = parts[Part.LORA_A, "weight"], parts[Part.LORA_B, "weight"]
+    a, b = layer.a, layer.b
     shape = facts.shapes[parameter]
     experts = shape[0] if len(shape) == _STACK else 1
     rank = config.rank(parameter)

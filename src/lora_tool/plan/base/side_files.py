@@ -16,7 +16,6 @@ from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import FLOAT_NAMES, DType
 
 GENERATION_CONFIG = "generation_config.json"
-_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
 
 
 def config_of(base: ModelDir) -> ModelConfig:
@@ -118,7 +117,7 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
                 taken.add(name)
                 yield _copied(folder, name, whose)
     for name in base.folder.files:
-        if name.upper().startswith(_LICENCES) or (generation and name == GENERATION_CONFIG):
+        if name in base.folder.licence_files or (generation and name == GENERATION_CONFIG):
             yield _copied(base.folder, name, "base")
 
 

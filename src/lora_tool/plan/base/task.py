@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from lora_tool.architectures import CLASSIFICATION_HEADS, architecture_of
+from lora_tool.architectures import architecture_of
+from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
 from lora_tool.errors import UnsupportedAdapter
@@ -137,7 +138,7 @@ def _is_of_the_two(class_name: str, base: ModelDir) -> bool:
 
 def _carries_head(adapter: AdapterDir) -> bool:
     keys = (key for key in adapter.keys.values() if key.part in (Part.PLAIN, Part.SAVED_MODULE))
-    return any(not CLASSIFICATION_HEADS.isdisjoint(key.module.split(".")) for key in keys)
+    return any(head_of(key.module, CLASSIFICATION_HEADS) for key in keys)
 
 
 def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
@@ -27,15 +28,6 @@ class Head:
     weight: StoredTensor
     """That weight, where it is: by its name in the adapter's file, if it comes from there."""
     num_labels: int
-
-
-_LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
-"""Where in a head its last layer is, whose rows are the labels: RoBERTa's and BART's is `out_proj`, XLM's `summary`."""
-
-
-def head_names(arch: Architecture) -> tuple[str, ...]:
-    """Return the names that the weight of the head's last layer may have."""
-    return tuple(f"{arch.head}{last}.weight" for last in _LAST_LAYERS)
 
 
 def head_and_labels(view: BaseView, modules: AdapterModules, *, asked: int | None) -> tuple[Head | None, int | None]:
@@ -74,7 +66,7 @@ def find_head(
             f"{base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
             hint=WITH_PEFT,
         )
-    names = head_names(arch)
+    names = last_weights(arch.head)
     places = (modules.saved, modules.frozen_base, base.tensors)
     name, weight = next(((name, place[name]) for place in places for name in names if name in place), (names[0], None))
     if weight is None:

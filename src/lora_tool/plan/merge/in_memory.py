@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.actions import TensorAction
+from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.adapter.combine import Adapted, config_of_adapter
+from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, Precision
@@ -19,7 +21,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.build_plan import HubOrigin, MergeInputs, build_plan
 from lora_tool.plan.merge.context import MergeContext, ModelEnds
-from lora_tool.plan.merge.head import Head, count_labels, head_names
+from lora_tool.plan.merge.head import Head, count_labels
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import MergeJudge
@@ -94,7 +96,12 @@ def ask_in_memory(
     }
     rows, facts = None, None
     if view.task in CLASSIFIERS:
-        held = [place[name] for place in (whole, view.base.tensors) for name in head_names(view.arch) if name in place]
+        held = [
+            place[name]
+            for place in (whole, view.base.tensors)
+            for name in last_weights(view.arch.head or "")
+            if name in place
+        ]
         rows = held[0].shape[0] if held else wanted
     elif view.facts is not None:
         facts = view.facts
@@ -124,16 +131,14 @@ def plan_in_memory(
     """Return the plan that makes a model folder of the weights that PEFT wrote into `staged`; `why` it had to."""
     head = None
     if asked.task in CLASSIFIERS:
-        name = next(name for name in head_names(asked.arch) if name in staged.tensors)
+        name = next(name for name in last_weights(asked.arch.head or "") if name in staged.tensors)
         weight = staged.tensors[name]
         head = Head(module=asked.arch.head or "", name=name, weight=weight, num_labels=weight.shape[0])
     was_tied = asked.base.config is not None and asked.base.config.tie_word_embeddings
     is_tied = staged.config is not None and staged.config.tie_word_embeddings
     merge = MergeContext(
         base=asked.base,
-        adapted=tuple(
-            Adapted(adapter=adapter, config=config_of_adapter(adapter), modules=_NOTHING) for adapter in asked.adapters
-        ),
+        adapted=tuple(Adapted(view=view_of(adapter), modules=_NOTHING) for adapter in asked.adapters),
         arch=asked.arch,
         task=asked.task,
         modules=_NOTHING,

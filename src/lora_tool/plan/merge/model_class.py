@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
@@ -18,8 +19,6 @@ from lora_tool.plan.base.side_files import config_of, model_dtype
 from lora_tool.plan.base.task import CLASSIFIERS, Task, declared_types, is_classifier, trained_class
 from lora_tool.plan.merge.homes import homes
 from lora_tool.tensors import DType, TensorTable
-
-_LAST_LAYERS = (".out_proj", ".summary", ".linear_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class ClassCandidates:
         generator = self.generator.facts if self.generator else None
         classifier = self.classifier.facts if self.classifier else None
         head = classifier.head if classifier else None
-        last = next((last for last in _LAST_LAYERS if head and head.endswith(last)), "")
+        last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
         output = generator.output if generator else None
         return Architecture(
             model_type=self.base.config.model_type or "" if self.base.config else "",

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lora_tool.adapter.support import require_mergeable
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.adapter.combine import Adapted, config_of_adapter, join, require_saved_in_first
+from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
@@ -22,7 +24,6 @@ from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base, require_full_precision
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.tied_embeddings import end_names
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
@@ -75,7 +76,7 @@ def plan_merge(
     )
     report = judge.as_stored(adapters, base)
     for each in adapters:
-        require_mergeable(config_of_adapter(each))
+        require_mergeable(view_of(each))
     require_full_precision(base)
     view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT)
     apart = [each for each, raw in zip(view.adapters, adapters, strict=True) if not names_are_those_on_disk(base, raw)]
@@ -110,14 +111,6 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
 
 
 def _adapted(adapter: AdapterDir, view: BaseView, expert_layout: ExpertLayout | None) -> Adapted:
-    config = config_of_adapter(adapter)
-    ends = end_names(view.base, view.arch)
-    modules = adapter_modules(
-        adapter, config, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors
-    )
-    if not modules.lora and not modules.parameters and not modules.saved:
-        raise UnsupportedAdapter(
-            f"{adapter.root}: the adapter holds no LoRA tensors: there is nothing to merge",
-            hint=f"lora-tool validate {adapter.root}",
-        )
-    return Adapted(adapter=adapter, config=config, modules=modules)
+    own, ends = view_of(adapter), end_names(view.base, view.arch)
+    modules = adapter_modules(own, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors)
+    return Adapted(view=own, modules=modules)

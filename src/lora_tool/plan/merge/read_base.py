@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from lora_tool.architectures import Architecture, architecture_of
+from lora_tool.architectures.ends import embeddings
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
 from lora_tool.plan.base.side_files import config_of, model_dtype
@@ -17,7 +18,7 @@ from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_ty
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.converted_base import converted_base
 from lora_tool.plan.merge.direct_base import direct_base
-from lora_tool.plan.merge.tied_embeddings import embeddings, tied_copies, tied_ends
+from lora_tool.plan.merge.tied_embeddings import tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import looks_plain, names_are_known
 
 _MAPPERS = ("torch", "transformers")

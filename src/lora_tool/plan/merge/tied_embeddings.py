@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -116,23 +117,6 @@ def trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
         for part in adapted
         for name in ends.names & part.modules.saved.keys()
     )
-
-
-def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
-    """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
-    return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
-
-
-def output_name(arch: Architecture) -> str | None:
-    """Return the name of the output layer's weight; None where the architecture has no causal LM."""
-    return next((name for name in arch.causal_only if name.endswith(".weight")), None)
-
-
-def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
-    """Return the base's matrices with a row per token, the output layer aside."""
-    vocab_size = base.config.vocab_size if base.config else None
-    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
-    return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
 
 
 def without_tied_repeats(

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.architectures import Architecture, is_computed
+from lora_tool.architectures.ends import output_name
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.keys import Part
 from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.core.steps import InputRecord
-from lora_tool.plan.merge.tied_embeddings import output_name
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)

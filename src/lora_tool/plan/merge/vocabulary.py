@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.merge.tied_embeddings import MATRIX, embeddings, output_name
+from lora_tool.plan.merge.tied_embeddings import MATRIX
 from lora_tool.tensors import StoredTensor
 
 _INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"

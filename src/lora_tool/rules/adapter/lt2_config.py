@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 
+from lora_tool.adapter import targeting
 from lora_tool.adapter.support import refusals
-from lora_tool.adapter.view import MATRIX, WholeTensor
+from lora_tool.adapter.view import WholeTensor
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
 from lora_tool.display import counted
 from lora_tool.errors import Defect
-from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
-from lora_tool.rules.shared import targeting
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
 """What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
-_OF_A_LAYER = frozenset(
-    {
-        *((part, "weight") for part in (Part.LORA_A, Part.LORA_B)),
-        *((part, None) for part in (Part.EMBEDDING_A, Part.EMBEDDING_B, Part.MAGNITUDE)),
-        (Part.LORA_B, "bias"),
-    }
-)
-"""Part and leaf of the tensors that PEFT's LoRA layers have."""
-_VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
-"""A tensor of a variant of LoRA that has parameters of its own, such as KaSA's `lora_diag`."""
 _REFUSES = "`lora-tool merge` refuses it"
 _COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
 _FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one; remove the field if it is misspelt"
@@ -107,7 +98,7 @@ def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
-    entries = [entry for entry in config.modules_to_save if targeting.head_of(entry) is None]
+    entries = [entry for entry in config.modules_to_save if head_of(entry) is None]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
         if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
@@ -138,8 +129,8 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
             for tensor in layer.parts.values():
                 yield _dropped(tensor, "no entry of `target_modules` matches its module")
         elif not subject.config.refused:
-            for place in layer.parts.keys() - _OF_A_LAYER:
-                yield _dropped(layer.parts[place], "a LoRA layer has no such tensor")
+            for tensor in layer.strays:
+                yield _dropped(tensor, "a LoRA layer has no such tensor")
     adapted = {layer.target for layer in subject.layers}
     for item in subject.view.whole:
         message = _why_unexplained(subject, item, adapted)
@@ -153,11 +144,11 @@ def _dropped(tensor: StoredTensor, why: str) -> Fault:
 
 def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collection[str]) -> str | None:
     match item.part:
-        case Part.PLAIN if not _repeats_base(subject, item) and not _explains(subject.config, item):
+        case Part.PLAIN if not _repeats_base(subject, item) and not targeting.explains(subject.config, item):
             return "it belongs to no target and to none of `modules_to_save`"
         case Part.TOKENS_DELTA if not subject.config.token_indices:
             return "`trainable_token_indices` is not set"
-        case Part.BASE_LAYER if item.module not in adapted and not targeting.is_end(item.module):
+        case Part.BASE_LAYER if item.module not in adapted and not is_end(item.module):
             return "its module has no LoRA"
         case _:
             return None
@@ -175,15 +166,6 @@ def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
         if found is not None and found.shape[:1] == (vocab_size,):
             return True
     return held is not None and same_values(held, item.tensor)
-
-
-def _explains(config: AdapterConfig, item: WholeTensor) -> bool:
-    """Whether the config says what a plain tensor is for."""
-    path = item.module
-    if targeting.is_saved_whole(config, path) or targeting.is_end(path) or targeting.head_of(path):
-        return True
-    variant = _VARIANT.match(item.name) if config.refused else None
-    return bool(variant and config.targets(variant["module"])) or (item.leaf == "bias" and config.bias != "none")
 
 
 @rule("LT210", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -260,10 +242,8 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
-    for refusal in refusals(subject.config):
+    for refusal in refusals(subject.view):
         yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
-    if any(layer.a is not None and len(layer.a.shape) > MATRIX for layer in subject.layers):
-        yield Fault(message=f"{_REFUSES}: LoRA on convolutions")
 
 
 @rule("LT216", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)

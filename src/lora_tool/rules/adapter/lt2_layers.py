@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapter.targeting import ranks_of
 from lora_tool.adapter.view import MATRIX, LoraLayer
 from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
@@ -14,7 +15,6 @@ from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.targeting import ranks_of
 
 
 @rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.adapter.view import drift
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
 from lora_tool.display import size
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.targeting import head_of, is_end
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
@@ -78,18 +79,18 @@ def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     plain = _plain(subject)
     embeddings = {layer.target for layer in subject.layers if layer.embedding}
     copied = {Part.SAVED_MODULE: "a second copy of the trained tensor", Part.ORIGINAL_MODULE: "the frozen original"}
+    repeats = subject.view.repeats.items()
+    other_values = {name: first for name, first in repeats if not same_values(subject.tensors[name], first)}
+    for name, first in other_values.items():
+        message = f"has other values than `{first.name}`, and both are the same module's"
+        yield Fault(subject=name, message=message, severity=Severity.ERROR)
     for item in subject.view.whole:
         name, held = item.tensor.name, size(item.tensor.nbytes)
         if item.part in copied and item.name in plain:
             message = f"{copied[item.part]}, {held} that nobody reads"
             severity = Severity.INFO if is_end(item.module) or item.name.endswith(".bias") else None
-            first = subject.view.repeats.get(name)
-            if first is not None and not same_values(first, item.tensor):
-                message, severity = (
-                    f"has other values than `{first.name}`, and both are the same module's",
-                    Severity.ERROR,
-                )
-            yield Fault(subject=name, message=message, severity=severity)
+            if name not in other_values:
+                yield Fault(subject=name, message=message, severity=severity)
         elif item.part is Part.BASE_LAYER and item.leaf != "bias" and not head_of(item.module):
             # a head's frozen weight is often nowhere else: without it, LoRA on the head would be lost
             expected = is_end(item.module) or item.module in embeddings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
@@ -94,8 +93,8 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
     Save the adapter again from the training state, or use another checkpoint.
     """
     for layer in subject.layers:
-        for tensor in (layer.a, layer.b):
-            if tensor is None or not tensor.dtype.is_float or tensor.spec.numel < _ENOUGH:
+        for tensor in layer.factors:
+            if not tensor.dtype.is_float or tensor.spec.numel < _ENOUGH:
                 continue
             found = subject.scan(tensor)
             if found.constant or (found.all_zero and tensor is not layer.zero_initialised):
@@ -150,7 +149,7 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
     Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
     """
     tensors = saved_heads(subject) if isinstance(subject, AdapterSubject) else subject.tensors
-    head = head_weight(tensors, CLASSIFICATION_HEADS)
+    head = head_weight(tensors)
     if head is None or not head.dtype.is_float or not head.spec.numel:
         return
     if subject.scan(head).all_zero:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.architectures import CLASSIFICATION_HEADS, architecture_of
+from lora_tool.architectures import architecture_of
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import (
+    CLASSIFICATION_HEADS,
+    CLASSIFICATION_TASKS,
+    PEFT_CLASSIFIERS,
+    VALUE_HEADS,
+    head_of,
+)
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.display import counted
 from lora_tool.keys import Part
@@ -19,7 +27,6 @@ from lora_tool.rules.shared.heads import (
     lora_heads,
     saved_heads,
 )
-from lora_tool.rules.shared.targeting import CLASSIFICATION_TASKS, VALUE_HEADS, head_of, is_end
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
@@ -62,7 +69,7 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     elif base_head is None:
         message = f"{lost}, which was trained on a {config.trained_class} without a task type; it must be in the base"
         yield Fault(message=message, severity=Severity.WARNING)
-    elif not unsaid and base_head.name.partition(".")[0] in ("score", "classifier"):  # PEFT keeps any other head
+    elif not unsaid and head_of(base_head.name) in PEFT_CLASSIFIERS:  # PEFT keeps any other head
         message = f"no trained head is in the file; the base has one, `{base_head.name}`, which PEFT would not use"
         yield Fault(message=message, severity=Severity.WARNING)
 
@@ -74,7 +81,7 @@ def _head_of_base(subject: AdapterSubject) -> StoredTensor | None:
     tensors, config = subject.base.tensors, subject.base.config
     arch = architecture_of(config.model_type or "") if config else None
     inside = (tensor for name, tensor in tensors.items() if arch and arch.head and name.startswith(f"{arch.head}."))
-    return head_weight(tensors, CLASSIFICATION_HEADS) or next(inside, None)
+    return head_weight(tensors) or next(inside, None)
 
 
 def _where_the_head_is(subject: AdapterSubject) -> str | None:
@@ -154,11 +161,11 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
     A head that the adapter carries whole takes the place of the base's: against another number there, this is a warning.
     """
     if isinstance(subject, AdapterSubject):
-        weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS) or lora_head_rows(subject)
+        weight = head_weight(saved_heads(subject)) or lora_head_rows(subject)
         base = subject.base
         told = labels_of(base) if base else None
     elif isinstance(subject, ModelSubject):
-        weight = head_weight(subject.tensors, CLASSIFICATION_HEADS)
+        weight = head_weight(subject.tensors)
         base, told = None, None
     else:
         return

@@ -6,13 +6,14 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
+from lora_tool.adapter import targeting
 from lora_tool.adapter.view import MATRIX, LoraLayer
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.rules.shared import targeting
-from lora_tool.rules.shared.heads import is_last_layer
 from lora_tool.tensors import StoredTensor
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
@@ -42,7 +43,7 @@ def _matched(subject: AdapterSubject) -> BaseMatch:
 def _may_be_absent(match: BaseMatch, module: str) -> bool:
     """Whether a module is rightly not in the base's files: a head, or an output layer tied to the embeddings."""
     names = {name.rpartition(".")[0] for name in match.arch.causal_only} | {"lm_head"}
-    return targeting.head_of(module) is not None or module in names
+    return head_of(module) is not None or module in names
 
 
 def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
@@ -181,7 +182,7 @@ def _delta_shape(
 
 
 def _is_vocabulary(module: str) -> bool:
-    return targeting.is_end(module)
+    return is_end(module)
 
 
 def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
@@ -340,14 +341,14 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
-        elif tensor.spec.numel and targeting.head_of(module) is None and not _fits(match, tensor, base, module):
+        elif tensor.spec.numel and head_of(module) is None and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
 
 
 def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
     """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
-    if subject.config.task_type not in targeting.CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
+    if subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
         return False
     stem = ".".join(match.name(module).split(".")[:2])
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.architectures.ends import is_end
 from lora_tool.errors import BadConfig, CorruptFile
 from lora_tool.formats import training_record
 from lora_tool.formats.files import inside
@@ -14,7 +15,6 @@ from lora_tool.formats.training_record import TrainingRecord, read_training_reco
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.rules.shared import targeting
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
@@ -96,7 +96,7 @@ def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
         return
     for layer in subject.layers:
         output = f"{match.name(layer.target)}.weight" in match.arch.causal_only
-        if output or (layer.embedding and targeting.is_end(layer.target)):
+        if output or (layer.embedding and is_end(layer.target)):
             tensor = layer.any_tensor
             message = (
                 f"adapts `{layer.target}`, which {match.base.root} ties to the other end: it cannot be merged exactly"

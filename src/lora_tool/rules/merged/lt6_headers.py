@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.architectures import architecture_of, is_computed
+from lora_tool.architectures.heads import head_of
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
@@ -18,7 +19,6 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.shared.targeting import head_of
 
 _WEIGHTS = frozenset({Need.WEIGHTS})
 _PLAN = frozenset({Need.WEIGHTS, Need.PLAN})

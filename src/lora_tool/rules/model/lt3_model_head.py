@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lora_tool.architectures import CLASSIFICATION_HEADS, architecture_of
+from lora_tool.architectures import architecture_of
+from lora_tool.architectures.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of
 from lora_tool.display import counted
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import tokenizer
@@ -15,7 +16,6 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.shared.heads import head_weight, is_classifier, labels_of
-from lora_tool.rules.shared.targeting import VALUE_HEADS, head_of
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _DECODER_HEAD = "score"
@@ -128,7 +128,7 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     reward model.
     """
     model = subject.checkpoint
-    weight, told = head_weight(subject.tensors, CLASSIFICATION_HEADS), labels_of(model)
+    weight, told = head_weight(subject.tensors), labels_of(model)
     if weight is None or told is None or model.config is None or told == weight.shape[0]:
         return
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import architecture_of
+from lora_tool.architectures.ends import is_input
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.tokenizer import added_pad_token
 from lora_tool.keys import Part
@@ -14,11 +15,9 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.shared.heads import is_classifier
-from lora_tool.rules.shared.targeting import ENDS
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_INPUTS = ENDS - {"lm_head", "embed_out"}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(?P<number>\d{1,6})\.")
 _SHARED_LAYERS = frozenset({"albert"})
 """Model types that use the weights of one layer for several."""
@@ -64,7 +63,7 @@ def _embedding_rows(subject: Subject) -> int | None:
         whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
         own = [(item.module, item.tensor, 0) for item in whole]
         own += [(layer.target, layer.a, 1) for layer in subject.layers if layer.embedding and layer.a]
-        rows = [held.shape[at] for path, held, at in own if _is_input(path) and len(held.shape) == MATRIX]
+        rows = [held.shape[at] for path, held, at in own if is_input(path) and len(held.shape) == MATRIX]
         base = {} if subject.base is None else _rows(subject.base.tensors)
         return max([*rows, *base.values()], default=None)
     return max(_rows(subject.tensors).values(), default=None)
@@ -75,12 +74,8 @@ def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return {
         name: tensor.shape[0]
         for name, tensor in tensors.items()
-        if name.endswith(".weight") and _is_input(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
+        if name.endswith(".weight") and is_input(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
     }
-
-
-def _is_input(path: str) -> bool:
-    return path.rpartition(".")[2] in _INPUTS
 
 
 @rule("LT310", Severity.ERROR, on=ModelSubject, needs=_WHOLE)

@@ -10,19 +10,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.shared import targeting
 from lora_tool.rules.shared.heads import head_weight, saved_heads
 
 _NEEDS = frozenset({Need.CONFIG, Need.SERVER})
 _WHOLE = _NEEDS | {Need.WEIGHTS}
 
-_HEADS = frozenset({"score", "classifier"})
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -79,7 +78,7 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
         return
-    heads_only = all(targeting.head_of(name) in _HEADS for name in saved)
+    heads_only = all(head_of(name) in PEFT_CLASSIFIERS for name in saved)
     for server in _asked(subject, *_SERVERS):
         if server is Server.SGLANG:
             yield _fault(subject, "modules_to_save", f"SGLang does not apply modules saved whole: {_listed([*saved])}")
@@ -160,7 +159,7 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     tokens = subject.view.tokens or subject.config.token_indices
-    ends = [layer.target for layer in subject.layers if layer.embedding or targeting.is_end(layer.target)]
+    ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
     for server in _asked(subject, *_SERVERS):
         if tokens:
             yield _fault(subject, "trainable_token_indices", f"{_NAMES[server]} refuses tokens trained by themselves")
@@ -348,7 +347,7 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Load the base as the message says, or merge it: `lora-tool merge ADAPTER`.
     """
-    weight = head_weight(saved_heads(subject), CLASSIFICATION_HEADS)
+    weight = head_weight(saved_heads(subject))
     if weight is None or not weight.shape:
         return
     for _ in _asked(subject, Server.PEFT):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lora_tool.architectures import architecture_of
+from lora_tool.architectures.heads import head_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.rules.engine.subjects import BaseMatch
-from lora_tool.rules.shared.targeting import head_of
 
 
 def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -> BaseMatch | str:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.adapter.view import MATRIX
+from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of, is_last_layer, last_weights
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.model_config import TRANSFORMERS_LABELS
 from lora_tool.keys import Part
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.targeting import head_of
 from lora_tool.tensors import StoredTensor
 
 CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification")
 """How the names of the classes end whose heads have one row per label."""
-_MATRIX = 2
-_LAST = ("weight", "out_proj.weight", "linear_out.weight", "dense.weight")
-"""The tensor of a head that has one row per label, first match first: RoBERTa's and BART's heads are two layers."""
 
 
 def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
@@ -25,18 +22,12 @@ def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     return {item.name: item.tensor for item in whole if head_of(item.module)}
 
 
-def is_last_layer(module: str) -> bool:
-    """Return whether a module path is that of a head's last layer, which has one row per label."""
-    head, _, inner = module.partition(".")
-    return head in CLASSIFICATION_HEADS and (not inner or f"{inner}.weight" in _LAST[:-1])
-
-
-def head_weight(tensors: Mapping[str, StoredTensor], heads: Iterable[str]) -> StoredTensor | None:
+def head_weight(tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
     """Return the matrix among `tensors` that has one row per label, None where there is none."""
-    for head in sorted(heads):
-        for leaf in _LAST:
-            tensor = tensors.get(f"{head}.{leaf}")
-            if tensor is not None and len(tensor.shape) == _MATRIX and tensor.spec.numel:
+    for head in sorted(CLASSIFICATION_HEADS):
+        for name in last_weights(head):
+            tensor = tensors.get(name)
+            if tensor is not None and len(tensor.shape) == MATRIX and tensor.spec.numel:
                 return tensor
     return None
 
@@ -48,12 +39,8 @@ def lora_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
 
 def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
     """Return the lora_B that has one row per label, None where no head is known to end in its module."""
-    ends = frozenset(leaf.removesuffix(".weight") for leaf in _LAST if not leaf.startswith("dense"))
-    for module, lora_b in lora_heads(subject).items():
-        head, _, inner = module.partition(".")
-        if head in CLASSIFICATION_HEADS and (not inner or inner in ends) and lora_b.shape:
-            return lora_b
-    return None
+    heads = lora_heads(subject).items()
+    return next((lora_b for module, lora_b in heads if is_last_layer(module) and lora_b.shape), None)
 
 
 def is_classifier(model: ModelDir) -> bool:

@@ -47,9 +47,6 @@ class Architecture:
     wide_in: frozenset[DType] = frozenset()
 
 
-CLASSIFICATION_HEADS = frozenset({"score", "classifier", "classification_head", "sequence_summary"})
-"""What the heads of sequence classifiers are called; PEFT looks for the first two."""
-
 _COMPUTED = re.compile(
     r"(?:^|\.)(?:(?:rotary_emb|rotary|maybe_rotary)\.inv_freq|(?:attn|attention)\.(?:masked_)?bias|position_ids)$"
 )

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from lora_tool.adapter.view import LoraLayer
-from lora_tool.architectures import CLASSIFICATION_HEADS
+from lora_tool.adapter.view import LoraLayer, WholeTensor
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import ADDED_BY_PEFT, head_of
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
 
 ALL_LINEAR = "all-linear"
 """What `target_modules` may say instead of names; PEFT replaces it by names when it saves, older ones did not."""
 
-ENDS = frozenset(
-    {
-        "embed_tokens",
-        "lm_head",
-        "wte",
-        "word_embeddings",
-        "embed_in",
-        "embed_out",
-        "shared",
-        "embeddings",
-        "proj_out",
-        "output_projection",
-    }
-)
-"""Names of input embeddings and output layers: PEFT saves them whole when the vocabulary was resized or targeted."""
 
-VALUE_HEADS = frozenset({"v_head", "value_head", "reward_head", "regression_head"})
-"""Names of the heads of PPO value models and of other trainers' reward models."""
-
-QUESTION_HEADS = frozenset({"qa_outputs"})
-
-_HEADS = CLASSIFICATION_HEADS | VALUE_HEADS | QUESTION_HEADS
-
-_ADDED_HEADS = frozenset({"score", "classifier"})
-
-CLASSIFICATION_TASKS = frozenset({"SEQ_CLS", "TOKEN_CLS"})
-
-
-def head_of(path: str) -> str | None:
-    """Return the head that a module path is or lies in: ``classifier`` of ``classifier.out_proj``. None if no head."""
-    first = path.partition(".")[0]
-    return first if first in _HEADS else None
-
-
-def is_end(path: str) -> bool:
-    """Return whether a module path is an input embedding or an output layer."""
-    return path.rpartition(".")[2] in ENDS
+_VARIANT = re.compile(r"^(?P<module>.+?)\.lora_[A-Za-z_]+(\..*)?$", re.DOTALL)
+"""A tensor of a variant of LoRA that has parameters of its own, such as KaSA's `lora_diag`."""
 
 
 def is_all_linear(config: AdapterConfig) -> bool:
@@ -96,9 +64,16 @@ def is_saved_whole(config: AdapterConfig, path: str) -> bool:
     """
     if config.saves(path):
         return True
-    head = head_of(path)
-    added = {"SEQ_CLS": _ADDED_HEADS, "TOKEN_CLS": _ADDED_HEADS, "QUESTION_ANS": QUESTION_HEADS}
-    return head is not None and head in added.get(config.task_type or "", frozenset())
+    return head_of(path) in ADDED_BY_PEFT.get(config.task_type or "", ())
+
+
+def explains(config: AdapterConfig, item: WholeTensor) -> bool:
+    """Return whether the config, or what PEFT saves by itself, says what a plain tensor is for."""
+    path = item.module
+    if is_saved_whole(config, path) or is_end(path) or head_of(path):
+        return True
+    variant = _VARIANT.match(item.name) if config.refused else None
+    return bool(variant and config.targets(variant["module"])) or (item.leaf == "bias" and config.bias != "none")
 
 
 def ancestors(path: str) -> Iterator[str]:

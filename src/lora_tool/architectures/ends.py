@@ -1,0 +1,54 @@
+"""The two ends of a language model, which have a row per token: the input embedding and the output layer.
+
+An adapter alone knows them by their names. With the base at hand they are known by their shape, as the base's config
+says how many tokens there are.
+"""
+
+from __future__ import annotations
+
+from lora_tool.architectures.table import Architecture
+from lora_tool.checkpoint import ModelDir
+from lora_tool.tensors import StoredTensor
+
+INPUTS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "shared", "embeddings"})
+"""What input embeddings are called."""
+
+OUTPUTS = frozenset({"lm_head", "embed_out", "proj_out", "output_projection"})
+"""What output layers are called."""
+
+PEFT_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""How the paths end of what PEFT takes for an end by its name alone (0.21, `EMBEDDING_LAYER_NAMES`)."""
+
+_MATRIX = 2
+
+
+def is_input(path: str) -> bool:
+    """Return whether a module path is, by its name, an input embedding."""
+    return path.rpartition(".")[2] in INPUTS
+
+
+def is_output(path: str) -> bool:
+    """Return whether a module path is, by its name, an output layer."""
+    return path.rpartition(".")[2] in OUTPUTS
+
+
+def is_end(path: str) -> bool:
+    """Return whether a module path is, by its name, one of the two ends: PEFT saves them whole after a resize."""
+    return is_input(path) or is_output(path)
+
+
+def output_name(arch: Architecture) -> str | None:
+    """Return the name of the output layer's weight; None where the row has no causal LM."""
+    return next((name for name in arch.causal_only if name.endswith(".weight")), None)
+
+
+def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
+    """Return the base's matrices with a row per token, the output layer aside."""
+    vocab_size = base.config.vocab_size if base.config else None
+    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == _MATRIX)
+    return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
+
+
+def end_names(base: ModelDir, arch: Architecture) -> frozenset[str]:
+    """Return the names of all tensors that are, or may be, an end of the model: those with a row per token."""
+    return frozenset({*arch.causal_only, *(tensor.name for tensor in embeddings(base, arch))})
