@@ -31,7 +31,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging
 
 from lora_tool.architectures import ARCHITECTURES, is_computed
-from lora_tool.model_tensors import TABLE
+from lora_tool.architectures.model_tensors import TABLE
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
 
 _COMMON = frozenset(field.name for field in dataclasses.fields(PretrainedConfig)) - {

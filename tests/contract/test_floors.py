@@ -16,7 +16,6 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("hub_cache", "path_suggestions"), 1),
     "checkpoint": 2,
     **dict.fromkeys(("sources", "architectures"), 2.1),
-    "model_tensors": 2.15,
     "adapter": 2.2,
     # judgement: findings are data, the state of rank files is read for them, and rules import no plan
     **dict.fromkeys(("report", "names"), 3),

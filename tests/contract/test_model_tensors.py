@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from lora_tool.architectures.model_tensors import TABLE, ModelTensors, model_tensors
 from lora_tool.formats.model_config import read_model_config
-from lora_tool.model_tensors import TABLE, ModelTensors, model_tensors
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "seq-2-seq-lm", "token-cls", "question-ans", "feature-extraction")

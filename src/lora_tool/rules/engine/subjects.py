@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.model_tensors import ModelTensors, model_tensors
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.model_tensors import ModelTensors, model_tensors
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_model import WeightScan
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable

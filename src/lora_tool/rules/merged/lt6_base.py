@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lora_tool.architectures import architecture_of, is_computed
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.model_tensors import model_tensors
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.stored import read_part
-from lora_tool.model_tensors import model_tensors
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.shared.targeting import ENDS, head_of
 from lora_tool.tensors import StoredTensor
 
 _COMPARED = frozenset({Need.WEIGHTS, Need.BASE})
@@ -34,7 +35,7 @@ def _is_end(name: str, subject: ModelSubject) -> bool:
     arch = architecture_of(config.model_type or "") if config else None
     path = name.rpartition(".")[0]
     return (
-        head_of(path) is not None or path.rpartition(".")[2] in ENDS or bool(arch and name in arch.causal_only)
+        head_of(path) is not None or is_end(path) or bool(arch and name in arch.causal_only)
     )  # what a class needs LT318 tells
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from lora_tool.architectures.heads import head_of
 from lora_tool.keys import split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_vocabulary import vocabulary_without_rows
-from lora_tool.rules.shared.targeting import head_of
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _SCORE = "score.weight"

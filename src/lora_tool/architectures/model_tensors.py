@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from lora_tool.architectures import is_computed
+from lora_tool.architectures.table import is_computed
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.keys import split_layer
 
