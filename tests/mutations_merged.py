@@ -304,3 +304,95 @@ def _tiny(folder: Path) -> None:
 def _sees_two_tokens(folder: Path) -> None:
     with fields(folder, "config.json") as config:
         config.update(use_sliding_window=True, sliding_window=2, layer_types=["sliding_attention"] * 2)
+
+
+def _of_no_manifest(folder: Path, *, unknown: bool = False) -> None:
+    """Leave the folder as another tool would have left it, of a model type that nobody knows where `unknown`."""
+    (folder / "lora_tool.json").unlink()
+    for place in (folder, folder.parent / "base") if unknown else ():
+        with fields(place, "config.json") as config:
+            config.update(model_type="our_own", architectures=["OurModel"])
+
+
+@breaks("LT317", MERGED)
+def _head_of_a_wider_model(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with weights(folder) as table:
+        table[SCORE] = raw(1, 24, dtype="BF16")
+
+
+@breaks("LT317 short projection", "causal-llama/base")
+def _short_projection(folder: Path) -> None:
+    with weights(folder) as table:
+        table["model.layers.1.self_attn.o_proj.weight"] = raw(8, 16)
+
+
+@breaks("LT317 flat head", MERGED)
+def _flat_head(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with weights(folder) as table:
+        table[SCORE] = raw(16, dtype="BF16")
+
+
+@breaks("LT318", CAUSAL_MERGED)
+def _lost_norm(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with weights(folder) as table:
+        del table["model.norm.weight"]
+
+
+@breaks("LT318 of the biases", MERGED)
+def _lost_bias(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with weights(folder) as table:
+        del table["model.layers.1.self_attn.k_proj.bias"]
+
+
+@breaks("LT319", CAUSAL_MERGED)
+def _of_another_trainer(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with weights(folder) as table:
+        table["v_head.summary.weight"] = raw(1, 16)
+
+
+@breaks("LT615 no tokenizer", MERGED, with_base=True, adapters=())
+def _no_tokenizer(folder: Path) -> None:
+    _of_no_manifest(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+
+
+@breaks("LT616 beside the base", CAUSAL_MERGED, with_base=True, adapters=())
+def _other_epsilon(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with fields(folder, "config.json") as config:
+        config["rms_norm_eps"] = 1.0
+
+
+@breaks("LT621", CAUSAL_MERGED, with_base=True, adapters=())
+def _lost_beside_the_base(folder: Path) -> None:
+    _of_no_manifest(folder, unknown=True)
+    with weights(folder) as table:
+        del table[NORM]
+
+
+@breaks("LT622", CAUSAL_MERGED, with_base=True, adapters=())
+def _new_bias(folder: Path) -> None:
+    _of_no_manifest(folder, unknown=True)
+    with weights(folder) as table:
+        table["model.layers.0.self_attn.q_proj.bias"] = raw(16)
+
+
+@breaks("LT623", CAUSAL_MERGED, with_base=True, adapters=())
+def _turned(folder: Path) -> None:
+    _of_no_manifest(folder, unknown=True)
+    with weights(folder) as table:
+        tensor = table["model.layers.0.mlp.down_proj.weight"]
+        table["model.layers.0.mlp.down_proj.weight"] = raw(*reversed(tensor.shape), dtype=tensor.dtype)
+
+
+@breaks("LT624", CAUSAL_MERGED, with_base=True, adapters=(), deep=True)
+def _renamed_base(folder: Path) -> None:
+    _of_no_manifest(folder)
+    with weights(folder) as table:
+        table.update(base_of(folder))

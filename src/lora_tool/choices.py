@@ -70,3 +70,15 @@ def positive(asked: object) -> int:
     if type(asked) is not int or asked < 1:
         raise WrongValue(f"number: expected a whole number of at least 1, found {asked!r}")
     return asked
+
+
+def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
+    """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
+    return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
+
+
+def flag(asked: object) -> bool:
+    """Return True or False. Raises `WrongValue` for everything else: "no" would be true."""
+    if not isinstance(asked, bool):
+        raise WrongValue(f"flag: expected True or False, found {asked!r}")
+    return asked

@@ -33,6 +33,22 @@ def _harmless(character: str) -> bool:
     return character.isprintable() and unicodedata.category(character) not in ("Cf", "Co", "Cs")
 
 
+_ARGUMENT = re.compile(r"`(?P<name>[a-z_]+)=(?P<value>[^`]*)`")
+_SPELLED = {"expert_layout": "moe-b-layout", "out": "output"}
+"""Arguments whose options are called otherwise."""
+
+
+def as_options(text: str) -> str:
+    """Return `text` as the command line says it: an argument such as ``task="reward"`` in backticks is an option."""
+
+    def option(match: re.Match[str]) -> str:
+        name = _SPELLED.get(match["name"], match["name"]).replace("_", "-")
+        value = match["value"].strip('"')
+        return f"--{name}" if value == "True" else f"--{name} {value}"
+
+    return _ARGUMENT.sub(option, text) if "=" in text else text
+
+
 def shortened(text: str, longest: int = 1_500) -> str:
     """Return `text` with its middle left out where it is longer than `longest`: a name may be a megabyte."""
     half = longest // 2

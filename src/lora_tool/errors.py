@@ -162,7 +162,7 @@ class SourceChanged(ExecutionError):
 
 
 class VerificationFailed(LoraToolError):
-    """What was written is not what it should be; as the output of a command it was not kept, on the Hub it is told."""
+    """What was written is not what it should be; a command does not keep it, on the Hub it stays."""
 
 
 class TrainingError(LoraToolError):

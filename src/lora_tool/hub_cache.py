@@ -1,4 +1,4 @@
-"""Whether huggingface_hub's cache may hold a repository, told without importing huggingface_hub, which takes half a second.
+"""Whether huggingface_hub's cache may hold a repository, asked without importing huggingface_hub, which takes half a second.
 
 The layout is documented (https://huggingface.co/docs/huggingface_hub/guides/manage-cache): a model `owner/name` lies in
 the folder `models--owner--name`. Which revision is there, and where, is huggingface_hub's to say.

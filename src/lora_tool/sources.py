@@ -127,7 +127,7 @@ def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpo
 
 def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
     """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
-    hint = "give a model: --base MODEL"
+    hint = "give a model: `base=MODEL`"
     if isinstance(model, str | os.PathLike):
         return open_model(resolve(model, download=download).path, hint=hint)
     if not isinstance(model, ModelDir):
@@ -180,7 +180,7 @@ def _local(reference: str, near: Path | None) -> Path | None:
     if len(found) > 1 and not found[0].samefile(found[1]):
         raise NotACheckpoint(
             f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",
-            hint="name the one you mean: --base PATH",
+            hint="name the one you mean: `base=PATH`",
         )
     return _tidy(found[0]) if found else None
 

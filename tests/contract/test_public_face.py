@@ -74,6 +74,7 @@ WRONG = [
     (lora_tool.plan_merge, (BASE, ADAPTER), {"fail_on": "note"}, "warning"),
     (lora_tool.merge, (ADAPTER,), {"max_shard_size": "five"}, "5GB"),
     (lora_tool.merge, (ADAPTER,), {"jobs": 0}, "at least 1"),
+    (lora_tool.merge, (ADAPTER,), {"untie": "no"}, "True or False"),
     (lora_tool.validate, (ADAPTER,), {"task": "rm"}, "reward"),
     (lora_tool.validate, (ADAPTER,), {"ignore": ["LT9999"]}, "LT9"),
     (lora_tool.validate, (ADAPTER,), {"servers": ["vlm"]}, "vllm"),
@@ -131,6 +132,18 @@ def test_what_a_notebook_shows_is_short_escaped_and_the_commands_text(tmp_path: 
         check=False,
     )
     assert done.stdout == f"{report}\n"
+
+
+def test_a_hint_speaks_of_arguments_here_and_of_options_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "lora_tool.json").write_text("{}")
+    with pytest.raises(lora_tool.LoraToolError) as raised:
+        lora_tool.merge(ADAPTER, out=tmp_path / "out")
+    assert "`overwrite=True`" in str(raised.value.hint)
+    words = ["merge", str(ADAPTER), "-o", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-m", "lora_tool", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    assert "--overwrite replaces it" in done.stderr
 
 
 def tree(root: type[BaseException]) -> Iterator[type[BaseException]]:

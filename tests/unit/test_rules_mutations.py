@@ -19,7 +19,7 @@ def _judged(folder: Path, mutation: Mutation) -> Report:
     base = folder.parent / "base" if mutation.with_base else None
     if mutation.with_base and folder.name == "merged":
         adapter = open_checkpoint(folder.parent / "adapter")
-        return judge(folder, base=base, adapters=[adapter], **mutation.options)
+        return judge(folder, base=base, **{"adapters": [adapter], **mutation.options})
     return judge(folder, base=base, **mutation.options)
 
 
@@ -45,6 +45,7 @@ def test_good_merge_is_silent(fixture: str, tmp_path: Path) -> None:
     assert lines(judge(folder)) == []
     assert lines(judge(folder, base=folder.parent / "base", adapters=[adapter]), Severity.INFO) == []
     assert lines(verify(folder).report, Severity.INFO) == []
+    assert lines(judge(folder, base=folder.parent / "base", deep=True), Severity.INFO) == []
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

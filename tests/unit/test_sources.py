@@ -51,7 +51,7 @@ def test_two_folders_of_one_name_are_not_guessed_between(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(NotACheckpoint, match="base means two folders") as caught:
         resolve("base", near=tmp_path / "adapter")
-    assert caught.value.hint == "name the one you mean: --base PATH"
+    assert caught.value.hint == "name the one you mean: `base=PATH`"
 
 
 def test_the_same_folder_by_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def input_step(merge: MergeContext) -> Step:
 def test_lora_on_one_end_of_a_shared_matrix_is_refused(factors: dict[str, Array], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedAdapter, match="which this base ties to the other end") as refused:
         require_no_lora_on_tied_ends(untied(tmp_path, factors, untie=False))
-    assert "--untie" in (refused.value.hint or "")
+    assert "`untie=True`" in (refused.value.hint or "")
 
 
 def test_lora_on_the_input_leaves_the_output_as_it_was(tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def test_tags_are_sorted_by_step(stage2: Path) -> None:
     assert list(opened_tags(stage2)) == ["global_step1", "global_step2", "global_step10"]
     with pytest.raises(NotACheckpoint, match="several tags") as error:
         plan(stage2)
-    assert error.value.hint == "choose: --tag T"
+    assert error.value.hint == "choose: `tag=T`"
     assert {finding.code for finding in validate(open_sharded(stage2.parent)).findings} == {"LT409"}
 
 

@@ -9,7 +9,7 @@ from lora_tool.adapter.view import MATRIX, AdapterView
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 
-ALLOW_IN_MEMORY = "--allow-in-memory merges it with PEFT, with the whole model in memory"
+ALLOW_IN_MEMORY = "`allow_in_memory=True` merges it with PEFT, with the whole model in memory"
 _AS_PLAIN_LORA = (
     "save it again where it was trained, as plain LoRA: "
     'save_pretrained(folder, path_initial_model_for_weight_conversion="the adapter before training")'

@@ -16,9 +16,6 @@ INPUTS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "share
 OUTPUTS = frozenset({"lm_head", "embed_out", "proj_out", "output_projection"})
 """What output layers are called."""
 
-PEFT_EMBEDDINGS = ("embed_tokens", "lm_head")
-"""How the paths end of what PEFT takes for an end by its name alone (0.21, `EMBEDDING_LAYER_NAMES`)."""
-
 _MATRIX = 2
 
 

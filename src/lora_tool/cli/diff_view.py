@@ -54,7 +54,7 @@ def _by_target(items: Iterable[Difference]) -> Table:
     for item in items:
         groups[item.target, item.change, item.note].append(item)
     names = _short({item.target: item.kind for members in groups.values() for item in members})
-    told = len({change for _, change, _ in groups}) > 1  # else the line above says it of all
+    differ = len({change for _, change, _ in groups}) > 1  # else the line above says it of all
     columns = [
         "\ntarget", "\n×>", "\nlayers", "\n", "‖1st‖\nmed>", "‖2nd‖\nmed>", "relative\nmed>", "relative\nmax>",
         "cosine\nmin>", "cosine\nmed>", "\n",
@@ -69,7 +69,7 @@ def _by_target(items: Iterable[Difference]) -> Table:
                 Text(printable(names[target])),
                 str(len(members)),
                 ranges(layers),
-                str(change) if told else "",
+                str(change) if differ else "",
                 _median([item.first for item in members if item.first is not None]),
                 _median([item.second for item in members if item.second is not None]),
                 _median(relatives),

@@ -46,9 +46,9 @@ def rule_choice(ctx: click.Context, options: Mapping[str, Any], configured: Conf
     select = options.get("select") or configured.select
     expand(select)
     silent = ctx.get_parameter_source("fail_on") in (ParameterSource.DEFAULT, None)
-    told = silent and "fail-on" not in configured.ci and configured.fail_on
+    configured_level = silent and "fail-on" not in configured.ci and configured.fail_on
     return RuleChoice(
         select=tuple(select),
         ignored=tuple(Ignored(code=code, reason=reason) for code, reason in sorted(reasons.items())),
-        fail_on=Severity(told or options["fail_on"]),
+        fail_on=Severity(configured_level or options["fail_on"]),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import click
 
-from lora_tool.display import printable, shortened
+from lora_tool.display import as_options, printable, shortened
 from lora_tool.errors import FindingsFound, LoraToolError
 from lora_tool.report.findings import Finding, Severity
 
@@ -25,9 +25,9 @@ def tell(label: str, text: str) -> None:
     styled = click.style(f"{label}:", fg=_COLOURS.get(label), bold=label == "error")
     colour = False if os.environ.get("NO_COLOR") else None
     try:
-        click.echo(f"{styled} {shortened(printable(text))}", err=True, color=colour)
+        click.echo(f"{styled} {shortened(printable(as_options(text)))}", err=True, color=colour)
     except OSError:
-        # nobody can be told, and the work goes on; what is left in the buffer must not fail when Python ends
+        # nobody reads stderr any more, and the work goes on; what is left in the buffer must not fail when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 

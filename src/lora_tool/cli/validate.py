@@ -28,6 +28,7 @@ from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.reporting import ReportFile, report_file, require_different
 from lora_tool.cli.rule_choice import RuleChoice, rule_choice
 from lora_tool.cli.terminal import show_error, wants_colour
+from lora_tool.display import as_options
 from lora_tool.errors import LoraToolError
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
@@ -100,7 +101,11 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
         else:
             continue
         errors.append(error)
-        reports.append(Report(unread=(Unread(path=path, message=str(error), hint=error.hint),)))
+        reports.append(
+            Report(
+                unread=(Unread(path=path, message=as_options(str(error)), hint=error.hint and as_options(error.hint)),)
+            )
+        )
     report = replace(joined(reports), ignored=asked.rules.ignored)
     _show(report, asked)
     return _exit_code(report, errors, asked)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from lora_tool.choices import Choice, number_of_bytes, positive
+from lora_tool.choices import Choice, codes, flag, number_of_bytes, positive
 from lora_tool.cli.options import UserPath, codes_option, quiet_option
 from lora_tool.cli.progress import progress_bar
 from lora_tool.cli.terminal import warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.options import MergeOptions, Option, codes, declared
+from lora_tool.plan.merge.options import MergeOptions, Option, declared
 from lora_tool.report.findings import Finding
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def merge_options(options: type[MergeOptions]) -> Callable[[Decorated], Decorate
 def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decorated]:  # noqa: ANN401 - of any type
     typed = f"--{(how.name or name).replace('_', '-')}"
     spelling: dict[str, Any] = {"help": how.help, "metavar": how.metavar}
-    if how.parse is bool:
+    if how.parse is flag:
         spelling |= {"default": default, "is_flag": True}
         typed, shown = (f"{typed}/--no-{typed[2:]}", True) if default else (typed, False)
         return click.option(typed, name, show_default=shown, **spelling)

@@ -45,7 +45,7 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
             f"{out} exists and {what}, so it is not replaced", hint="remove it yourself, or give another folder: -o OUT"
         )
     if not overwrite:
-        raise OutputExists(f"{out} exists already", hint="--overwrite replaces it, or give another folder: -o OUT")
+        raise OutputExists(f"{out} exists already", hint="`overwrite=True` replaces it, or give another folder")
 
 
 def _with_parents(folder: Path) -> tuple[Path, ...]:
@@ -149,7 +149,7 @@ def _lock(path: Path, out: Path) -> tuple[int, bool]:
                 return lock, True
         except BlockingIOError as error:
             os.close(lock)
-            hint = "wait for it, or give another folder: -o OUT"
+            hint = "wait for it, or give another folder"
             raise OutputExists(f"another run is writing {out}", hint=hint) from error
         except OSError as error:
             if error.errno in _NOT_OFFERED:

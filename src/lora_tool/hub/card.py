@@ -78,7 +78,7 @@ def merge_card(
     else:
         reason = "the Hub's" if source is there else "the folder's"
     where = source.where
-    changes, told = metadata_changes(source.metadata, origin, licence, by_machine=source.by_machine)
+    changes, changed_warnings = metadata_changes(source.metadata, origin, licence, by_machine=source.by_machine)
     if source is there and here is not None:
         extra = {key: value for key, value in here.metadata.items() if key not in {**source.metadata, **changes}}
         changes |= metadata_changes({**source.metadata, **extra}, origin, licence, by_machine=here.by_machine)[0]
@@ -88,7 +88,7 @@ def merge_card(
     marker = f"<!-- lora-tool: begin from={made_from} as={_EDITED if edited else _digest(card)} -->"
     text = _with_section(card, f"{marker}\n{section}\n<!-- lora-tool: end -->")
     what = f"{reason}, with {', '.join(changes)}" if changes and reason != "written" else reason
-    return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=what, warnings=(*warnings, *told))
+    return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=what, warnings=(*warnings, *changed_warnings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

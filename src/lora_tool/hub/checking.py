@@ -21,7 +21,7 @@ def mismatches(plan: PushPlan, tree: Mapping[str, RemoteFile]) -> list[str]:
     Files outside of git are compared by sha256, those inside by git's own hash of the whole content: the Hub lists
     one for each. Both are computed from the files here.
     """
-    return [told for file in plan.files if (told := _mismatch(file, tree.get(file.name))) is not None]
+    return [found for file in plan.files if (found := _mismatch(file, tree.get(file.name))) is not None]
 
 
 def check_tree(plan: PushPlan, tree: Mapping[str, RemoteFile], commit: str) -> None:

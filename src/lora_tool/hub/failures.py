@@ -104,20 +104,20 @@ def _from_storage(status: int, repo: str) -> HubError:
 
 
 def _from_status(status: int, said: str, repo: str, *, retry_after: str | None = None) -> HubError:  # noqa: PLR0911 - one per cause
-    told = f": {said}" if said else ""
-    cause = f"{repo}: {_named(status)}{told}"
+    detail = f": {said}" if said else ""
+    cause = f"{repo}: {_named(status)}{detail}"
     if status == HTTPStatus.UNAUTHORIZED:
-        return HubRefused(f"{repo}: the Hub does not accept the token ({_named(status)}){told}", hint=_LOG_IN)
+        return HubRefused(f"{repo}: the Hub does not accept the token ({_named(status)}){detail}", hint=_LOG_IN)
     if status == HTTPStatus.PAYMENT_REQUIRED or (status == HTTPStatus.FORBIDDEN and _QUOTA.search(said)):
         return HubRefused(cause, hint="free storage at https://huggingface.co/settings/storage, or push with --public")
     if status == HTTPStatus.FORBIDDEN:
         return HubRefused(
-            f"{repo}: the token may not do this ({_named(status)}){told}",
+            f"{repo}: the token may not do this ({_named(status)}){detail}",
             hint="use a token with write access to this repository: https://huggingface.co/settings/tokens",
         )
     if status in (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED):
         return HubConflict(
-            f"{repo} was changed while this push ran ({_named(status)}){told}",
+            f"{repo} was changed while this push ran ({_named(status)}){detail}",
             hint="look at the new commit, then run the same command again",
         )
     if status == HTTPStatus.TOO_MANY_REQUESTS:

@@ -22,15 +22,15 @@ _READERS = 4
 
 
 def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
-    """Return the plan with the sha256 of every file that is pushed; `progress` is told the bytes.
+    """Return the plan with the sha256 of every file that is pushed; `progress` is called with the bytes.
 
     Raises `SourceChanged` where a file is not as it was when planning.
     """
 
-    def hashed(file: PushFile, told: Progress) -> PushFile:
+    def hashed(file: PushFile, progressed: Progress) -> PushFile:
         if file.content is None or file.sha256 is not None:
             return file
-        return replace(file, sha256=sha256_of(file.content, told))
+        return replace(file, sha256=sha256_of(file.content, progressed))
 
     return replace(plan, files=in_parallel(hashed, plan.files, progress))
 
@@ -44,7 +44,7 @@ def in_parallel(
     """
     stop = threading.Event()
 
-    def told(nbytes: int) -> None:
+    def progressed(nbytes: int) -> None:
         if stop.is_set():
             raise SourceChanged("interrupted")  # nobody sees it: the caller has left
         if progress is not None:
@@ -52,7 +52,7 @@ def in_parallel(
 
     readers = ThreadPoolExecutor(max_workers=_READERS)
     try:
-        return tuple(readers.map(lambda item: work(item, told), items))
+        return tuple(readers.map(lambda item: work(item, progressed), items))
     finally:
         stop.set()
         readers.shutdown(cancel_futures=True)

@@ -55,7 +55,7 @@ def plan_push(
     private where the repository is created. `revision` is the branch, `create_pr` makes a pull request instead of a
     commit on it, `tag` and `message` are the commit's. `include` are patterns of files that are not sent otherwise,
     `readme` says whose text wins where both have one. Local files are hashed only where the Hub has one of the same name and
-    size; `progress` is told the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
+    size; `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
     readme = Readme(readme)
     checkpoint = pushable(open_checkpoint(folder))
@@ -106,7 +106,7 @@ def compare(
 ) -> tuple[PushFile, ...]:
     """Return what happens to each file, by size and hash; only files of the same size on both sides are read."""
     return in_parallel(
-        lambda content, told: _compared(content, there.get(content.name), told), tuple(contents), progress
+        lambda content, progressed: _compared(content, there.get(content.name), progressed), tuple(contents), progress
     )
 
 
@@ -216,8 +216,10 @@ def _kind(checkpoint: AdapterDir | ModelDir, origin: Origin) -> str:
 
 def _notes(remote: Remote, *, private: bool | None) -> tuple[str, ...]:
     if not remote.exists:
-        told = "public" if private is False else "private" + ("" if private else " (the default; --public changes it)")
-        return (f"{remote.repo} will be created, {told}",)
+        visibility = (
+            "public" if private is False else "private" + ("" if private else " (the default; --public changes it)")
+        )
+        return (f"{remote.repo} will be created, {visibility}",)
     shown = "private" if remote.private else "public"
     asked = "; --public does not change that" if private is False and remote.private else ""
     branch = "" if remote.branch_exists else f"; branch {remote.revision} will be created from main"

@@ -85,8 +85,8 @@ def read_licence(session: Session, base: str | None, folder: Path | None) -> tup
         found = None
     if found is None:
         return (base if "/" in base or metadata else None), Licence(metadata=metadata)
-    told = {key: value for key in _LICENCE_KEYS if (value := getattr(found.card_data, key, None))}
-    return found.id, Licence(metadata=told or metadata, gated=bool(found.gated))
+    declared = {key: value for key in _LICENCE_KEYS if (value := getattr(found.card_data, key, None))}
+    return found.id, Licence(metadata=declared or metadata, gated=bool(found.gated))
 
 
 def _info(session: Session, repo: str, revision: str | None) -> ModelInfo | None:

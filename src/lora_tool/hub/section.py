@@ -99,8 +99,8 @@ def _verification(entry: object) -> str:
         return _md(entry)
     total, right, errors = (entry.get(key) for key in ("tensors", "right", "errors"))
     if not all(isinstance(number, int) for number in (total, right, errors)):
-        told = [f"{name} {value}" for name, value in entry.items() if isinstance(value, str | int | float)]
-        return _md(", ".join(told) or "recorded in lora_tool.json")
+        shown = [f"{name} {value}" for name, value in entry.items() if isinstance(value, str | int | float)]
+        return _md(", ".join(shown) or "recorded in lora_tool.json")
     verdict = "passed" if errors == 0 else f"FAILED with {errors} errors"
     details = [f"{right} of {total} tensors are as recomputed by a second formula"]
     if entry.get("largest_ulps") is not None:

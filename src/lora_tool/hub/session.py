@@ -96,9 +96,9 @@ class Session:
             warnings.simplefilter("always")
             result = call()
         for warning in caught:
-            told = redacted(" ".join(str(warning.message).split()))
-            if told not in self.warnings and issubclass(warning.category, UserWarning):
-                self.warnings.append(told)
+            warned = redacted(" ".join(str(warning.message).split()))
+            if warned not in self.warnings and issubclass(warning.category, UserWarning):
+                self.warnings.append(warned)
         return result
 
     def before(self, _request: Any) -> None:  # noqa: ANN401 - the HTTP library's, whichever it is

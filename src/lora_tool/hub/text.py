@@ -25,8 +25,10 @@ def plan_text(plan: PushPlan) -> str:
     ]
     lines += [f"  not pushed: {printable(item.name)}: {printable(item.reason)}" for item in plan.left_out]
     counts = {change: sum(file.change is change for file in plan.files) for change in Change}
-    told = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
-    lines.append(f"{told}; {size(plan.sent_bytes)} to send" if plan.changes else "nothing to change: no commit is made")
+    summary = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
+    lines.append(
+        f"{summary}; {size(plan.sent_bytes)} to send" if plan.changes else "nothing to change: no commit is made"
+    )
     if plan.tag:
         lines.append(f"tag {printable(plan.tag)} on it")
     return "\n".join(lines)

@@ -88,18 +88,18 @@ def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | No
 
 
 def _common_base(adapters: Sequence[AdapterDir]) -> Source:
-    found = [named_base(adapter) for adapter in adapters]
+    found = [download_base(adapter) for adapter in adapters]
     for adapter, source in zip(adapters[1:], found[1:], strict=True):
         if not source.path.samefile(found[0].path):
             raise IncompatibleBase(
                 f"{adapters[0].root} was trained on {found[0].reference}, {adapter.root} on {source.reference}: "
                 "their deltas do not belong to one model",
-                hint="if the two are the same model, say which to take: --base MODEL",
+                hint="if the two are the same model, say which to take: `base=MODEL`",
             )
     return found[0]
 
 
-def named_base(adapter: AdapterDir, near: Path | None = None) -> Source:
+def download_base(adapter: AdapterDir, near: Path | None = None) -> Source:
     """Return the base that the adapter's config names, downloaded; a relative path is looked for in `near`, by default
     the adapter's folder. Raises `NotACheckpoint` where it names none, or one that is not there.
     """

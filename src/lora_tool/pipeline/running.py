@@ -19,7 +19,7 @@ from lora_tool.checkpoint import (
     open_model,
     open_sharded,
 )
-from lora_tool.display import size
+from lora_tool.display import as_options, size
 from lora_tool.errors import (
     CheckpointError,
     FindingsFound,
@@ -30,7 +30,7 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.merging import FoundInputs, named_base, planned
+from lora_tool.pipeline.merging import FoundInputs, download_base, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
 from lora_tool.pipeline.writing import Written, farthest, unwatched, write
@@ -42,8 +42,7 @@ from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
-from lora_tool.validation.bases import named_base as base_on_disk
-from lora_tool.validation.bases import open_base
+from lora_tool.validation.bases import named_base, open_base
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -86,7 +85,8 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
             return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
         return Stage(name=name, status=Status.FAILED, summary=error.report.counts(), report=error.report)
     except LoraToolError as error:
-        return Stage(name=name, status=Status.FAILED, summary=str(error), error=error)
+        error.hint = error.hint and as_options(error.hint)
+        return Stage(name=name, status=Status.FAILED, summary=as_options(str(error)), error=error)
     except OSError as error:
         reported = LoraToolError(f"{error.filename or 'system'}: {error.strerror or error}")
         return Stage(name=name, status=Status.FAILED, summary=str(reported), error=reported)
@@ -163,7 +163,7 @@ class _Running:
     def _judged(self, opened: Checkpoint) -> Report:
         job, options = self._job, self._job.options
         if options.base is None:
-            base, why_not = base_on_disk(opened, near=self._root)
+            base, why_not = named_base(opened, near=self._root)
         elif isinstance(options.base, str | os.PathLike):
             base, why_not = open_base(resolve(options.base, near=self._root).path), ""
         else:
@@ -254,15 +254,15 @@ class _Running:
         ):
             what = f"is a {name}" if name else "has no classification head"
             raise UnsupportedCheckpoint(
-                f"{opened.root} {what}, and --task {asked} was asked for",
-                hint="leave --task and --rm out, or give the checkpoint of that task",
+                f'{opened.root} {what}, and `task="{asked}"` was asked for',
+                hint="name no task, or give the checkpoint of that task",
             )
 
     def _base(self, adapter: AdapterDir) -> Source:
         base = self._job.options.base
         if base is None:
             # what was put together lies elsewhere than the config that names the base by a relative path
-            return named_base(adapter, near=self._root)
+            return download_base(adapter, near=self._root)
         return located(base, Wanted.MODEL, near=self._root)
 
     def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
@@ -272,7 +272,7 @@ class _Running:
         if folder.exists() and not overwrite and self._cache:
             raise OutputExists(
                 f"{folder} was made by an earlier run from other inputs or with other options",
-                hint="--overwrite replaces it, or give another folder: -o OUT",
+                hint="`overwrite=True` replaces it, or give another folder",
             )
         if not folder.exists():
             self._cache.begin(name, key)

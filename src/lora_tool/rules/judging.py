@@ -25,11 +25,11 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Server, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
-from lora_tool.rules.merged import lt6_headers, lt6_outputs, lt6_values  # noqa: F401
+from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_outputs, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_model_head, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_vocabulary  # noqa: F401
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
@@ -190,6 +190,8 @@ def judge(
 def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
     """Whether the rule is for such a folder, and was asked for."""
     if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
+        return False
+    if Need.BASE in rule.needs and isinstance(subject, ModelSubject) and subject.base is None:
         return False
     if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
         return False

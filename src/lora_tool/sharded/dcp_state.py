@@ -41,7 +41,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
     parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")] if tag is None else [tag]
     if len(parts) != 1 or parts[0] not in checkpoint.rank_files:
         listed = ", ".join(checkpoint.rank_files)
-        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: --tag FOLDER")
+        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: `tag=FOLDER`")
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
     try:
         found = read_dcp(folder)

@@ -37,7 +37,7 @@ def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> Adapte
         places = ", ".join(str(place.parent) for place in paths)
         raise IncompleteCheckpoint(
             f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights",
-            hint="give the one that the run began with: --adapter-config FILE",
+            hint="give the one that the run began with: `adapter_config=FILE`",
         )
     return read_adapter_config(path)
 

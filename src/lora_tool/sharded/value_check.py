@@ -59,5 +59,5 @@ def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> list[Fi
         more = f" (and {len(errors) - 1} more: {', '.join(others)}; validate shows all)" if others else ""
         codes = ",".join(sorted({error.code for error in errors}))
         hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
-        raise FindingsFound(f"{errors[0]}{more}", hint=f"{hint}; to go on all the same: --ignore {codes}")
+        raise FindingsFound(f"{errors[0]}{more}", hint=f'{hint}; to go on all the same: `ignore="{codes}"`')
     return kept

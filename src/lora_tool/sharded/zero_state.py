@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
@@ -100,12 +99,12 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
         return tags[-1]
     if wanted is None:
         raise NotACheckpoint(
-            f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: --tag T"
+            f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: `tag=T`"
         )
     says = "" if tag else "`latest` names "
     raise NotACheckpoint(
         f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}",
-        hint=f"--tag {shlex.quote(tags[-1])}",
+        hint=f'`tag="{tags[-1]}"`',
     )
 
 

@@ -34,7 +34,7 @@ def named_base(checkpoint: Checkpoint, *, near: Path | None = None) -> tuple[Mod
 
 def open_base(path: Path) -> ModelDir:
     """Return the model in the folder. Raises as `open_model` does, with a hint that names --base."""
-    return open_model(path, hint="give a model: --base MODEL")
+    return open_model(path, hint="give a model: `base=MODEL`")
 
 
 def _last_adapter(run: RunDir) -> AdapterDir | None:

@@ -37,7 +37,7 @@ def merged_subject(
         planned=None if plan is None else expected(plan),
         why_no_plan=why_no_plan,
         evidence=_evidence(plan, merged.tensors) if plan is not None and read else {},
-        base=str(provenance.base.root),
+        base_name=str(provenance.base.root),
         inputs=provenance.fingerprints(),
     )
 

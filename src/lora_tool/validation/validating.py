@@ -170,7 +170,13 @@ def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Repor
         provenance = Provenance(merged=checkpoint, base=asked.base, adapters=asked.adapters)
         yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
     elif isinstance(checkpoint, ModelDir):
-        yield ModelSubject(checkpoint=checkpoint, num_labels=asked.num_labels, task=asked.task)
+        yield ModelSubject(
+            checkpoint=checkpoint,
+            num_labels=asked.num_labels,
+            task=asked.task,
+            base=asked.base,
+            whole=asked.deep is True,
+        )
     elif isinstance(checkpoint, ShardedDir):
         yield sharded_subject(checkpoint, watch=asked.watch)
     else:

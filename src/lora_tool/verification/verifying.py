@@ -124,7 +124,7 @@ def verify_inputs(
         evidence=evidence,
         outputs=outputs,
         recomputed=True,
-        base=str(inputs.base.root),
+        base_name=str(inputs.base.root),
         inputs=inputs.fingerprints(),
     )
     report = judge(subject, [rule for rule in rules if not rule.deep])

@@ -47,5 +47,5 @@ def refuse_overflow(unit: ComputeUnit) -> NoReturn:
     """Raise `ExecutionError`: a finite value does not fit into the unit's output type."""
     raise ExecutionError(
         f"`{unit.out.name}`: a value is too large for {unit.out.dtype}",
-        hint="choose a wider type: --dtype bfloat16 or --dtype float32",
+        hint='choose a wider type: `dtype="bfloat16"` or `dtype="float32"`',
     )

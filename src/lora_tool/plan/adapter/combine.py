@@ -82,7 +82,7 @@ def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
                 raise UnsupportedAdapter(
                     f"{tensor.path}: `{tensor.name}` is saved whole, and PEFT takes such modules from the first of "
                     f"several adapters alone: it would leave this one out",
-                    hint=f"give {part.adapter.root} first, or leave --precision peft out",
+                    hint=f'give {part.adapter.root} first, or merge without `precision="peft"`',
                 )
 
 

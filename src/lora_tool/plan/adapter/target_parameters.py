@@ -85,11 +85,13 @@ def _layout(config: AdapterConfig, b: StoredTensor, asked: ExpertLayout | None) 
             f"{config.path}: lora_B_layout: expected rank_major or grouped_by_expert, found {named}"
         )
     if asked is not None and named not in (None, asked.value):
-        raise UnsupportedAdapter(f"{config.path}: lora_B_layout is {named}, but --moe-b-layout {asked} was asked for")
+        raise UnsupportedAdapter(
+            f'{config.path}: lora_B_layout is {named}, but `expert_layout="{asked}"` was asked for'
+        )
     if asked is None and named is None and config.by_unsloth:
         raise UnsupportedAdapter(
             f"{b.path}: `{b.name}` was written by Unsloth, which packed the experts' columns in another order until "
             "2026-09, and the file does not say which it is: the wrong one gives plausible garbage",
-            hint="--moe-b-layout grouped_by_expert for one trained before, rank_major for one trained after",
+            hint='`expert_layout="grouped-by-expert"` for one trained before, `expert_layout="rank-major"` for one trained after',
         )
     return asked or (ExpertLayout(named) if named else ExpertLayout.RANK_MAJOR)

@@ -102,8 +102,8 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
             # where both are of the two, `decide_task` compares them
             if adapter.config and said and declared[adapter.root] is not task and not (of_the_two and said in _TWO):
                 raise UnsupportedAdapter(
-                    f"{adapter.config.path}: task_type is {said}, but --task {task} was asked for",
-                    hint="leave --task and --rm out, or give --task as-trained",
+                    f'{adapter.config.path}: task_type is {said}, but `task="{task}"` was asked for',
+                    hint='give `task="as-trained"`, or no task',
                 )
         return None if of_the_two else task
     heard = set(declared.values()) - {None}
@@ -173,7 +173,7 @@ def _vote(asked: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDi
         return declared or _declared(config, base) or seen
     wanted = Task.CAUSAL_LM if asked is Task.CAUSAL_LM else Task.SEQ_CLS
     if declared is not None and declared is not wanted:
-        raise _contradiction(config, config.task_type or "", f"--task {asked} was asked for")
+        raise _contradiction(config, config.task_type or "", f'`task="{asked}"` was asked for')
     if wanted is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
         raise _contradiction(config, config.task_type or "not set", f"a {head} head is there")
     return asked

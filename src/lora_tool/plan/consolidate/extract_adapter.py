@@ -65,7 +65,7 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
         elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
                 f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
-                hint="--what state writes every tensor",
+                hint='`what="state"` writes every tensor',
             )
         elif key.part not in _LORA and entries[name].role is Role.TRAINED:
             names[key.canonical] = name
@@ -95,7 +95,7 @@ def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]
         listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
         raise UnsupportedCheckpoint(
             f"one trained adapter is expected, there are {len(trained)}: {listed}",
-            hint="--what state writes every tensor",
+            hint='`what="state"` writes every tensor',
         )
     return trained.pop()
 
@@ -110,7 +110,7 @@ def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey
         if key.part is Part.LORA_A and shape and not _has_rank(shape[0], key.module, config):
             raise UnsupportedCheckpoint(
                 f"`{name}` has rank {shape[0]}, {config.path} says {config.rank(key.module)}: it is of another run",
-                hint="give the right one: --adapter-config FILE",
+                hint="give the right one: `adapter_config=FILE`",
             )
 
 

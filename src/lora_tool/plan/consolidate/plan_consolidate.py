@@ -13,7 +13,7 @@ from typing import Any
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
-from lora_tool.choices import Choice
+from lora_tool.choices import Choice, codes
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
@@ -67,7 +67,7 @@ def plan_consolidate(
     execution does for those of the values; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together
     at all.
     """
-    ignored = tuple(code.upper() for code in ignore)
+    ignored = tuple(code.upper() for code in codes(ignore))
     dtype = None if dtype is None else float_type(dtype)
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
@@ -119,7 +119,7 @@ def plan_consolidate(
 
 def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> Selection:
     if what is What.ADAPTER and not has_lora(state.entries):
-        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint="--what model, or --what state")
+        raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint='`what="model"`, or `what="state"`')
     if what is What.ADAPTER:
         selection = select_adapter(state, find_adapter_config(adapter_config, near=state.near))
         return replace(selection, side_files=(*selection.side_files, *_tokenizer_files(state)))
@@ -131,7 +131,7 @@ def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(
             f"{state.folder} is of a PEFT model: it is not a model by itself",
-            hint="take the adapter out with --what adapter, then lora-tool merge; --what state writes every tensor",
+            hint='take the adapter out with `what="adapter"`, then merge it; `what="state"` writes every tensor',
         )
     files, warnings = _model_files(state, dtype or _usual_dtype(state))
     return Selection(
@@ -161,7 +161,9 @@ def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
     """Return transformers' name → saved name: what wrappers put into names, or before all of them, is taken away."""
     names = {keys.unwrapped(name): name for name in entries}
     if len(names) != len(entries):
-        raise UnsupportedCheckpoint("two tensors have one name without their wrappers", hint="--what state writes both")
+        raise UnsupportedCheckpoint(
+            "two tensors have one name without their wrappers", hint='`what="state"` writes both'
+        )
     while names and all(name.startswith("module.") for name in names):
         names = {name.removeprefix("module."): saved for name, saved in names.items()}
     return names

@@ -36,8 +36,8 @@ from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable
 if TYPE_CHECKING:
     from lora_tool.names.weight_mapping import WeightMapping
 
-_UNTIED_WAY = "--precision float32 --untie writes each end of tied embeddings as it was trained"
-_OWN_WAY = "--precision float32 merges every tensor as it was trained"
+_UNTIED_WAY = '`precision="float32"` with `untie=True` writes each end of tied embeddings as it was trained'
+_OWN_WAY = '`precision="float32"` merges every tensor as it was trained'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def find_head(
     if num_labels is not None and rows != num_labels:
         raise IncompatibleBase(
             f"{weight.path}: `{weight.name}` has {rows} rows, so {rows} labels; asked for were {num_labels}",
-            hint=f"leave --num-labels and --rm out, or give --num-labels {rows} with --task seq-cls",
+            hint=f'give `num_labels={rows}` with `task="seq-cls"`, or no number',
         )
     return Head(module=arch.head, name=name, weight=weight, num_labels=rows)
 
@@ -117,7 +117,7 @@ def count_labels(
         raise IncompatibleBase(
             f"{base.root}: {facts.class_name} has {'no' if labels is None else labels} labels here; asked for were "
             f"{asked}",
-            hint="leave --num-labels out",
+            hint="give no number of labels",
         )
     return labels
 

@@ -64,7 +64,7 @@ def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> Incompa
     if wanted in merge.base.tensors and is_dropped(merge, wanted):
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
-            hint="merge it as a causal LM: --task causal-lm",
+            hint='merge it as a causal LM: `task="causal-lm"`',
         )
     if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
         return UnsupportedAdapter(

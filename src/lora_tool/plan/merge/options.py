@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lora_tool.choices import number_of_bytes, positive, wrong_value
+from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.base.task import Task
@@ -19,11 +19,6 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type
-
-
-def codes(asked: str | Iterable[str]) -> tuple[str, ...]:
-    """Return codes of rules, or their beginnings: a list of them, or one text with commas between."""
-    return tuple(code.strip() for code in (asked.split(",") if isinstance(asked, str) else asked) if code.strip())
 
 
 def severity(asked: object) -> Severity:
@@ -81,7 +76,7 @@ class MergeOptions:
         parse=Precision,
     )
     untie: bool = option(
-        default=False, text="Write tied embeddings as two matrices, each as it was trained.", parse=bool
+        default=False, text="Write tied embeddings as two matrices, each as it was trained.", parse=flag
     )
     expert_layout: ExpertLayout | str | None = option(
         None,
@@ -90,7 +85,7 @@ class MergeOptions:
         name="moe-b-layout",
     )
     allow_in_memory: bool = option(
-        default=False, text="Let PEFT merge what only it can, with the whole model in memory.", parse=bool
+        default=False, text="Let PEFT merge what only it can, with the whole model in memory.", parse=flag
     )
     max_shard_size: int | str | None = option(
         None, "Largest weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
@@ -101,7 +96,7 @@ class MergeOptions:
         Severity.ERROR, "Fail for findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
     jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
-    overwrite: bool = option(default=False, text="Replace an output that lora-tool wrote, after success.", parse=bool)
+    overwrite: bool = option(default=False, text="Replace an output that lora-tool wrote, after success.", parse=flag)
 
     @property
     def max_shard_bytes(self) -> int | None:
@@ -126,15 +121,10 @@ class MergeOptions:
 class MergeArguments(MergeOptions):
     """What is asked of one merge, and of nothing else."""
 
-    verify: bool = option(default=True, text="Read samples back and check them before publishing.", parse=bool)
-    resume: bool = option(default=False, text="Take over the finished files of a run that was killed.", parse=bool)
+    verify: bool = option(default=True, text="Read samples back and check them before publishing.", parse=flag)
+    resume: bool = option(default=False, text="Take over the finished files of a run that was killed.", parse=flag)
 
 
 def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:
     """Return the declared options by the names of their fields, each with its default."""
     return {each.name: (each.metadata["option"], each.default) for each in fields(options)}
-
-
-def keys(options: type[MergeOptions]) -> tuple[str, ...]:
-    """Return the options as a YAML or TOML table spells them: ``max_shard_size``."""
-    return tuple((how.name or name).replace("-", "_") for name, (how, _) in declared(options).items())

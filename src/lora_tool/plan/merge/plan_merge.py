@@ -105,8 +105,8 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
     if inits and precision is Precision.FLOAT64:
         raise UnsupportedAdapter(
             f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine: "
-            "--precision float64 promises the same bytes everywhere",
-            hint="--precision peft gives PEFT's own bits on this machine",
+            '`precision="float64"` promises the same bytes everywhere',
+            hint='`precision="peft"` gives PEFT\'s own bits on this machine',
         )
 
 

@@ -23,7 +23,7 @@ from lora_tool.plan.merge.unexpected_tensors import looks_plain, names_are_known
 
 _MAPPERS = ("torch", "transformers")
 """What says where parameters are on disk."""
-_FULL_PRECISION = "give the full-precision model that it was made from: --base MODEL"
+_FULL_PRECISION = "give the full-precision model that it was made from: `base=MODEL`"
 
 
 def read_base(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, *, exact: bool = False) -> BaseView:

@@ -193,5 +193,5 @@ def _require_one(ends: TiedEmbeddings, one: StoredTensor, other: StoredTensor) -
         raise UnsupportedAdapter(
             f"{other.path}: `{other.name}` has other values than `{one.name}`, and this base ties the two "
             f"({ends.embedding.name})",
-            hint="give a base saved with tie_word_embeddings=false: --base MODEL",
+            hint="give a base saved with tie_word_embeddings=false",
         )

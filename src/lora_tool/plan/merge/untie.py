@@ -43,7 +43,7 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{touched[0]}`, which this base ties to the other end of the "
             "model: PEFT's merge would change both ends, and not as they were trained",
-            hint="--untie writes each end as it was trained, with tie_word_embeddings=false",
+            hint="`untie=True` writes each end as it was trained, with tie_word_embeddings=false",
         )
 
 
@@ -119,7 +119,7 @@ def _require_nothing_lost(merge: MergeContext) -> None:
             raise UnsupportedAdapter(
                 f"{merge.adapted[0].adapter.root}: `{module}` is in `modules_to_save`, and `{name}` was one with it: "
                 "PEFT's merge drops what the other layers read",
-                hint="--untie writes each of them as it was trained, with tie_word_embeddings=false",
+                hint="`untie=True` writes each of them as it was trained, with tie_word_embeddings=false",
             )
 
 

@@ -152,9 +152,11 @@ def _page_in_source(check: Callable[..., object]) -> str:
 
 
 def expand(codes: Iterable[str]) -> frozenset[str]:
-    """Return the rules that `codes` mean: each a code or the beginning of codes (``LT2``). Raises `UnknownRule`."""
+    """Return the rules that `codes` mean: each a code or the beginning of codes (``LT2``), in one text
+    with commas or in several. Raises `UnknownRule`.
+    """
     meant: set[str] = set()
-    for code in codes:
+    for code in codes.split(",") if isinstance(codes, str) else codes:
         wanted = code.strip().upper()
         matching = [known for known in RULES if known.startswith(wanted)] if wanted.startswith("LT") else []
         if not matching:

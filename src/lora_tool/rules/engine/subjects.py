@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.model_tensors import ModelTensors, model_tensors
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
@@ -73,6 +74,18 @@ class ModelSubject(Subject):
     checkpoint: ModelDir
     num_labels: int | None = None
     task: str | None = None
+    base: ModelDir | None = None
+    """The model that it is compared with, tensor by tensor."""
+    whole: bool = False
+    """Whether all bytes are compared with the base's, not only the first of each tensor."""
+    class_tensors: ModelTensors | None = field(init=False, repr=False, compare=False)
+    """The tensors beside those of the model's class; None where headers cannot tell them."""
+
+    def __post_init__(self) -> None:
+        config = self.checkpoint.config
+        usable = config is not None and not config.problems and self.tensors
+        found = model_tensors(config, self.tensors) if usable and config is not None else None
+        object.__setattr__(self, "class_tensors", found)
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

@@ -61,6 +61,8 @@ _STRUCTURE = [
     "moe_intermediate_size",
 ]
 """Fields of `config.json` that decide what the same weights compute."""
+_MAY_DIFFER = frozenset({"vocab_size", "tie_word_embeddings"})
+"""Fields that a model changes when it is trained from its base, and its tensors with them."""
 _ROTARY = ("rope_parameters", "rope_scaling")
 _ROTARY_FIELDS = (
     "rope_theta",
@@ -228,13 +230,14 @@ def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(subject=name, message=f"the trained head is not in the merged model{as_what}")
 
 
-@rule("LT615", Severity.WARNING, on=MergedSubject)
-def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
+@rule("LT615", Severity.WARNING, on=ModelSubject)
+def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
     """The tokenizer, chat template or pooling modules were not taken along.
 
     ## What it does
     Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the merged folder;
-    for an embedding model also for the files of sentence-transformers.
+    for an embedding model also for the files of sentence-transformers. A model that is compared with its base alone
+    must have some tokenizer where the base has one.
 
     ## Why it matters
     Who loads the folder takes the tokenizer from it, or from somewhere else: with other special tokens or another
@@ -248,6 +251,9 @@ def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
     Copy the files that were trained with: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
     files = set(subject.checkpoint.folder.files)
+    if not isinstance(subject, MergedSubject):
+        yield from _no_tokenizer(subject, files)
+        return
     wanted = [file for file in (subject.planned.files if subject.planned else ()) if file.source is not None]
     modules = {*root_files(file.filename for file in wanted)}
     looked_for = [f for f in wanted if f.filename in FILE_NAMES | modules or "/" in f.filename]
@@ -269,6 +275,15 @@ def tokenizer_missing(subject: MergedSubject) -> Iterator[Fault]:
         yield Fault(subject=file.filename, message="is not in the merged folder", hint=hint)
 
 
+def _no_tokenizer(subject: ModelSubject, files: set[str]) -> Iterator[Fault]:
+    theirs = sorted(FILE_NAMES & set(subject.base.folder.files)) if subject.base else []
+    if subject.base is not None and theirs and not files & FILE_NAMES:
+        hint = f"cp {' '.join(str(subject.base.root / name) for name in theirs)} {subject.checkpoint.root}/"
+        yield Fault(
+            subject=theirs[0], message="is beside the base, and no tokenizer is in the model's folder", hint=hint
+        )
+
+
 def _has_template(subject: MergedSubject) -> bool:
     """Whether the template is where older versions of transformers wrote it."""
     root, files = subject.checkpoint.root, subject.checkpoint.folder.files
@@ -281,13 +296,14 @@ def _has_template(subject: MergedSubject) -> bool:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-@rule("LT616", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.CONFIG, Need.PLAN}))
-def other_config(subject: MergedSubject) -> Iterator[Fault]:
+@rule("LT616", Severity.ERROR, on=ModelSubject, needs=frozenset({Need.CONFIG, Need.PLAN}))
+def other_config(subject: ModelSubject) -> Iterator[Fault]:
     """The config is not that of the merged weights.
 
     ## What it does
     Compares `config.json` with what base and adapter give: class, labels, and the fields that decide what the weights
-    compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings).
+    compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings). Against a base alone it is a warning,
+    as training may have changed them on purpose, and the class, the vocabulary and tying are left out.
 
     ## Why it matters
     The same weights under another config are another model. It loads, and answers wrongly.
@@ -300,19 +316,24 @@ def other_config(subject: MergedSubject) -> Iterator[Fault]:
     merge again: `lora-tool merge` does.
     """
     config = subject.checkpoint.config
-    wanted = _planned_config(subject)
+    merged = isinstance(subject, MergedSubject)
+    wanted = _planned_config(subject) if isinstance(subject, MergedSubject) else _config_of_base(subject)
     if config is None or wanted is None:
         return
     path = str(config.path)
-    classes = tuple(wanted.get("architectures") or ())
+    classes = tuple(wanted.get("architectures") or ()) if merged else ()
     if classes and config.architectures and classes[0] != config.architectures[0] and not _forgotten_head(subject):
         message = f"is {config.architectures[0]}, expected {classes[0]}"
         yield Fault(subject="architectures", message=message, path=path)
     found, expected = _structure(config.raw), _structure(wanted)
     for name in sorted(found.keys() & expected.keys()):
-        if found[name] != expected[name]:
+        if found[name] != expected[name] and (merged or name not in _MAY_DIFFER):
             message = f"is {json.dumps(found[name])[:60]}, expected {json.dumps(expected[name])[:60]}"
-            yield Fault(subject=name, message=message, path=path)
+            yield Fault(subject=name, message=message, path=path, severity=None if merged else Severity.WARNING)
+
+
+def _config_of_base(subject: ModelSubject) -> Mapping[str, Any] | None:
+    return subject.base.config.raw if subject.base is not None and subject.base.config is not None else None
 
 
 def _structure(raw: Mapping[str, Any]) -> dict[str, Any]:

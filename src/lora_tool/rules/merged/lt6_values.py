@@ -275,7 +275,7 @@ def another_base(subject: MergedSubject) -> Iterator[Fault]:
     if subject.another_base:
         kept = tuple(subject.kept())
         other = [found for found in kept if found.verdict is not Verdict.RIGHT]
-        base = f" {subject.base}" if subject.base else ""
+        base = f" {subject.base_name}" if subject.base_name else ""
         message = f"{len(other)} of {len(kept)} tensors that the adapter leaves alone differ from the base's{base}"
         yield Fault(message=f"{message}, the first is `{other[0].name}`")
 

@@ -46,7 +46,7 @@ class MergedSubject(ModelSubject):
     """Whether the changed tensors were computed a second time, not only compared with the base's bytes."""
     outputs: OutputEvidence | None = None
     """What both models answered, where they were asked."""
-    base: str | None = None
+    base_name: str | None = None
     """What the base is called in messages."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of the inputs that the plan was made from, by the manifest's names."""
@@ -94,7 +94,7 @@ class MergedSubject(ModelSubject):
     @property
     def another_base(self) -> bool:
         """Whether most of the tensors that the adapter leaves alone are not the base's; what we wrote has no other."""
-        if self.base is None:
+        if self.base_name is None:
             return False
         kept = tuple(self.kept())
         other = sum(found.verdict is not Verdict.RIGHT for found in kept)

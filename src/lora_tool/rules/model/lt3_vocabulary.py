@@ -109,8 +109,16 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
             listed = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")  # noqa: PLR2004 - enough to see
             message = f"is {wanted}, and the weights have nothing of layer {listed}"
             yield Fault(subject="num_hidden_layers", message=message, path=path)
-    rows = _rows(subject.tensors)
-    if rows and config.vocab_size is not None and config.vocab_size not in rows.values():
-        name, count = next(iter(rows.items()))
+    found = vocabulary_without_rows(subject)
+    if found is not None:
+        name, count = found
         message = f"is {config.vocab_size:,}, `{name}` has {count:,} rows"
         yield Fault(subject="vocab_size", message=message, path=path)
+
+
+def vocabulary_without_rows(subject: ModelSubject) -> tuple[str, int] | None:
+    """Return an embedding and its rows, where none has as many as the config's `vocab_size`."""
+    config, rows = subject.checkpoint.config, _rows(subject.tensors)
+    if not rows or config is None or config.vocab_size is None or config.vocab_size in rows.values():
+        return None
+    return next(iter(rows.items()))

@@ -1,0 +1,274 @@
+"""Which tensors a class of transformers has, and their shapes, told from its config.json without transformers.
+
+`model_tensors.jsonl` has a line for each model type that is stored as it is in memory. It was made by building every
+class of it on the meta device under hundreds of configs (`python -m tests.tensor_tables`): names that are always there,
+names that come and go together, and each dimension as a product or sum of the config's fields. What depends on more
+than that is unknown there, and nothing is said about it.
+
+In the table ``@`` stands for what a class calls its base model (``model.``, ``transformer.``), and ``*`` for the number
+of a layer; a checkpoint of the base model alone has no such beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lora_tool.architectures.table import is_computed
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.keys import split_layer
+
+TABLE = Path(__file__).with_name("model_tensors.jsonl")
+_MOST_LAYERS = 4096
+_KNOWN_LISTS = frozenset({"attention_window", "moe_layers", "no_rope_layers", "type_vocab_sizes"})
+"""Lists of numbers in configs that the table was made with."""
+_LEGACY = {"gamma": "weight", "beta": "bias"}
+"""What layer norms of TensorFlow's checkpoints call their parameters; transformers renames them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTensors:
+    """The tensors of one checkpoint beside those that its class has. Names are those of the checkpoint."""
+
+    class_name: str | None
+    """The config's class, None where only what all classes of its type share is known."""
+    missing: tuple[str, ...]
+    """What the class has and the checkpoint lacks: transformers would initialise it at random."""
+    unexpected: tuple[str, ...]
+    """What the checkpoint has and no class of its type: transformers would leave it out."""
+    of_other_classes: tuple[str, ...]
+    """What the checkpoint has and another class of its type has, too."""
+    shapes: Mapping[str, tuple[int | None, ...]]
+    """The shape that the config gives each of the checkpoint's tensors; None for a dimension that is not known."""
+
+
+def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors | None:
+    """Return what the class of `config` has beside the tensors `names` of a checkpoint.
+
+    None where headers cannot tell: code of the checkpoint's own, quantised weights, a model type that is stored under
+    other names than in memory, or names of which less than half are the model's.
+    """
+    row = None if config.custom_code or config.quantization else _row(config.model_type or "")
+    if row is None or any(map(_lists_layers, config.raw.items())):
+        return None
+    known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
+    found = _Compared(row, row["classes"].get(known), config, names)
+    return found.result(known) if found.fits else None
+
+
+@cache
+def _row(model_type: str) -> Mapping[str, Any] | None:
+    beginning = f'{{"model_type":"{model_type}",'
+    with TABLE.open(encoding="utf-8") as lines:
+        line = next((line for line in lines if line.startswith(beginning)), None)
+    row: Mapping[str, Any] | None = None if line is None else json.loads(line)
+    return row
+
+
+def _lists_layers(field: tuple[str, Any]) -> bool:
+    """Return whether a field of a config lists numbers, which may be layers of another kind."""
+    name, value = field
+    numbers = isinstance(value, list) and any(isinstance(each, int | list) for each in value)
+    return numbers and name not in _KNOWN_LISTS and not name.endswith(("token_id", "token_ids", "tokens"))
+
+
+def _any_class(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what may be said of a class that is not in the row: what is tied in one may be tied in another."""
+    tied = {name: of for entry in row["classes"].values() for name, of in entry["tied"].items()}
+    return {"always": [], "groups": [], "others": [], "tied": tied, "tied_anyway": tied, "ignored": []}
+
+
+class _Compared:
+    """The names of a checkpoint as the table has them, and what of its class they are."""
+
+    def __init__(
+        self, row: Mapping[str, Any], own: Mapping[str, Any] | None, config: ModelConfig, names: Collection[str]
+    ) -> None:
+        self._row = row
+        self._stacks = tuple(row["stacks"])
+        self._own = own or _any_class(row)
+        self._sizes = Sizes(row, config)
+        self._lengths = {stack: self._sizes.value(length) for stack, length in row["stacks"].items()}
+        self._strict = own is not None
+        self._prefix = self._prefix_of(names)
+        self._bare = not any(name.startswith(self._prefix) for name in names)
+        self._held = {self._in_table(name): name for name in names}
+        self._placed = {name: self._template(name) for name in self._held}
+        self._always = [*row["always"], *self._own["always"]]
+        self._layers: dict[str, set[int]] = defaultdict(set)
+        for path, layer in self._placed.values():
+            if layer is not None:
+                self._layers[path.partition(".*.")[0]].add(layer)
+
+    def _prefix_of(self, names: Collection[str]) -> str:
+        """Return what the checkpoint puts before the base model's names."""
+        prefixes = {entry["prefix"] for entry in self._row["classes"].values()} if not self._strict else ()
+        tried = [f"{prefix}." for prefix in (prefixes or (self._own["prefix"],))]
+        return max(tried, key=lambda prefix: sum(name.startswith(prefix) for name in names), default="")
+
+    def _in_table(self, name: str) -> str:
+        rest, _, leaf = name.rpartition(".")
+        if leaf in _LEGACY and rest.endswith("LayerNorm"):
+            name = f"{rest}.{_LEGACY[leaf]}"
+        if name.startswith(self._prefix):
+            return f"@{name.removeprefix(self._prefix)}"
+        known = self._template(name)[0] in self._row["tensors"]
+        return f"@{name}" if self._bare and not known else name
+
+    def _template(self, name: str) -> tuple[str, int | None]:
+        for stack in self._stacks:
+            if name.startswith(stack) and name[len(stack) : len(stack) + 1] == ".":
+                number, dot, rest = name[len(stack) + 1 :].partition(".")
+                if dot and number.isdecimal() and len(number) < 6:  # noqa: PLR2004 - no model has so many layers
+                    return f"{stack}.*.{rest}", int(number)
+        return name, None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the checkpoint has at least half of what its model always has."""
+        held = {path for path, _ in self._placed.values()}
+        return 2 * len(held & set(self._row["always"])) >= len(self._row["always"]) and bool(held)
+
+    def result(self, class_name: str | None) -> ModelTensors:
+        beyond = {name for name, (path, layer) in self._placed.items() if not self._is_in_stack(path, layer)}
+        mine = {*self._always, *self._own["others"], *(n for g in self._groups for n in g)}
+        lists = {split_layer(path)[1] for path in self._row["tensors"] if split_layer(path)[0] is not None}
+        strange = [
+            name
+            for name in self._held
+            if name in beyond or not (self._placed[name][0] in mine or split_layer(self._placed[name][0])[1] in lists)
+        ]
+        strange = [name for name in strange if not self._is_ignored(name)] if self._strict else []
+        known = {name for name in strange if self._placed[name][0] in self._row["tensors"] and name not in beyond}
+        doubtful = self._sizes.doubtful
+        return ModelTensors(
+            class_name=class_name,
+            missing=tuple(self._on_disk(name) for name in dict.fromkeys(self._missing())),
+            unexpected=() if doubtful else tuple(self._held[name] for name in strange if name not in known),
+            of_other_classes=tuple(self._held[name] for name in strange if name in known),
+            shapes={} if doubtful else dict(self._shapes()),
+        )
+
+    @property
+    def _groups(self) -> list[list[str]]:
+        return [*self._row["groups"], *self._own["groups"]]
+
+    def _is_in_stack(self, path: str, layer: int | None) -> bool:
+        length = self._lengths[path.partition(".*.")[0]] if layer is not None else None
+        return layer is None or length is None or layer < length
+
+    def _is_ignored(self, name: str) -> bool:
+        on_disk = self._held[name]
+        return is_computed(on_disk) or any(re.search(pattern, on_disk) for pattern in self._own["ignored"])
+
+    def _missing(self) -> Iterator[str]:
+        """Yield the names, in the table's words, that the class has under this config and the checkpoint lacks."""
+        for path in self._always:
+            yield from (name for name in self._instances(path) if not self._is_there(name))
+        for group in self._groups:
+            there: dict[int | None, list[str]] = defaultdict(list)
+            for path in group:
+                for name in self._instances(path):
+                    there[self._template(name)[1]].append(name)
+            for names in there.values():
+                lost = [name for name in names if not self._is_there(name)]
+                if len(lost) < len(names):
+                    yield from lost
+        for path in self._row["alike"]:
+            names = list(self._instances(path))
+            lost = [name for name in names if not self._is_there(name)]
+            if 2 * len(lost) <= len(names):
+                yield from lost
+
+    def _instances(self, path: str) -> Iterator[str]:
+        stack, star, rest = path.partition(".*.")
+        if not star:
+            yield path
+            return
+        length = self._lengths[stack]
+        held = self._layers[stack]
+        for layer in sorted(held) if length is None else range(min(length, _MOST_LAYERS)):
+            if layer in held or not held:  # of a layer that is lost as a whole LT310 tells
+                yield f"{stack}.{layer}.{rest}"
+
+    def _is_there(self, name: str) -> bool:
+        if name in self._held:
+            return True
+        tied = self._own["tied"] if self._sizes.tied is not False else self._own["tied_anyway"]
+        path, layer = self._template(name)
+        partners = {tied.get(path, path)} | {other for other, of in tied.items() if of == tied.get(path, path)}
+        return any(partner.replace(".*.", f".{layer}.") in self._held for partner in partners)
+
+    def _on_disk(self, name: str) -> str:
+        if not name.startswith("@"):
+            return name
+        return name[1:] if self._bare else self._prefix + name[1:]
+
+    def _shapes(self) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+        dims = {path: self._row["tensors"].get(path) for path, _ in self._placed.values()}
+        shapes = {path: tuple(map(self._sizes.value, of)) for path, of in dims.items() if of is not None}
+        for name, on_disk in self._held.items():
+            path = self._placed[name][0]
+            if path in shapes:
+                yield on_disk, shapes[path]
+
+
+class Sizes:
+    """The fields of one config that decide shapes, and those that follow others where they are left out."""
+
+    def __init__(self, row: Mapping[str, Any], config: ModelConfig) -> None:
+        self._raw = config.raw
+        self._row = row
+
+    @property
+    def tied(self) -> bool | None:
+        """Return whether the config ties the embeddings to the output layer."""
+        text = self._raw.get("text_config")
+        said = self._raw.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get("tie_word_embeddings"))
+        told: bool | None = said if isinstance(said, bool) else self._row["tie_word_embeddings"]
+        return told
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the config has a field that the class reads, and that the table does not know."""
+        head_dim = self._raw.get("head_dim")
+        usual = self.value("hidden_size/num_attention_heads")
+        return any(
+            self._raw.get(name) is not None and not (name == "head_dim" and head_dim == usual)
+            for name in self._row["undeclared"]
+        )
+
+    def value(self, expression: str | int | None, *, deep: bool = True) -> int | None:
+        """Return the size that an expression of the table means under this config, None where it is not known."""
+        if not isinstance(expression, str):
+            return expression
+        total = 0
+        for term in expression.split("+"):
+            above, *below = term.split("/")
+            factors = [self._field(name, deep=deep) for name in above.split("*")]
+            divisors = [self._field(name, deep=deep) for name in below]
+            known = [each for each in (*factors, *divisors) if each is not None]
+            if len(known) < len(factors) + len(divisors) or 0 in known[len(factors) :]:
+                return None
+            total += prod(known[: len(factors)]) // prod(known[len(factors) :])
+        return total
+
+    def _field(self, name: str, *, deep: bool) -> int | None:
+        if name.lstrip("-").isdecimal():
+            return int(name)
+        if name == "num_labels":
+            return None
+        found: Any = self._raw
+        for part in name.split("."):
+            found = found.get(part, found.get(self._row["aliases"].get(part))) if isinstance(found, dict) else None
+        if type(found) is int:
+            return found
+        follows = self._row["follows"].get(name) if found is None and deep else None
+        return self.value(follows, deep=False)

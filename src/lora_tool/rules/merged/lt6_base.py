@@ -1,0 +1,178 @@
+"""LT621 to LT624: a model folder against its base, tensor by tensor, whoever made it from the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lora_tool.architectures import architecture_of, is_computed
+from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.model_tensors import model_tensors
+from lora_tool.checkpoint import ModelDir
+from lora_tool.formats.stored import read_part
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.tensors import StoredTensor
+
+_COMPARED = frozenset({Need.WEIGHTS, Need.BASE})
+_FIRST = 4096
+_BLOCK = 1 << 20
+
+
+def _matched(base: ModelDir, model: ModelDir) -> Mapping[str, StoredTensor]:
+    """Return the base's tensors by the names that the model gives them: one may be saved without its beginning."""
+    held = model.tensors.keys()
+    firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in (*base.tensors, *held) if "." in name)
+    shifts = [("", ""), *((first, "") for first in firsts), *(("", first) for first in firsts)]
+    renamed = [{add + name.removeprefix(strip): t for name, t in base.tensors.items()} for strip, add in shifts]
+    return max(renamed, key=lambda table: len(table.keys() & held))
+
+
+def _is_end(name: str, subject: ModelSubject) -> bool:
+    """Return whether a tensor may come and go with the class: a head, or an output layer."""
+    config = subject.checkpoint.config
+    arch = architecture_of(config.model_type or "") if config else None
+    path = name.rpartition(".")[0]
+    return (
+        head_of(path) is not None or is_end(path) or bool(arch and name in arch.causal_only)
+    )  # what a class needs LT318 tells
+
+
+def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> frozenset[str]:
+    """Return which of the base's tensors the model's class has no place for."""
+    config = subject.checkpoint.config
+    found = None if config is None or subject.class_tensors is None else model_tensors(config, names)
+    return frozenset() if found is None else frozenset((*found.unexpected, *found.of_other_classes))
+
+
+@rule("LT621", Severity.ERROR, on=ModelSubject, needs=_COMPARED)
+def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor of the base is not in the model.
+
+    ## What it does
+    Compares the names in the weights with the base's. A head or output layer that the model's class does without, and
+    what transformers computes by itself, may be absent; so may what the model's class has no place for.
+
+    ## Why it matters
+    transformers initialises it at random, with a log line only.
+
+    ## Example
+    A merge shard by shard that stopped after the second of three.
+
+    ## What to do
+    Merge again, and save the whole `state_dict`.
+    """
+    if subject.base is None:
+        return
+    base = _matched(subject.base, subject.checkpoint)
+    lost = [name for name in base if name not in subject.tensors and not is_computed(name)]
+    if 2 * len(lost) > len(base):
+        held = len(base) - len(lost)
+        message = f"{held} of the base's {len(base)} tensors are in the model: it is another model, or names differ"
+        yield Fault(message=message, severity=Severity.WARNING)
+        return
+    said = set(subject.class_tensors.missing) if subject.class_tensors else set()
+    excused = _no_place(subject, base) | said | set(subject.expected or ())
+    for name in lost:
+        if name not in excused and not _is_end(name, subject):
+            yield Fault(subject=name, message=f"is not in the model; the base {subject.base.root} has it")
+
+
+@rule("LT622", Severity.WARNING, on=ModelSubject, needs=_COMPARED)
+def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor in the model that its base does not have.
+
+    ## What it does
+    Compares the names in the weights with the base's. Heads and output layers are left out.
+
+    ## Why it matters
+    Either nothing loads it, or it changes what the model computes.
+
+    ## Example
+    Biases of `q_proj`, where the base has none.
+
+    ## What to do
+    Compare the two `config.json`; give the base that the model was made from.
+    """
+    base = subject.base and _matched(subject.base, subject.checkpoint)
+    if not base or 2 * len(base.keys() & subject.tensors.keys()) < len(base):
+        return
+    known = subject.class_tensors
+    said = {*known.unexpected, *known.of_other_classes} if known else set()
+    for name, tensor in subject.tensors.items():
+        adapter = "lora_" in name or "base_layer" in name  # LT601 tells
+        if name not in base and name not in said and not (adapter or is_computed(name) or _is_end(name, subject)):
+            yield Fault(subject=name, message="is not a tensor of the base", path=str(tensor.path))
+
+
+@rule("LT623", Severity.ERROR, on=ModelSubject, needs=_COMPARED)
+def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor of the model has another shape than the base's.
+
+    ## What it does
+    Compares shapes with the base's. Heads are left out, and another number of rows in embeddings and output layers is
+    noted: the vocabulary was resized.
+
+    ## Why it matters
+    Under the base's config the model does not load; a matrix that is turned computes something else.
+
+    ## Example
+    `mlp.down_proj.weight` is [64, 16], and [16, 64] in the base.
+
+    ## What to do
+    Merge again with the base that the adapter was trained on.
+    """
+    if subject.base is None:
+        return
+    for name, theirs in _matched(subject.base, subject.checkpoint).items():
+        mine = subject.tensors.get(name)
+        if mine is None or mine.shape == theirs.shape or head_of(name.rpartition(".")[0]):
+            continue
+        if _is_told_by_the_config(subject, name):
+            continue
+        resized = _is_end(name, subject) and mine.shape[1:] == theirs.shape[1:]
+        message = f"is {list(mine.shape)}, in the base {list(theirs.shape)}"
+        severity = Severity.INFO if resized else None
+        yield Fault(subject=name, message=message, path=str(mine.path), severity=severity)
+
+
+def _is_told_by_the_config(subject: ModelSubject, name: str) -> bool:
+    """Whether the config gives the tensor another shape, too: LT317 tells."""
+    wanted = subject.class_tensors.shapes.get(name, ()) if subject.class_tensors else ()
+    shape = subject.tensors[name].shape
+    return len(wanted) == len(shape) and any(a not in (None, b) for a, b in zip(wanted, shape, strict=True))
+
+
+@rule("LT624", Severity.ERROR, on=ModelSubject, needs=_COMPARED)
+def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
+    """The model is its base: nothing in it was trained.
+
+    ## What it does
+    Looks for a tensor that differs from the base's: the first bytes of each, with `--deep` all of them. Where only the
+    first bytes were read it is a warning.
+
+    ## Why it matters
+    It is the base under another name. Everything that is measured on it is measured on the base.
+
+    ## Example
+    A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
+
+    ## What to do
+    Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
+    """
+    base = subject.base and _matched(subject.base, subject.checkpoint)
+    if not base or any(name not in base for name in subject.tensors):
+        return
+    if all(_same(tensor, base[name], whole=subject.whole) for name, tensor in subject.tensors.items()):
+        read = "" if subject.whole else ", as far as they were read; --deep reads all"
+        message = f"all {len(subject.tensors)} tensors are the base's{read}"
+        yield Fault(message=message, severity=None if subject.whole else Severity.WARNING)
+
+
+def _same(one: StoredTensor, other: StoredTensor, *, whole: bool) -> bool:
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    length = one.nbytes if whole else min(one.nbytes, _FIRST)
+    blocks = ((at, min(_BLOCK, length - at)) for at in range(0, length, _BLOCK))
+    return all(read_part(one, *block) == read_part(other, *block) for block in blocks)

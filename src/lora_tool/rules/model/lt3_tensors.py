@@ -1,0 +1,144 @@
+"""LT317 to LT319: the tensors of a model folder against those that its class has under its config."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from lora_tool.architectures.heads import head_of
+from lora_tool.keys import split_layer
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.model.lt3_vocabulary import vocabulary_without_rows
+
+_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_SCORE = "score.weight"
+_SUB_BYTE = 8
+
+
+@rule("LT317", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor does not have the shape that the config gives it.
+
+    ## What it does
+    Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that are stored as
+    they are in memory, and compares. Of other types it looks at the width of a `score` head alone.
+
+    ## Why it matters
+    transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it initialises the tensor at
+    random.
+
+    ## Example
+    `score.weight` is [1, 24], and `hidden_size` is 16: the head was trained on another model. A GPT-2 whose Conv1D
+    weights, [in, out], were merged as [out, in].
+
+    ## What to do
+    Merge again with the base that the adapter was trained on, or copy config and weights from the same place.
+    """
+    known = subject.class_tensors
+    shapes = dict(known.shapes) if known is not None else _head_alone(subject)
+    vocabulary = vocabulary_without_rows(subject) is not None
+    for name, wanted in shapes.items():
+        tensor = subject.tensors[name]
+        if tensor.dtype.bits < _SUB_BYTE or _said_by_the_ledger(subject, name):
+            continue
+        differ = [a for a, b in zip(wanted, tensor.shape, strict=False) if a is not None and a != b]
+        rank = len(wanted) != len(tensor.shape)
+        size = subject.checkpoint.config.vocab_size if subject.checkpoint.config else None
+        if not rank and (not differ or (vocabulary and differ == [size])):
+            continue  # of a vocabulary of another size LT310 tells
+        shown = ", ".join("?" if each is None else str(each) for each in wanted)
+        message = f"is {list(tensor.shape)}, the config means [{shown}]"
+        yield Fault(subject=name, message=message, path=str(tensor.path))
+
+
+def _head_alone(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:
+    """Return the shape of the score head that transformers gives every decoder."""
+    config = subject.checkpoint.config
+    if config is None or config.custom_code or config.quantization or _SCORE not in subject.tensors:
+        return {}
+    text = config.raw.get("text_config")
+    width = (text if isinstance(text, dict) else config.raw).get("hidden_size")
+    classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures)
+    return {_SCORE: (None, width)} if classifies and type(width) is int else {}
+
+
+def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
+    """Whether the folder's ledger, or the plan of its merge, has another shape for the tensor: LT604 tells."""
+    spec = (subject.expected or {}).get(name)
+    return spec is not None and spec.shape != subject.tensors[name].shape
+
+
+@rule("LT318", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor that the model's class has is missing.
+
+    ## What it does
+    Compares the names in the weights with those that the class in `config.json` has, for the model types that are
+    stored as they are in memory: what is there under every config, and what comes together, as the biases of one
+    attention. A tied output layer may be absent.
+
+    ## Why it matters
+    transformers initialises what is missing at random, on every load anew, and says so in a log line only.
+
+    ## Example
+    A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
+
+    ## What to do
+    Merge or copy again; with safetensors, save the whole `state_dict`.
+    """
+    known = subject.class_tensors
+    if known is None or any("lora_" in name or ".base_layer." in name for name in subject.tensors):
+        return  # of an adapter beside the weights LT601 tells
+    said = {*(subject.expected or {}), *_head_of_the_class(subject)}
+    what = known.class_name or "every class of this model type"
+    for name, more in _by_layer(name for name in known.missing if name not in said):
+        yield Fault(subject=name, message=f"is not in the weights{more}; {what} has it: it would be random")
+
+
+def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
+    """Return what is missing of a sequence classifier's head, where nothing of it is there: LT307 tells."""
+    known = subject.class_tensors
+    if known is None or not (known.class_name or "").endswith("ForSequenceClassification"):
+        return frozenset()
+    heads = [name for name in (*subject.tensors, *known.missing) if head_of(name.rpartition(".")[0])]
+    return frozenset() if any(name in subject.tensors for name in heads) else frozenset(heads)
+
+
+def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield one name for all layers, with how many more layers are meant."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[split_layer(name)[1]].append(name)
+    for first, *others in alike.values():
+        yield first, f", nor in {len(others)} other layers" if others else ""
+
+
+@rule("LT319", Severity.WARNING, on=ModelSubject, needs=_WHOLE)
+def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
+    """A tensor that the model's class has no place for.
+
+    ## What it does
+    Compares the names in the weights with those that the class in `config.json` may have, for the model types that are
+    stored as they are in memory. What another class of the same type has, as the `lm_head` beside a classifier, is
+    noted.
+
+    ## Why it matters
+    transformers leaves it out when it loads the model, with a log line only. What was trained there is lost.
+
+    ## Example
+    `v_head.summary.weight` of a PPO trainer; layers 24 to 27, where `num_hidden_layers` is 24.
+
+    ## What to do
+    Set `architectures` and `config.json` to the model that was trained, or leave the tensor out.
+    """
+    known = subject.class_tensors
+    if known is None:
+        return
+    expected = subject.expected
+    for severity, names in ((Severity.WARNING, known.unexpected), (Severity.INFO, known.of_other_classes)):
+        mine = [n for n in names if (expected is None or n in expected) and "lora_" not in n and "base_layer" not in n]
+        for name, more in _by_layer(mine):
+            message = f"has no place in {known.class_name}{more}: transformers leaves it out"
+            yield Fault(subject=name, message=message, path=str(subject.tensors[name].path), severity=severity)

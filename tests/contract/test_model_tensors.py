@@ -1,0 +1,72 @@
+"""The table of every class's tensors, against the classes of the transformers that is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lora_tool.architectures.model_tensors import TABLE, ModelTensors, model_tensors
+from lora_tool.formats.model_config import read_model_config
+from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
+
+TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "seq-2-seq-lm", "token-cls", "question-ans", "feature-extraction")
+ROWS = {row["model_type"]: row for row in map(json.loads, TABLE.read_text().splitlines())}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"hidden_size": 64, "d_model": 64, "n_embd": 64, "head_dim": 16, "vocab_size": 50, "tie_word_embeddings": False},
+    {"num_hidden_layers": 4, "n_layer": 4, "encoder_layers": 3, "decoder_layers": 1, "num_layers": 3},
+    {"attention_bias": True, "mlp_bias": True, "bias": True, "use_bias": True, "qkv_bias": True, "use_qk_norm": True},
+)
+
+
+def models(model_type: str) -> Iterator[tuple[str, transformers.PreTrainedModel]]:
+    """Yield the classes that the table has, each under a few configs of which some fields are changed."""
+    for task in (task for task in TASKS if model_type in buildable(task)):
+        name = type_name(model_type, task)
+        plain = tiny_config(model_type, task)
+        for change in CHANGES if name in ROWS[model_type]["classes"] else ():
+            known = {n: v for n, v in change.items() if hasattr(plain, n) and n not in type(plain).attribute_map}
+            with contextlib.suppress(Exception):  # sizes that do not go together
+                if known or not change:
+                    config = tiny_config(model_type, task, **known)
+                    with torch.device("meta"):
+                        model = getattr(transformers, name)(config)
+                    yield name, model
+
+
+def type_name(model_type: str, task: Task) -> str:
+    found = AUTO[task]._model_mapping._model_mapping[model_type]
+    return str(found if isinstance(found, str) else found[0])
+
+
+def compared(model: transformers.PreTrainedModel, folder: Path) -> tuple[ModelTensors | None, dict[str, Any]]:
+    model.config.architectures = [type(model).__name__]
+    model.config.to_json_file(folder / "config.json")
+    saved = model.state_dict().keys() - model.all_tied_weights_keys.keys() - set(model._keys_to_ignore_on_save or ())
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in saved}
+    return model_tensors(read_model_config(folder / "config.json"), shapes), shapes
+
+
+@pytest.mark.parametrize("model_type", sorted(ROWS))
+def test_a_class_has_the_tensors_that_the_table_gives_it(model_type: str, tmp_path: Path) -> None:
+    wrong = []
+    for name, model in models(model_type):
+        found, shapes = compared(model, tmp_path)
+        if found is None:
+            wrong.append(f"{name}: not compared")
+            continue
+        others = {
+            n: (shape, shapes[n])
+            for n, shape in found.shapes.items()
+            if len(shape) != len(shapes[n]) or any(a not in (None, b) for a, b in zip(shape, shapes[n], strict=True))
+        }
+        if found.missing or found.unexpected or found.of_other_classes or others:
+            wrong.append(f"{name}: {found.missing} {found.unexpected} {found.of_other_classes} {others}")
+    assert not wrong, "\n".join(wrong)[:3000]

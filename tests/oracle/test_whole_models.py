@@ -1,0 +1,133 @@
+"""Models with an injury: we find it where transformers refuses to load them, or initialises something at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from lora_tool.checkpoint import open_checkpoint
+from lora_tool.report import Severity
+from lora_tool.validation.validating import validate
+from tests.oracle.tiny import AUTO, Task, tiny_model
+
+Tensors = dict[str, torch.Tensor]
+FAMILIES: tuple[tuple[str, Task], ...] = (
+    ("llama", "seq-cls"),
+    ("qwen2", "token-cls"),
+    ("qwen3", "causal-lm"),
+    ("gemma2", "causal-lm"),
+    ("gpt2", "seq-cls"),
+    ("opt", "causal-lm"),
+    ("bloom", "causal-lm"),
+    ("phi3", "causal-lm"),
+    ("gpt_neox", "seq-cls"),
+    ("mamba", "causal-lm"),
+    ("bert", "token-cls"),
+    ("roberta", "seq-cls"),
+    ("distilbert", "seq-cls"),
+    ("deberta-v2", "token-cls"),
+    ("bart", "seq-2-seq-lm"),
+    ("t5", "seq-2-seq-lm"),
+)
+
+
+def head_of(table: Tensors) -> str:
+    return next(name for name in table if name.split(".")[0] in ("score", "classifier", "lm_head") and "weight" in name)
+
+
+def matrices(table: Tensors) -> list[str]:
+    return [name for name, tensor in table.items() if tensor.ndim == 2 and tensor.shape[0] != tensor.shape[1]]
+
+
+def lost(at: float) -> Callable[[Tensors], None]:
+    def injury(table: Tensors) -> None:
+        del table[sorted(table)[int(at * len(table))]]
+
+    return injury
+
+
+def short(table: Tensors) -> None:
+    name = matrices(table)[len(matrices(table)) // 2]
+    table[name] = table[name][: len(table[name]) // 2].clone()
+
+
+def turned(table: Tensors) -> None:
+    name = matrices(table)[len(matrices(table)) // 3]
+    table[name] = table[name].T.contiguous()
+
+
+def turned_everywhere(table: Tensors) -> None:
+    of = matrices(table)[-1].rpartition(".")[0].rpartition(".")[2]
+    for name in [name for name in matrices(table) if f".{of}." in name]:
+        table[name] = table[name].T.contiguous()
+
+
+def wide_head(table: Tensors) -> None:
+    name = next(iter(name for name in table if name in ("score.weight", "classifier.weight", "lm_head.weight")), None)
+    name = name or matrices(table)[0]
+    table[name] = torch.zeros(table[name].shape[0], table[name].shape[1] + 8)
+
+
+def flat_head(table: Tensors) -> None:
+    name = next(iter(name for name in table if name in ("score.weight", "classifier.weight", "lm_head.weight")), None)
+    name = name or matrices(table)[-1]
+    table[name] = table[name][0].clone()
+
+
+def extra(table: Tensors) -> None:
+    table["v_head.summary.weight"] = torch.zeros(1, 32)
+
+
+INJURIES: dict[str, Callable[[Tensors], None]] = {
+    "none": lambda _: None,
+    **{f"lost {at:.2f}": lost(at) for at in (0.0, 0.15, 0.35, 0.55, 0.8, 0.97)},
+    "short": short,
+    "turned": turned,
+    "turned everywhere": turned_everywhere,
+    "wide head": wide_head,
+    "flat head": flat_head,
+    "extra": extra,
+}
+
+
+def refused(folder: Path, task: Task) -> tuple[bool, bool]:
+    """Return whether transformers refuses the folder or makes something up, and whether it leaves something out."""
+    try:
+        _, info = AUTO[task].from_pretrained(folder, output_loading_info=True)
+    except RuntimeError:
+        return True, False
+    return bool(info["missing_keys"] or info["mismatched_keys"]), bool(info["unexpected_keys"])
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+    logging.set_verbosity(level)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("model_type", "task"), FAMILIES)
+def test_what_transformers_refuses_or_makes_up_is_found(model_type: str, task: Task, tmp_path: Path) -> None:
+    model: PreTrainedModel = tiny_model(model_type, task)
+    model.save_pretrained(tmp_path)
+    good = load_file(tmp_path / "model.safetensors")
+    wrong = []
+    for name, injury in INJURIES.items():
+        table = dict(good)
+        injury(table)
+        save_file(table, tmp_path / "model.safetensors", {"format": "pt"})
+        report = validate(open_checkpoint(tmp_path))
+        found = bool(report.at_least(Severity.ERROR)), any(f.code == "LT319" for f in report.findings)
+        if found != (expected := refused(tmp_path, task)):
+            wrong.append(f"{name}: transformers {expected}, we {found}: {good.keys() - table.keys()} {report.findings}")
+    assert not wrong, "\n".join(wrong)
