@@ -43,9 +43,6 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
             rows[name] = tensor.shape[0]
     if not rows:
         return None
-    if len(set(rows.values())) != 1:
-        found = ", ".join(f"`{name}` {count}" for name, count in sorted(rows.items()))
-        raise UnsupportedAdapter(f"{base.root}: the adapter's embeddings have different numbers of rows: {found}")
     ends = {tensor.name for tensor in embeddings(base, arch)}
     _require_no_other_end(base, ends, rows)
     if rows.keys() & ends:
