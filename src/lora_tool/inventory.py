@@ -27,7 +27,7 @@ from lora_tool.validation.validating import Criteria, judge_checkpoint, validate
 
 
 @enum.unique
-class Content(str, enum.Enum):
+class FileRole(str, enum.Enum):
     """What a file of a checkpoint is for."""
 
     WEIGHTS = "weights"
@@ -40,9 +40,9 @@ class Content(str, enum.Enum):
 
 
 _CONTENTS = (
-    (Content.RNG, re.compile(r"rng_state.*\.pth\Z|random_states_\d+\.pkl\Z")),
-    (Content.OPTIMIZER, re.compile(r"(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
-    (Content.WEIGHTS, re.compile(r".*\.safetensors\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
+    (FileRole.RNG, re.compile(r"rng_state.*\.pth\Z|random_states_\d+\.pkl\Z")),
+    (FileRole.OPTIMIZER, re.compile(r"(?:optimizer|scheduler|scaler)\w*\.(?:pt|bin)\Z")),
+    (FileRole.WEIGHTS, re.compile(r".*\.safetensors\Z|(?:pytorch|adapter)_model.*\.bin\Z")),
 )  # fmt: skip
 _STEP = re.compile(r"checkpoint-\d+\Z")
 
@@ -54,7 +54,7 @@ class Listed:
     root: Path
     kind: str
     row: RunCheckpoint
-    sizes: Mapping[Content, int]
+    sizes: Mapping[FileRole, int]
     best: bool = False
     """Whether it is the best of its run that is whole: by the metric, or the latest where nothing was evaluated."""
     pointed_at: bool = False
@@ -186,7 +186,7 @@ def _may_be_one(folder: Path) -> bool:
         return True
     try:
         with os.scandir(folder) as entries:
-            return any(_content(entry.name) is Content.WEIGHTS or holds_pieces(entry.name) for entry in entries)
+            return any(_content(entry.name) is FileRole.WEIGHTS or holds_pieces(entry.name) for entry in entries)
     except PermissionError:
         return True  # nobody can tell: it is listed as unreadable
     except OSError:
@@ -218,9 +218,9 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
     return Judged(root=folder, name=name, state=whole.folder.trainer, report=report), str(whole.kind)
 
 
-def sizes_of(folder: Path) -> dict[Content, int]:
+def sizes_of(folder: Path) -> dict[FileRole, int]:
     """Return the bytes in the folder by kind of content, other runs' folders in it left out. Links are not followed."""
-    sizes = dict.fromkeys(Content, 0)
+    sizes = dict.fromkeys(FileRole, 0)
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _STEP.match(name)]
         for name in names:
@@ -229,20 +229,20 @@ def sizes_of(folder: Path) -> dict[Content, int]:
             except OSError:  # it went away
                 continue
             inside_optimizer = re.search(r"optimizer(?:_\d+)?\Z", where) is not None
-            sizes[Content.OPTIMIZER if inside_optimizer else _content(name)] += nbytes
+            sizes[FileRole.OPTIMIZER if inside_optimizer else _content(name)] += nbytes
     return sizes
 
 
-def _content(name: str) -> Content:
+def _content(name: str) -> FileRole:
     for content, pattern in _CONTENTS:
         if pattern.match(name):
             return content
     for kind in sharded_kinds():
         if matches(name, kind.weights):
-            return Content.WEIGHTS
+            return FileRole.WEIGHTS
         if matches(name, kind.optimizer):
-            return Content.OPTIMIZER
-    return Content.OTHER
+            return FileRole.OPTIMIZER
+    return FileRole.OTHER
 
 
 @enum.unique
@@ -267,7 +267,7 @@ KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PruneChoice:
     """What pruning does with one checkpoint."""
 
     checkpoint: Listed
@@ -278,7 +278,7 @@ class Choice:
         return self.why not in KEPT
 
 
-def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[Choice]:
+def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[PruneChoice]:
     """Yield for each `checkpoint-N` whether it is kept and why: the last and the best valid ones of every run.
 
     Valid is what has no error. Of a run without a valid one nothing goes, and of the others the last valid one never
@@ -294,7 +294,7 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
             why: {item.root for item in of} for why, of in ((Why.LAST, last), (Why.BEST, best), (Why.NEWER, newer))
         }
         for item in listed:
-            yield Choice(checkpoint=item, why=_why(item, roots, any_valid=bool(valid)))
+            yield PruneChoice(checkpoint=item, why=_why(item, roots, any_valid=bool(valid)))
 
 
 def _by_metric(valid: list[Listed]) -> list[Listed]:

@@ -18,7 +18,7 @@ import pytest
 from lora_tool.checkpoint import KINDS, Claim, Folder, ShardedDir, ShardedKind, open_checkpoint, open_sharded
 from lora_tool.checkpoint.kinds import Kind
 from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
-from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.hub.contents import pushable, select
 from lora_tool.report import Finding, Severity
@@ -76,7 +76,7 @@ def sliced_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: b
         root=checkpoint.root,
         folder=checkpoint.root,
         title=f"sliced checkpoint {checkpoint.root}, {len(paths)} ranks",
-        entries={name: Entry(role=Role.TRAINED, shape=tuple(shape)) for name, shape in told["shapes"].items()},
+        entries={name: StateEntry(role=Role.TRAINED, shape=tuple(shape)) for name, shape in told["shapes"].items()},
         faults=(missing,) if lost else (),
         stamps={path: FileStamp.of(path) for path in there},
         slices=tuple(dict(scan_file(path).tensors) for path in there),

@@ -13,7 +13,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import CorruptFile, PlanError
 from lora_tool.hub import local_paths
 from lora_tool.hub.contents import never, select
-from lora_tool.hub.model import Content
+from lora_tool.hub.model import PushContent
 from lora_tool.hub.secrets import SecretFound, require_no_secrets
 from tests.cli.calling import Caller
 from tests.hub.conftest import REPO
@@ -146,7 +146,7 @@ def test_a_secret_is_found_and_not_repeated(kind: str, hub: Hub, call: Caller, m
 
 def test_the_value_of_an_own_variable_is_a_secret(merged: Path) -> None:
     value = "correct horse battery"
-    contents = [Content(name="README.md", data=f"x\n{value}\n".encode())]
+    contents = [PushContent(name="README.md", data=f"x\n{value}\n".encode())]
     require_no_secrets(contents, {"GREETING": value, "SHORT_TOKEN": "x"})
     require_no_secrets(contents, {"SOME_TOKEN": str(merged)})
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_words_that_look_like_secrets_are_not(merged: Path) -> None:
     words = (
         "hf_hub_download hf_transfer sk-learn AKIA ghp_ token=abc eyJ task-oriented-dialogue-with-a-long-name-indeed"
     )
-    require_no_secrets([Content(name="README.md", data=words.encode())], {})
+    require_no_secrets([PushContent(name="README.md", data=words.encode())], {})
     require_no_secrets(select(opened(merged))[0], {})
 
 

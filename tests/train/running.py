@@ -21,7 +21,7 @@ from lora_tool.train.checks import static_findings, with_settings
 from lora_tool.train.config import RunConfig, read_run_config
 from lora_tool.train.job import TrainingJob, TrainingOutcome, TrainingStatus
 from lora_tool.train.methods import METHODS
-from lora_tool.train.worker import Training
+from lora_tool.train.worker import TrainingProcess
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 QWEN2 = FIXTURES / "reward-qwen2" / "base"
@@ -105,7 +105,7 @@ class Trainings:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.count = 0
-        self.run: Training | None = None
+        self.run: TrainingProcess | None = None
 
     def config(self, method: str, block: Mapping[str, Any] | None = None, /, **options: Any) -> RunConfig:
         self.count += 1
@@ -130,7 +130,7 @@ class Trainings:
         fresh_state()
         reported = tuple(item.code for item in found)
         job = TrainingJob(method=run.method, file=run.file, guard=run.guard, dry_run=dry, reported=reported)
-        self.run = Training(job, main_process=True)
+        self.run = TrainingProcess(job, main_process=True)
         try:
             outcome = self.run.whole()
         except TrainingStopped as stop:

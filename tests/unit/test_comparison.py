@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.inspection.comparison import Change, Comparison, Difference, compare_adapters, compare_models
+from lora_tool.inspection.comparison import Comparison, Difference, ModuleChange, compare_adapters, compare_models
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PREFIX = "base_model.model."
@@ -69,7 +69,7 @@ def test_two_steps_of_a_run_differ_as_their_products_do() -> None:
         assert item.apart == pytest.approx(float((deltas[1] - deltas[0]).norm()), rel=1e-9)
         cosine = float((deltas[0] * deltas[1]).sum() / deltas[0].norm() / deltas[1].norm())
         assert item.cosine == pytest.approx(cosine, abs=1e-12)
-        assert item.change is Change.CHANGED
+        assert item.change is ModuleChange.CHANGED
     head = named(comparison)[f"{PREFIX}score.weight"]
     scores = [one[f"{PREFIX}score.weight"].double() for one in held]
     assert head.apart == pytest.approx(float((scores[1] - scores[0]).norm()))
@@ -89,7 +89,7 @@ def test_other_factors_of_the_same_product_are_no_distance_apart(pair: tuple[Pat
     wider = {f"{module}.lora_A.weight": turned @ a, f"{module}.lora_B.weight": b @ turned.T}
     edit(pair[1], wider)
     item = named(adapters(*pair))["model.layers.0.self_attn.q_proj"]
-    assert item.change is Change.ALIKE
+    assert item.change is ModuleChange.ALIKE
     assert item.first is not None
     assert item.apart is not None
     assert item.apart < 1e-6 * item.first
@@ -102,7 +102,7 @@ def test_config_scaling_and_absent_modules(pair: tuple[Path, Path]) -> None:
     comparison = adapters(*pair)
     assert comparison.fields == {"lora_alpha": ("8", "16")} or comparison.fields["lora_alpha"][1].startswith("16")
     items = named(comparison)
-    assert items["model.layers.1.mlp.up_proj"].change is Change.FIRST_ONLY
+    assert items["model.layers.1.mlp.up_proj"].change is ModuleChange.FIRST_ONLY
     doubled = items["model.layers.0.mlp.up_proj"]
     assert doubled.relative == pytest.approx(1)
     assert doubled.cosine == pytest.approx(1)
@@ -126,7 +126,7 @@ def test_nan_is_no_number_and_no_error(pair: tuple[Path, Path]) -> None:
     name = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"
     edit(pair[1], {name: torch.full((4, 16), math.nan)})
     item = named(adapters(*pair))["model.layers.0.self_attn.q_proj"]
-    assert item.change is Change.CHANGED
+    assert item.change is ModuleChange.CHANGED
     assert item.apart is not None
     assert math.isnan(item.apart)
 
@@ -149,13 +149,13 @@ def test_models_tensor_by_tensor(tmp_path: Path) -> None:
     assert items.keys() == tensors.keys() | {"new.weight"}
     difference = (edited[changed].double() - tensors[changed].double()).norm()
     assert items[changed].apart == pytest.approx(float(difference))
-    assert (items[wider].change, items[wider].apart, items[wider].note) == (Change.CHANGED, 0, "BF16 and F32")
-    assert items[resized].change is Change.UNLIKE
+    assert (items[wider].change, items[wider].apart, items[wider].note) == (ModuleChange.CHANGED, 0, "BF16 and F32")
+    assert items[resized].change is ModuleChange.UNLIKE
     assert "[3, 3]" in items[resized].note
-    assert items[gone].change is Change.FIRST_ONLY
-    assert (items["new.weight"].change, items["new.weight"].second) == (Change.SECOND_ONLY, 2)
+    assert items[gone].change is ModuleChange.FIRST_ONLY
+    assert (items["new.weight"].change, items["new.weight"].second) == (ModuleChange.SECOND_ONLY, 2)
     untouched = tensors.keys() - {changed, wider, resized, gone}
-    assert all(items[name].change is Change.SAME for name in untouched)
+    assert all(items[name].change is ModuleChange.SAME for name in untouched)
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from lora_tool import inventory as inventory_module
 from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
 from lora_tool.execution.removal import remove
-from lora_tool.inventory import Content, Inventory, Why, choose, inventory
+from lora_tool.inventory import FileRole, Inventory, Why, choose, inventory
 from lora_tool.report.model import Run
 from lora_tool.rules.training.run_table import Judged, run_table
 
@@ -46,10 +46,10 @@ def test_lists_each_checkpoint_once_with_its_bytes() -> None:
     assert [item.row.step for item in run.checkpoints] == [2, 4]
     for item in run.checkpoints:
         assert sum(item.sizes.values()) == sum(path.stat().st_size for path in item.root.rglob("*"))
-        assert item.sizes[Content.WEIGHTS] == (item.root / "adapter_model.safetensors").stat().st_size
-        assert item.sizes[Content.RNG] == (item.root / "rng_state.pth").stat().st_size
+        assert item.sizes[FileRole.WEIGHTS] == (item.root / "adapter_model.safetensors").stat().st_size
+        assert item.sizes[FileRole.RNG] == (item.root / "rng_state.pth").stat().st_size
         names = ("optimizer.pt", "scheduler.pt")
-        assert item.sizes[Content.OPTIMIZER] == sum((item.root / name).stat().st_size for name in names)
+        assert item.sizes[FileRole.OPTIMIZER] == sum((item.root / name).stat().st_size for name in names)
 
 
 def test_parts_of_a_sharded_checkpoint_are_no_checkpoints_of_their_own() -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lora_tool.cli.tables import filled, new_table, print_all, ranges
 from lora_tool.display import number, printable
-from lora_tool.inspection.comparison import Change, Comparison, Difference
+from lora_tool.inspection.comparison import Comparison, Difference, ModuleChange
 from lora_tool.inspection.folders import short_names
 from lora_tool.keys import split_layer
 
@@ -26,7 +26,7 @@ def show(comparison: Comparison, out: TextIO, *, every: bool = False) -> None:
         for name, pair in comparison.fields.items():
             fields.add_row(name, *(Text(printable(value)) for value in pair))
         parts.append(fields)
-    shown = [item for item in comparison.differences if every or item.change is not Change.SAME]
+    shown = [item for item in comparison.differences if every or item.change is not ModuleChange.SAME]
     if shown:
         parts.append(_each(shown) if every else _by_target(shown))
     print_all(parts, out)
@@ -35,10 +35,10 @@ def show(comparison: Comparison, out: TextIO, *, every: bool = False) -> None:
 def _summary(comparison: Comparison) -> str:
     if comparison.same:
         return f"the same: {len(comparison.differences)} modules and tensors"
-    counts: dict[Change, int] = defaultdict(int)
+    counts: dict[ModuleChange, int] = defaultdict(int)
     for item in comparison.differences:
         counts[item.change] += 1
-    return ", ".join(f"{counts[change]} {change}" for change in Change if counts[change])
+    return ", ".join(f"{counts[change]} {change}" for change in ModuleChange if counts[change])
 
 
 def _each(items: Iterable[Difference]) -> Table:
@@ -50,7 +50,7 @@ def _each(items: Iterable[Difference]) -> Table:
 
 
 def _by_target(items: Iterable[Difference]) -> Table:
-    groups: dict[tuple[str, Change, str], list[Difference]] = defaultdict(list)
+    groups: dict[tuple[str, ModuleChange, str], list[Difference]] = defaultdict(list)
     for item in items:
         groups[item.target, item.change, item.note].append(item)
     names = _short({item.target: item.kind for members in groups.values() for item in members})

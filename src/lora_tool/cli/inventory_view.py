@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lora_tool.cli.tables import filled, fits, print_all
 from lora_tool.display import counted, number, printable, size
-from lora_tool.inventory import Choice, Content, Inventory, Listed
+from lora_tool.inventory import FileRole, Inventory, Listed, PruneChoice
 
 _COLOURS = {"good": "green", "warned": "yellow", "broken": "red"}
 
@@ -25,20 +25,20 @@ def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:
     table = _table(listed, root, by_content=True)
     if not fits(table, out):
         table = _table(listed, root, by_content=False)
-    totals = {content: sum(item.sizes[content] for _, item in listed) for content in Content}
+    totals = {content: sum(item.sizes[content] for _, item in listed) for content in FileRole}
     kinds = ", ".join(f"{content} {size(total)}" for content, total in totals.items() if total)
     print_all([table, f"{counted(len(listed), 'checkpoint')}, {size(sum(totals.values()))}: {kinds}"], out)
 
 
 def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content: bool) -> Table:
     """Return one line per checkpoint, with its size by what the files are for, or as one number."""
-    contents = [f"{content}>" for content in Content] if by_content else ["size>"]
+    contents = [f"{content}>" for content in FileRole] if by_content else ["size>"]
     columns = ["checkpoint", "kind", "step>", "loss>", "metric>", *contents, "verdict"]
     rows: list[list[str | Text]] = []
     for run, item in listed:
         star = " *" if item.best and len(run.checkpoints) > 1 else ""
         metric = f" {printable(run.metric)}" if run.metric and item.row.metric is not None else ""
-        sizes = [item.sizes[content] for content in Content] if by_content else [item.row.nbytes]
+        sizes = [item.sizes[content] for content in FileRole] if by_content else [item.row.nbytes]
         rows.append(
             [
                 Text(printable(_name(item, root)) + star),
@@ -53,7 +53,7 @@ def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content
     return filled(columns, rows)
 
 
-def show_choices(choices: Sequence[Choice], root: Path, out: TextIO, *, done: bool) -> None:
+def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, done: bool) -> None:
     """Write what is kept and what goes, with the reason, and how much that frees."""
     columns = ["checkpoint", "step>", "metric>", "size>", "verdict", "", "because"]
     rows: list[list[str | Text]] = [

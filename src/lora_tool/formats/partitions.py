@@ -39,14 +39,14 @@ class Role(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class StateEntry:
     """One tensor of the training module: its role and shape."""
 
     role: Role
     shape: Shape
 
 
-def entries(tag: ZeroTag) -> dict[str, Entry]:
+def entries(tag: ZeroTag) -> dict[str, StateEntry]:
     """Return every tensor that the tag holds, tied ones once, in the module's order as far as it is known."""
     first = tag.first
     if first is None:
@@ -54,13 +54,13 @@ def entries(tag: ZeroTag) -> dict[str, Entry]:
     trained = {name: shape for group in first.param_shapes for name, shape in group.items()}
     if tag.stage == 0:
         trained = {}
-    found = {name: Entry(role=Role.TRAINED, shape=shape) for name, shape in trained.items()}
+    found = {name: StateEntry(role=Role.TRAINED, shape=shape) for name, shape in trained.items()}
     frozen = _frozen_shapes(tag)
     other = Role.FROZEN if tag.stage else Role.SAVED
-    found |= {name: Entry(role=other, shape=shape) for name, shape in frozen.items() if name not in found}
+    found |= {name: StateEntry(role=other, shape=shape) for name, shape in frozen.items() if name not in found}
     for name in first.buffer_names:
         if name in first.module and name not in found:
-            found[name] = Entry(role=Role.BUFFER, shape=first.module[name].shape)
+            found[name] = StateEntry(role=Role.BUFFER, shape=first.module[name].shape)
     order = {name: number for number, name in enumerate(first.module)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
@@ -80,7 +80,7 @@ def _frozen_shapes(tag: ZeroTag) -> Mapping[str, Shape]:
     }
 
 
-def unaccounted(tag: ZeroTag, known: Mapping[str, Entry]) -> tuple[str, ...]:
+def unaccounted(tag: ZeroTag, known: Mapping[str, StateEntry]) -> tuple[str, ...]:
     """Return the module's names that are not among the `known`: frozen parameters left out."""
     first = tag.first
     if first is None:
@@ -88,7 +88,7 @@ def unaccounted(tag: ZeroTag, known: Mapping[str, Entry]) -> tuple[str, ...]:
     return tuple(name for name in first.module if name not in known and name not in first.shared)
 
 
-def assemble(tag: ZeroTag, known: Mapping[str, Entry], wanted: Container[str]) -> dict[str, StoredTensor]:
+def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors of the tag whose names are in `wanted`, each as the spans that hold its elements.
 
     `known` are its `entries`. Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes,
@@ -197,7 +197,7 @@ def _joined(name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredT
     return StoredTensor(spec=spec, spans=tuple(spans))
 
 
-def _others(tag: ZeroTag, known: Mapping[str, Entry], wanted: Container[str]) -> dict[str, StoredTensor]:
+def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str]) -> dict[str, StoredTensor]:
     first = tag.first
     if first is None:
         return {}

@@ -9,8 +9,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from lora_tool.errors import VerificationFailed
-from lora_tool.hub.hashing import git_oid_of, sha256_of
-from lora_tool.hub.model import Change, PushFile, PushPlan, RemoteFile
+from lora_tool.hub.hashing import content_sha256, git_oid_of
+from lora_tool.hub.model import FileChange, PushFile, PushPlan, RemoteFile
 
 _CHUNK = 1 << 20
 
@@ -42,7 +42,7 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
     for file in plan.files:
         if file.content is None:
             continue
-        expected = file.sha256 or sha256_of(file.content)
+        expected = file.sha256 or content_sha256(file.content)
         path = Path(api.hf_hub_download(plan.remote.repo, file.name, revision=commit, local_dir=folder))
         found = _sha256(path)
         path.unlink()
@@ -55,14 +55,14 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
 
 
 def _mismatch(file: PushFile, there: RemoteFile | None) -> str | None:
-    if file.change is Change.REMOVE or file.content is None:
+    if file.change is FileChange.REMOVE or file.content is None:
         return None if there is None else f"{file.name} is still there"
     if there is None:
         return f"{file.name} is missing"
     if there.size != file.size:
         return f"{file.name} has {there.size:,} bytes, expected {file.size:,}"
     if there.sha256 is not None:
-        expected, found = file.sha256 or sha256_of(file.content), there.sha256
+        expected, found = file.sha256 or content_sha256(file.content), there.sha256
     else:
         expected, found = git_oid_of(file.content), there.oid
     return None if found == expected else f"{file.name} has hash {found[:16]}…, expected {expected[:16]}…"

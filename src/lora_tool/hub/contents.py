@@ -19,7 +19,7 @@ from lora_tool.checkpoint.registry import sharded_kinds
 from lora_tool.errors import CorruptFile, PlanError
 from lora_tool.formats import adapter_config, manifest, model_config, sentence_transformers, tokenizer
 from lora_tool.formats.files import require_own_file
-from lora_tool.hub.model import Content, LeftOut
+from lora_tool.hub.model import LeftOut, PushContent
 from lora_tool.tensors import FileStamp
 
 README = "README.md"
@@ -80,7 +80,7 @@ def pushable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
     raise unexpected(checkpoint, "an adapter or a model", hint=hint)
 
 
-def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tuple[list[Content], list[LeftOut]]:
+def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tuple[list[PushContent], list[LeftOut]]:
     """Return the files to push, without the README, and what stays behind with its reason.
 
     `include` are patterns of further files (`figures/*.png`), relative to the folder. Raises `CorruptFile` for a file
@@ -140,10 +140,10 @@ def _modules(folder: Folder) -> Iterator[str]:
                 yield from sentence_transformers.files_of(folder.root, module).kept
 
 
-def _content(root: Path, name: str, reason: str) -> Content:
+def _content(root: Path, name: str, reason: str) -> PushContent:
     path = root / name
     require_own_file(root, path)
-    return Content(name=name, source=path, stamp=FileStamp.of(path), reason=reason)
+    return PushContent(name=name, source=path, stamp=FileStamp.of(path), reason=reason)
 
 
 def _left_out(checkpoint: AdapterDir | ModelDir, allowed: set[str]) -> Iterator[LeftOut]:

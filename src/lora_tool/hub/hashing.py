@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lora_tool.errors import SourceChanged
-from lora_tool.hub.model import Content, PushFile, PushPlan
+from lora_tool.hub.model import PushContent, PushFile, PushPlan
 from lora_tool.progress import Progress
 from lora_tool.tensors import FileStamp
 
@@ -30,7 +30,7 @@ def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
     def hashed(file: PushFile, progressed: Progress) -> PushFile:
         if file.content is None or file.sha256 is not None:
             return file
-        return replace(file, sha256=sha256_of(file.content, progressed))
+        return replace(file, sha256=content_sha256(file.content, progressed))
 
     return replace(plan, files=in_parallel(hashed, plan.files, progress))
 
@@ -58,17 +58,17 @@ def in_parallel(
         readers.shutdown(cancel_futures=True)
 
 
-def sha256_of(content: Content, progress: Progress | None = None) -> str:
+def content_sha256(content: PushContent, progress: Progress | None = None) -> str:
     """Return the sha256 of what will be pushed. Raises `SourceChanged` where the file is not as it was planned."""
     return _hashed(content, hashlib.sha256(), progress)
 
 
-def git_oid_of(content: Content) -> str:
+def git_oid_of(content: PushContent) -> str:
     """Return git's name of the content as a blob: sha1 of a header and the bytes."""
     return _hashed(content, hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False), None)
 
 
-def require_unchanged(content: Content) -> None:
+def require_unchanged(content: PushContent) -> None:
     """Return if the file is as it was when planning. Raises `SourceChanged`."""
     if content.source is None:
         return
@@ -80,7 +80,7 @@ def require_unchanged(content: Content) -> None:
         raise SourceChanged(f"{content.source}: changed since the push was planned", hint="push again")
 
 
-def _hashed(content: Content, digest: Any, progress: Progress | None) -> str:  # noqa: ANN401 - hashlib has no name for it
+def _hashed(content: PushContent, digest: Any, progress: Progress | None) -> str:  # noqa: ANN401 - hashlib has no name for it
     if content.source is None:
         digest.update(content.data or b"")
         return str(digest.hexdigest())

@@ -8,11 +8,11 @@ from typing import Any
 
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.files import json_bytes, read_json
-from lora_tool.hub.model import Content
+from lora_tool.hub.model import PushContent
 from lora_tool.hub.origin import Origin, is_hub_id
 
 
-def without_paths(content: Content, origin: Origin) -> Content:
+def without_paths(content: PushContent, origin: Origin) -> PushContent:
     """Return the file without this machine's paths: they tell others nothing but who and where you are.
 
     In the manifest a path becomes its last name. In an adapter's config a path into the Hub cache becomes the Hub id.
@@ -30,7 +30,7 @@ def without_paths(content: Content, origin: Origin) -> Content:
         data, reason = json_bytes(cleaned, indent=2, sort_keys=True), f"with {origin.base} as the base model"
     if cleaned == table:
         return content
-    return Content(name=content.name, data=data, reason=f"{content.reason}, {reason}")
+    return PushContent(name=content.name, data=data, reason=f"{content.reason}, {reason}")
 
 
 def _absolute_paths(value: Any) -> set[str]:  # noqa: ANN401 - JSON

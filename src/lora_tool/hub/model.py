@@ -14,7 +14,7 @@ MAIN = "main"
 
 
 @enum.unique
-class Change(str, enum.Enum):
+class FileChange(str, enum.Enum):
     """What a push does to one file of the repository."""
 
     ADD = "add"
@@ -35,7 +35,7 @@ class PushCheck(Choice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class PushContent:
     """The bytes of one file to push: a local file as it was when planning, or bytes made for the push."""
 
     name: str
@@ -59,10 +59,10 @@ class PushFile:
     """One file of the plan. `content` is None where it is removed."""
 
     name: str
-    change: Change
+    change: FileChange
     size: int
     reason: str = ""
-    content: Content | None = None
+    content: PushContent | None = None
     sha256: str | None = None
     """Of the content, where planning had to read it."""
 
@@ -123,12 +123,12 @@ class PushPlan:
     @property
     def changes(self) -> tuple[PushFile, ...]:
         """The files that the commit will add, update or remove."""
-        return tuple(file for file in self.files if file.change is not Change.SAME)
+        return tuple(file for file in self.files if file.change is not FileChange.SAME)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of the files that are new or changed; storage may already have parts of them."""
-        return sum(file.size for file in self.changes if file.change is not Change.REMOVE)
+        return sum(file.size for file in self.changes if file.change is not FileChange.REMOVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,4 +150,4 @@ class Pushed:
     @property
     def checked(self) -> int:
         """How many files were compared afterwards."""
-        return sum(file.change is not Change.REMOVE for file in self.files)
+        return sum(file.change is not FileChange.REMOVE for file in self.files)

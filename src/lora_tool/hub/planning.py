@@ -14,9 +14,9 @@ from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.hub.card import Licence, Readme, merge_card
 from lora_tool.hub.contents import README, pushable, read_readme
 from lora_tool.hub.contents import select as selected
-from lora_tool.hub.hashing import git_oid_of, in_parallel, sha256_of
+from lora_tool.hub.hashing import content_sha256, git_oid_of, in_parallel
 from lora_tool.hub.local_paths import without_paths
-from lora_tool.hub.model import MAIN, Change, Content, PushFile, PushPlan, Remote, RemoteFile
+from lora_tool.hub.model import MAIN, FileChange, PushContent, PushFile, PushPlan, Remote, RemoteFile
 from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
@@ -82,8 +82,8 @@ def plan_push(
         readme=readme,
     )
     contents = [without_paths(content, origin) for content in contents]
-    contents.append(Content(name=README, data=card.data, reason=f"model card: {card.reason}"))
-    words = Content(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
+    contents.append(PushContent(name=README, data=card.data, reason=f"model card: {card.reason}"))
+    words = PushContent(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
     require_no_secrets([*contents, words])
     files = compare(contents, remote.files, progress=progress)
     return PushPlan(
@@ -102,7 +102,7 @@ def plan_push(
 
 
 def compare(
-    contents: Iterable[Content], there: Mapping[str, RemoteFile], *, progress: Progress | None = None
+    contents: Iterable[PushContent], there: Mapping[str, RemoteFile], *, progress: Progress | None = None
 ) -> tuple[PushFile, ...]:
     """Return what happens to each file, by size and hash; only files of the same size on both sides are read."""
     return in_parallel(
@@ -111,27 +111,29 @@ def compare(
 
 
 def orphans(
-    checkpoint: AdapterDir | ModelDir, contents: Iterable[Content], there: Mapping[str, RemoteFile]
+    checkpoint: AdapterDir | ModelDir, contents: Iterable[PushContent], there: Mapping[str, RemoteFile]
 ) -> tuple[PushFile, ...]:
     """Return the weight files of an older push that this one does not replace: transformers could load them instead."""
     if isinstance(checkpoint, AdapterDir):
         return ()
     kept = {content.name for content in contents}
     return tuple(
-        PushFile(name=name, change=Change.REMOVE, size=file.size, reason="weights of an older push")
+        PushFile(name=name, change=FileChange.REMOVE, size=file.size, reason="weights of an older push")
         for name, file in sorted(there.items())
         if _SHARD.match(name) and name not in kept
     )
 
 
-def _compared(content: Content, there: RemoteFile | None, progress: Progress) -> PushFile:
+def _compared(content: PushContent, there: RemoteFile | None, progress: Progress) -> PushFile:
     if there is None:
-        return PushFile(name=content.name, change=Change.ADD, size=content.size, reason=content.reason, content=content)
+        return PushFile(
+            name=content.name, change=FileChange.ADD, size=content.size, reason=content.reason, content=content
+        )
     digest, same = None, False
     if there.size == content.size:
-        digest = sha256_of(content, progress)
+        digest = content_sha256(content, progress)
         same = digest == there.sha256 if there.sha256 is not None else git_oid_of(content) == there.oid
-    change = Change.SAME if same else Change.UPDATE
+    change = FileChange.SAME if same else FileChange.UPDATE
     return PushFile(
         name=content.name, change=change, size=content.size, reason=content.reason, content=content, sha256=digest
     )

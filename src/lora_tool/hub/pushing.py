@@ -15,7 +15,7 @@ from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.checking import check_download, check_tree, mismatches
 from lora_tool.hub.hashing import require_unchanged, with_hashes
 from lora_tool.hub.model import MAIN, PushCheck, Pushed, PushFile, PushPlan, Remote
-from lora_tool.hub.remote import head_of, read_remote, read_tree
+from lora_tool.hub.remote import head_commit, read_remote, read_tree
 from lora_tool.hub.session import LONGEST_WAIT, Session, hopeless, session, wait_asked_for
 
 _ATTEMPTS = 3
@@ -185,7 +185,7 @@ def _find(opened: Session, plan: PushPlan, remote: Remote, failure: HubError) ->
     if plan.create_pr:
         return _find_pull_request(opened, plan, notes=(_LOST,))
     try:
-        head = head_of(opened, remote.repo, remote.revision)
+        head = head_commit(opened, remote.repo, remote.revision)
         if head is None or head == remote.head:
             return None
         tree = read_tree(opened, remote.repo, head)
@@ -209,7 +209,7 @@ def _find_pull_request(opened: Session, plan: PushPlan, notes: tuple[str, ...] =
             )
         )
         heads: Mapping[int, str | None] = {
-            pull.num: head_of(opened, repo, f"refs/pr/{pull.num}") for pull in listed if pull.title == plan.message
+            pull.num: head_commit(opened, repo, f"refs/pr/{pull.num}") for pull in listed if pull.title == plan.message
         }
         for num, head in heads.items():
             if head is not None and not mismatches(plan, read_tree(opened, repo, head)):

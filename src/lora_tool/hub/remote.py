@@ -65,7 +65,7 @@ def read_tree(session: Session, repo: str, commit: str) -> Mapping[str, RemoteFi
     }
 
 
-def head_of(session: Session, repo: str, revision: str) -> str | None:
+def head_commit(session: Session, repo: str, revision: str) -> str | None:
     """Return the commit that the revision names now; None where there is no such repository or revision."""
     found = session.ask(lambda: _info(session, repo, revision))
     return found.sha if found is not None else None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from lora_tool.errors import CorruptFile, PlanError
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.hub.model import Content
+from lora_tool.hub.model import PushContent
 
 _FORMS: tuple[tuple[str, tuple[bytes, ...], re.Pattern[bytes]], ...] = tuple(
     (kind, tuple(begin.encode() for begin in begins.split()), re.compile(form.encode()))
@@ -40,7 +40,7 @@ class SecretFound(PlanError):
     """A file that would be published holds a secret. The message says where and what, never the secret."""
 
 
-def require_no_secrets(contents: Iterable[Content], environment: Mapping[str, str] = os.environ) -> None:
+def require_no_secrets(contents: Iterable[PushContent], environment: Mapping[str, str] = os.environ) -> None:
     """Return if no file holds a secret. Raises `SecretFound` for the first one that does.
 
     Of safetensors files the metadata is looked at, not the weights.
@@ -76,7 +76,7 @@ def _secret_in(text: bytes, own: Mapping[bytes, str]) -> tuple[str, int] | None:
     return None
 
 
-def _texts(content: Content) -> Iterator[bytes]:
+def _texts(content: PushContent) -> Iterator[bytes]:
     if content.data is not None:
         yield content.data
     elif content.source is not None and content.name.endswith(".safetensors"):

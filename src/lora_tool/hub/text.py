@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lora_tool.display import printable, size
-from lora_tool.hub.model import Change, Pushed, PushPlan
+from lora_tool.hub.model import FileChange, Pushed, PushPlan
 
 SCHEMA_VERSION = 1
 
@@ -24,7 +24,7 @@ def plan_text(plan: PushPlan) -> str:
         for file in plan.files
     ]
     lines += [f"  not pushed: {printable(item.name)}: {printable(item.reason)}" for item in plan.left_out]
-    counts = {change: sum(file.change is change for file in plan.files) for change in Change}
+    counts = {change: sum(file.change is change for file in plan.files) for change in FileChange}
     summary = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
     lines.append(
         f"{summary}; {size(plan.sent_bytes)} to send" if plan.changes else "nothing to change: no commit is made"

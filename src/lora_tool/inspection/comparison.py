@@ -33,7 +33,7 @@ from lora_tool.tensors import StoredTensor
 
 
 @enum.unique
-class Change(str, enum.Enum):
+class ModuleChange(str, enum.Enum):
     """How a module or tensor of the second differs from the first's."""
 
     SAME = "same"
@@ -57,7 +57,7 @@ class Difference:
     name: str
     kind: str
     """"LoRA" or "tensor"."""
-    change: Change
+    change: ModuleChange
     first: float | None = None
     second: float | None = None
     apart: float | None = None
@@ -85,12 +85,12 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def __repr__(self) -> str:
-        changed = sum(item.change is not Change.SAME for item in self.differences)
+        changed = sum(item.change is not ModuleChange.SAME for item in self.differences)
         return f"Comparison({changed} of {len(self.differences)} modules and tensors differ)"
 
     @property
     def same(self) -> bool:
-        return not self.fields and all(item.change is Change.SAME for item in self.differences)
+        return not self.fields and all(item.change is ModuleChange.SAME for item in self.differences)
 
 
 _ALIKE = 1e-12
@@ -163,20 +163,22 @@ def _lora(name: str, first: LoraLayer | None, second: LoraLayer | None) -> Diffe
         return _absent(name, "LoRA", norms[0], in_first=second is None)
     left, right = factors
     if left is None or right is None:
-        return Difference(name=name, kind="LoRA", change=Change.UNLIKE, note="a pair is broken or has no scaling")
+        return Difference(name=name, kind="LoRA", change=ModuleChange.UNLIKE, note="a pair is broken or has no scaling")
     shapes = [f"{item.a.shape[1]} → {item.b.shape[0]}" for item in known if item.a and item.b]
     if shapes[0] != shapes[1]:
-        return Difference(name=name, kind="LoRA", change=Change.UNLIKE, note=f"in → out {shapes[0]} and {shapes[1]}")
+        return Difference(
+            name=name, kind="LoRA", change=ModuleChange.UNLIKE, note=f"in → out {shapes[0]} and {shapes[1]}"
+        )
     ranks = (first.rank, second.rank)
     note = f"rank {ranks[0]} and {ranks[1]}" if ranks[0] != ranks[1] else ""
     if first.scaling == second.scaling and all(map(np.array_equal, left, right)):
         return Difference(
-            name=name, kind="LoRA", change=Change.SAME, first=norms[0], second=norms[1], apart=0.0, cosine=1.0
+            name=name, kind="LoRA", change=ModuleChange.SAME, first=norms[0], second=norms[1], apart=0.0, cosine=1.0
         )
     apart = _product_norm(np.hstack((left[0], -right[0])), np.hstack((left[1], right[1])))
     norm, other = norms[0] or 0.0, norms[1] or 0.0
     found = _changed(name, "LoRA", norm, other, apart, note)
-    return replace(found, change=Change.ALIKE) if apart <= _ALIKE * max(norm, other) else found
+    return replace(found, change=ModuleChange.ALIKE) if apart <= _ALIKE * max(norm, other) else found
 
 
 def _factors(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
@@ -196,8 +198,8 @@ def _product_norm(left: Matrix, right: Matrix) -> float:
 
 def _absent(name: str, kind: str, norm: float | None, *, in_first: bool) -> Difference:
     if in_first:
-        return Difference(name=name, kind=kind, change=Change.FIRST_ONLY, first=norm)
-    return Difference(name=name, kind=kind, change=Change.SECOND_ONLY, second=norm)
+        return Difference(name=name, kind=kind, change=ModuleChange.FIRST_ONLY, first=norm)
+    return Difference(name=name, kind=kind, change=ModuleChange.SECOND_ONLY, second=norm)
 
 
 def _changed(name: str, kind: str, first: float, second: float, apart: float, note: str = "") -> Difference:
@@ -206,7 +208,7 @@ def _changed(name: str, kind: str, first: float, second: float, apart: float, no
     return Difference(
         name=name,
         kind=kind,
-        change=Change.CHANGED,
+        change=ModuleChange.CHANGED,
         first=first,
         second=second,
         apart=apart,
@@ -230,7 +232,7 @@ def _tensor(name: str, first: StoredTensor | None, second: StoredTensor | None, 
     types = f"{first.dtype} and {second.dtype}" if first.dtype is not second.dtype else ""
     if first.shape != second.shape:
         note = f"shape {list(first.shape)} and {list(second.shape)}"
-        return Difference(name=name, kind="tensor", change=Change.UNLIKE, note=note)
+        return Difference(name=name, kind="tensor", change=ModuleChange.UNLIKE, note=note)
     if not {first.dtype, second.dtype} <= READABLE:
         return _compared_by_bytes(name, first, second, types)
     return _by_value(name, first, second, types, progress)
@@ -244,9 +246,9 @@ def _one_norm(tensor: StoredTensor, progress: Progress) -> float:
 
 def _compared_by_bytes(name: str, first: StoredTensor, second: StoredTensor, types: str) -> Difference:
     if not types and all(map(np.array_equal, raw_blocks(first), raw_blocks(second))):
-        return Difference(name=name, kind="tensor", change=Change.SAME)
+        return Difference(name=name, kind="tensor", change=ModuleChange.SAME)
     note = types or f"{first.dtype}, compared by bytes"
-    return Difference(name=name, kind="tensor", change=Change.CHANGED, note=note)
+    return Difference(name=name, kind="tensor", change=ModuleChange.CHANGED, note=note)
 
 
 def _by_value(name: str, first: StoredTensor, second: StoredTensor, types: str, progress: Progress) -> Difference:
@@ -266,6 +268,6 @@ def _by_value(name: str, first: StoredTensor, second: StoredTensor, types: str, 
     if same:
         cosine = 1.0 if norm else None
         return Difference(
-            name=name, kind="tensor", change=Change.SAME, first=norm, second=other, apart=0.0, cosine=cosine
+            name=name, kind="tensor", change=ModuleChange.SAME, first=norm, second=other, apart=0.0, cosine=cosine
         )
     return _changed(name, "tensor", norm, other, apart, types)

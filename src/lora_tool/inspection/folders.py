@@ -32,7 +32,7 @@ from lora_tool.inspection.model import (
     Spread,
     Target,
     TensorInfo,
-    Training,
+    TrainingProgress,
 )
 from lora_tool.keys import Part, split_layer
 from lora_tool.tensors import StoredTensor, TensorTable
@@ -62,7 +62,7 @@ class _Common(TypedDict):
     kind: str
     disk_bytes: int
     tokenizer_files: tuple[str, ...]
-    training: Training | None
+    training: TrainingProgress | None
     checkpoints: tuple[CheckpointRow, ...]
     problems: tuple[str, ...]
 
@@ -80,8 +80,8 @@ def _common(checkpoint: Checkpoint) -> _Common:
     }
 
 
-def _training(state: TrainerState | None) -> Training | None:
-    return None if state is None else Training(step=state.global_step, epoch=state.epoch, loss=state.last_loss)
+def _training(state: TrainerState | None) -> TrainingProgress | None:
+    return None if state is None else TrainingProgress(step=state.global_step, epoch=state.epoch, loss=state.last_loss)
 
 
 def _checkpoint_row(folder: Folder, name: str) -> CheckpointRow:

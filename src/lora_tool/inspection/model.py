@@ -63,7 +63,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingProgress:
     """How far the run was that wrote this folder."""
 
     step: int
@@ -82,7 +82,7 @@ class CheckpointRow:
     name: str
     kind: str
     nbytes: int
-    training: Training | None = None
+    training: TrainingProgress | None = None
     note: str | None = None
 
 
@@ -94,7 +94,7 @@ class Inspection:
     kind: str
     disk_bytes: int
     tokenizer_files: tuple[str, ...]
-    training: Training | None
+    training: TrainingProgress | None
     checkpoints: tuple[CheckpointRow, ...]
     problems: tuple[str, ...]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CorruptFile, NotACheckpoint
 from lora_tool.formats.dcp import DcpFolder, Pieces, assemble_dcp, read_dcp, read_pieces, stamps
-from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded import dcp_checks, zero_checks
@@ -59,7 +59,7 @@ def _dcp_state(checkpoint: ShardedDir, part: str, found: DcpFolder, faults: tupl
         root=checkpoint.root,
         folder=found.folder,
         title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
-        entries={name: Entry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
+        entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         beside=found.beside,
         without_values=lost,
         faults=(

@@ -16,7 +16,7 @@ from lora_tool.checkpoint import ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
 from lora_tool.formats.files import read_json
-from lora_tool.formats.partitions import Entry
+from lora_tool.formats.partitions import StateEntry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.state import TrainingState
@@ -24,7 +24,7 @@ from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
 
 
-def has_lora(names: Mapping[str, Entry]) -> bool:
+def has_lora(names: Mapping[str, StateEntry]) -> bool:
     """Return whether a training module's names are those of a PEFT model with LoRA."""
     return any(".lora_A." in name or ".lora_embedding_A." in name for name in names)
 
@@ -113,7 +113,7 @@ def _is_head(module: str) -> bool:
 
 
 def _fits(
-    weight: StoredTensor | None, module: str, parsed: Mapping[str, AdapterKey], entries: Mapping[str, Entry]
+    weight: StoredTensor | None, module: str, parsed: Mapping[str, AdapterKey], entries: Mapping[str, StateEntry]
 ) -> bool:
     """Return whether the base's weight of the head can be the trained model's: a new head may have other labels."""
     if weight is None:

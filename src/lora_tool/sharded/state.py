@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValueCheck
@@ -29,7 +29,7 @@ class TrainingState(abc.ABC):
     """Where the rank files are: `root` or the tag's folder in it."""
     title: str
     """One line for people: what it is, of how many ranks, at which step."""
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StateEntry]
     shared: Mapping[str, str] = field(default_factory=dict)
     """Tied tensors: other name → the name under which it is in `entries`."""
     beside: tuple[str, ...] = ()

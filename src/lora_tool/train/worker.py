@@ -49,7 +49,7 @@ def main() -> int:
     folder, rank = Path(os.environ[FOLDER_VARIABLE]), int(os.environ.get("RANK", "0"))
     write_begun(folder, rank)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
-    training = Training(read_job(folder), main_process=rank == 0)
+    training = TrainingProcess(read_job(folder), main_process=rank == 0)
     try:
         outcome = training.whole()
     except KeyboardInterrupt:
@@ -105,7 +105,7 @@ class _Ended(Exception):
         self.status = status
 
 
-class Training:
+class TrainingProcess:
     """One job on one process. `findings`, `notes` and `facts` grow as it goes and are reported however it ends."""
 
     def __init__(self, job: TrainingJob, *, main_process: bool) -> None:
@@ -283,7 +283,7 @@ class Training:
             sys.stderr.flush()
 
 
-def _guarded(base: Any, training: Training) -> type:
+def _guarded(base: Any, training: TrainingProcess) -> type:
     """Return TRL's trainer `base` with `training` watching over what a script has it do."""
 
     class Guarded(base):  # type: ignore[misc] # TRL is not typed

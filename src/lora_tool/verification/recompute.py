@@ -30,7 +30,7 @@ _DOUBLE = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Recomputed:
     """Rows of a tensor as they should be: `base` + `change`, both [rows, columns] in the working type."""
 
     base: Array
@@ -84,7 +84,7 @@ class Recomputer:
         self._buffer: Array = np.empty(0)
         self._taken_kept: tuple[LoraDelta, Taken] | None = None
 
-    def blocks(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Expected]]:
+    def blocks(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Recomputed]]:
         """Yield the given rows of what `op` makes, a few at a time. Raises `SourceChanged` where a file ends early.
 
         What is yielded is valid until the next is asked for: the product's memory is used again.
@@ -97,15 +97,15 @@ class Recomputer:
             yield part, self._expected(op, part, product.part(slice(at, at + height)), wide)
             at += height
 
-    def whole(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Expected:
+    def whole(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Recomputed:
         """Return the given rows of what `op` makes, all at once."""
         return self._expected(op, rows, self._product(op, rows), wide)
 
-    def _expected(self, op: RowOp, rows: Rows, product: Product, wide: np.dtype[Any]) -> Expected:
+    def _expected(self, op: RowOp, rows: Rows, product: Product, wide: np.dtype[Any]) -> Recomputed:
         base = self._files.matrix(op.source, rows, wide)
         match op:
             case Copy() | Cast():
-                return Expected(base, np.zeros_like(base), _no_products)
+                return Recomputed(base, np.zeros_like(base), _no_products)
             case LoraDelta():
                 return self._lora(op, rows, base, product, wide)
             case DoraDelta():
@@ -113,7 +113,7 @@ class Recomputer:
             case BiasDelta():
                 biases = [self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms]
                 change = np.asarray(sum(biases)).astype(wide, copy=False)
-                return Expected(base, change, lambda i, j: np.asarray(sum(np.abs(each[i, j]) for each in biases)))
+                return Recomputed(base, change, lambda i, j: np.asarray(sum(np.abs(each[i, j]) for each in biases)))
             case ReplaceRows():
                 return self._replaced(op, rows, base, wide)
             case _:
@@ -182,10 +182,10 @@ class Recomputer:
             self._factors_kept[place] = held = (tensor, what, read())
         return held[2]
 
-    def _lora(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
+    def _lora(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Recomputed:
         """Return W plus the delta; with an init W less what that takes out of it, which is rounded once more."""
         if op.init is None:
-            return Expected(base, product.values.astype(wide, copy=False), product.norms)
+            return Recomputed(base, product.values.astype(wide, copy=False), product.norms)
         (term,) = op.terms
         out = self._taken_kept
         if out is None or out[0] is not op:
@@ -199,9 +199,9 @@ class Recomputer:
             left, whole = np.abs(base[i, j] - gone[i, j]), np.abs(base[i, j]) + np.abs(gone[i, j])
             return np.asarray(1.01 * roundoff * left + 2.0**-22 * whole + out[1].room(chosen[i], j))
 
-        return Expected(base, (product.values - gone).astype(wide, copy=False), product.norms, room)
+        return Recomputed(base, (product.values - gone).astype(wide, copy=False), product.norms, room)
 
-    def _dora(self, op: DoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Expected:
+    def _dora(self, op: DoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Recomputed:
         moved = product.values + base
         if op.transposed:
             factor = self._column_factors(op)[None, :]
@@ -210,7 +210,7 @@ class Recomputer:
             factor = magnitude / np.sqrt(np.square(moved).sum(axis=1, keepdims=True))
         change = (moved * factor - base).astype(wide, copy=False)
         sizes = np.broadcast_to(np.abs(factor), base.shape)
-        return Expected(base, change, lambda i, j: product.norms(i, j) * sizes[i, j])
+        return Recomputed(base, change, lambda i, j: product.norms(i, j) * sizes[i, j])
 
     def _column_factors(self, op: DoraDelta) -> Array:
         """Return m/‖column of W + Δ‖ of a weight stored [in, out]: a pass over the whole tensor, kept until the next."""
@@ -229,7 +229,7 @@ class Recomputer:
             self._factors_kept["columns"] = held = (op.magnitude, 0, magnitude / np.sqrt(squares))
         return held[2]
 
-    def _replaced(self, op: ReplaceRows, rows: Rows, base: Array, wide: np.dtype[Any]) -> Expected:
+    def _replaced(self, op: ReplaceRows, rows: Rows, base: Array, wide: np.dtype[Any]) -> Recomputed:
         change = np.zeros_like(base)
         begin = 0
         for first, last in rows:
@@ -238,4 +238,4 @@ class Recomputer:
                     new = self._files.matrix(op.rows, [(at, at + 1)], wide)[0]
                     change[begin + row - first] = new - base[begin + row - first]
             begin += last - first
-        return Expected(base, change, _no_products)
+        return Recomputed(base, change, _no_products)

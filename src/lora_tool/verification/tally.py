@@ -11,7 +11,7 @@ import numpy as np
 from lora_tool.tensors import DType
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.elements import Array, Bytes, decode, half_ulps
-from lora_tool.verification.recompute import Expected
+from lora_tool.verification.recompute import Recomputed
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Tally:
 
 
 def compare(
-    stored: Bytes, dtype: DType, expected: Expected, bound: Bound, loose: Bound | None, position: Callable[[int], int]
+    stored: Bytes, dtype: DType, expected: Recomputed, bound: Bound, loose: Bound | None, position: Callable[[int], int]
 ) -> Tally:
     """Return the tally of one block: `stored` are its bytes in the merged model.
 
@@ -92,7 +92,7 @@ def _look_closer(
     values: Array,
     error: Array,
     ratio: Array,
-    expected: Expected,
+    expected: Recomputed,
     bounds: tuple[Bound, Bound | None],
     position: Callable[[int], int],
 ) -> None:

@@ -28,7 +28,7 @@ _EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.AS_TRAINED, Task.CAUSAL_LM
 
 
 @dataclass(slots=True, kw_only=True)
-class ModuleFiles:
+class ModuleSideFiles:
     """The files to copy, and what is to be said of them."""
 
     files: list[SideFile] = field(default_factory=list)
@@ -36,13 +36,13 @@ class ModuleFiles:
     warnings: list[str] = field(default_factory=list)
 
 
-def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleFiles:
+def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSideFiles:
     """Return the files of sentence-transformers that go with a model for `task`, from the first of `owners` that has each.
 
     `owners` are the adapters' folders and then the base's, each with what to call it. A classifier has modules only
     where the folder is a CrossEncoder's. Raises `CorruptFile` for one that is no regular file inside its folder.
     """
-    found = ModuleFiles()
+    found = ModuleSideFiles()
     owners = [(folder, whose) for folder, whose in owners if root_files(folder.files)]
     home = next((owner for owner in owners if MODULES in owner[0].files), None)
     if not owners or not _goes_with(task, owners):
@@ -73,7 +73,7 @@ def _goes_with(task: Task, owners: Sequence[tuple[Folder, str]]) -> bool:
     return task in _EMBEDDING
 
 
-def _add_folders(found: ModuleFiles, modules: Modules, owners: Sequence[tuple[Folder, str]]) -> None:
+def _add_folders(found: ModuleSideFiles, modules: Modules, owners: Sequence[tuple[Folder, str]]) -> None:
     """Add the files of each module's folder, all from one owner: the first that has some."""
     for name in modules.folders:
         each = ((folder, whose, files_of(folder.root, name)) for folder, whose in owners)
@@ -91,7 +91,7 @@ def _add_folders(found: ModuleFiles, modules: Modules, owners: Sequence[tuple[Fo
         )
 
 
-def _say_missing(found: ModuleFiles, name: str, modules: Modules) -> None:
+def _say_missing(found: ModuleSideFiles, name: str, modules: Modules) -> None:
     said = f"{MODULES} names `{name}`, which has no files in {modules.root}"
     if name in modules.without_files:
         found.notes.append(f"{said}: it needs none")

@@ -16,7 +16,7 @@ from lora_tool import keys
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.formats.files import json_bytes, read_json
-from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
@@ -84,7 +84,7 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
     )
 
 
-def _adapter_name(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey]) -> str | None:
+def _adapter_name(entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey]) -> str | None:
     all_names = {key.adapter_name for key in parsed.values() if key.part is Part.LORA_A or key.part is Part.EMBEDDING_A}
     trained = {
         key.adapter_name
@@ -104,7 +104,7 @@ def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
     return config.bias != "none" and key.leaf == "bias"
 
 
-def _require_ranks(entries: Mapping[str, Entry], parsed: Mapping[str, AdapterKey], config: AdapterConfig) -> None:
+def _require_ranks(entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey], config: AdapterConfig) -> None:
     for name, key in parsed.items():
         shape = entries[name].shape
         if key.part is Part.LORA_A and shape and not _has_rank(shape[0], key.module, config):
@@ -143,7 +143,7 @@ def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
     return SideFile(filename=FILE_NAME, content=content, reason=reason)
 
 
-def _left_behind(entries: Mapping[str, Entry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
+def _left_behind(entries: Mapping[str, StateEntry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:
     """Yield the names that are not in the adapter, each with the reason."""
     for name in entries:
         if name not in taken:

@@ -17,7 +17,7 @@ from lora_tool.choices import Choice, codes
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
-from lora_tool.formats.partitions import Entry, Role
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plan.base.side_files import GENERATION_CONFIG
 from lora_tool.plan.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plan.core import sharding
@@ -157,7 +157,7 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
         )
 
 
-def _plain_names(entries: Mapping[str, Entry]) -> dict[str, str]:
+def _plain_names(entries: Mapping[str, StateEntry]) -> dict[str, str]:
     """Return transformers' name → saved name: what wrappers put into names, or before all of them, is taken away."""
     names = {keys.unwrapped(name): name for name in entries}
     if len(names) != len(entries):
@@ -215,7 +215,10 @@ def _tokenizer_files(state: TrainingState) -> Iterator[SideFile]:
 
 
 def _steps(
-    names: Mapping[str, str], tensors: Mapping[str, StoredTensor], entries: Mapping[str, Entry], dtype: DType | None
+    names: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+    entries: Mapping[str, StateEntry],
+    dtype: DType | None,
 ) -> Iterator[Step]:
     for name, saved in names.items():
         tensor = tensors[saved]
