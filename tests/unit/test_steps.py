@@ -131,7 +131,7 @@ def test_a_reward_head_is_added_and_the_output_layer_left_out(tmp_path: Path) ->
         (
             {**lora(Q), "model.norm.wight": numbers(HIDDEN)},
             {"modules_to_save": ["norm"]},
-            "nearest there is `model.norm",
+            "belongs to `model.norm.wight`, which",
         ),
     ],
     ids=["whole", "name"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -220,7 +219,7 @@ def _is_of_untied_output(merge: MergeContext, name: str) -> bool:
 
 
 def not_in_base(merge: MergeContext, tensor: StoredTensor, name: str) -> IncompatibleBase | UnsupportedAdapter:
-    """Return the error that an adapter's tensor belongs to `name`, which the base lacks; it names the nearest."""
+    """Return the error that an adapter's tensor belongs to `name`, which the base lacks."""
     if merge.facts is not None and name in merge.facts.unsaved:
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{name}`, which {merge.facts.class_name} computes and does not "
@@ -233,9 +232,5 @@ def not_in_base(merge: MergeContext, tensor: StoredTensor, name: str) -> Incompa
             f"{merge.facts.class_name}: it was trained by itself, and there is one matrix for both",
             hint=UNMERGED,
         )
-    close = difflib.get_close_matches(name, merge.base.tensors, n=1)
-    nearest = f"; the nearest there is `{close[0]}`" if close else ""
-    return IncompatibleBase(
-        f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have{nearest}",
-        hint=OTHER_BASE,
-    )
+    message = f"{tensor.path}: `{tensor.name}` belongs to `{name}`, which {merge.base.root} does not have"
+    return IncompatibleBase(message, hint=OTHER_BASE)

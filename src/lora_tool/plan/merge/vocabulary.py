@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.merge.tied_embeddings import MATRIX
 from lora_tool.tensors import StoredTensor
 
 _INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"
@@ -30,8 +30,8 @@ class Vocabulary:
 def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules) -> Vocabulary | None:
     """Return the vocabulary that an adapter brings along which was trained after `resize_token_embeddings`.
 
-    None where its embeddings have as many rows as the base's. Raises `UnsupportedAdapter` where its tensors do not
-    agree on a number.
+    None where its embeddings have as many rows as the base's; the rules saw that all have the same. Raises
+    `UnsupportedAdapter` where an end has none.
     """
     vocab_size = base.config.vocab_size if base.config else None
     rows: dict[str, int] = {}
