@@ -35,7 +35,7 @@ LowRank = '''
 ARMS = {
     "execution/backends/numpy_backend.py": "return -self._stored(op.source, first, last), None, False",
     "execution/backends/torch_backend.py": "return -weight",
-    "verification/recompute.py": "return Expected(base, -2 * base, _no_products)",
+    "verification/recompute.py": "return Recomputed(base, -2 * base, _no_products)",
 }
 """File → what its match does with the operation."""
 USE = """
