@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.layers import OddTensor, is_regular, odd_tensors
 from lora_tool.architectures.model_tensors import ModelTensors, model_tensors
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
@@ -80,12 +81,17 @@ class ModelSubject(Subject):
     """Whether all bytes are compared with the base's, not only the first of each tensor."""
     class_tensors: ModelTensors | None = field(init=False, repr=False, compare=False)
     """The tensors beside those of the model's class; None where headers cannot tell them."""
+    odd_tensors: tuple[OddTensor, ...] = field(init=False, repr=False, compare=False)
+    """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like it.
+    """
 
     def __post_init__(self) -> None:
         config = self.checkpoint.config
         usable = config is not None and not config.problems and self.tensors
         found = model_tensors(config, self.tensors) if usable and config is not None else None
         object.__setattr__(self, "class_tensors", found)
+        regular = usable and config is not None and found is None and self.base is None and is_regular(config)
+        object.__setattr__(self, "odd_tensors", tuple(odd_tensors(self.tensors)) if regular else ())
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lora_tool.architectures import architecture_of, is_computed
-from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.ends import is_end, is_input
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.model_tensors import model_tensors
 from lora_tool.checkpoint import ModelDir
@@ -13,6 +13,7 @@ from lora_tool.formats.stored import read_part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.model.lt3_tensors import end_is_lost
 from lora_tool.tensors import StoredTensor
 
 _COMPARED = frozenset({Need.WEIGHTS, Need.BASE})
@@ -73,9 +74,11 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(message=message, severity=Severity.WARNING)
         return
     said = set(subject.class_tensors.missing) if subject.class_tensors else set()
+    no_end = not (any(is_end(name.rpartition(".")[0]) for name in subject.tensors) or end_is_lost(subject))
     excused = _no_place(subject, base) | said | set(subject.expected or ())
     for name in lost:
-        if name not in excused and not _is_end(name, subject):
+        embedding = no_end and is_input(name.rpartition(".")[0])
+        if name not in excused and (embedding or not _is_end(name, subject)):
             yield Fault(subject=name, message=f"is not in the model; the base {subject.base.root} has it")
 
 
