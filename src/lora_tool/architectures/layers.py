@@ -14,10 +14,9 @@ from typing import Any
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.model_tensors import lists_layers
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.tensors import TensorTable
 
 Shape = tuple[int, ...]
-Layer = Mapping[str, Shape]
+Shapes = Mapping[str, Shape]
 OddTensor = tuple[str, Shape, int]
 """A tensor's name, its shape in another layer, and that layer's number."""
 
@@ -43,17 +42,17 @@ def is_regular(config: ModelConfig) -> bool:
     return not (config.custom_code or config.quantization or listed)
 
 
-def stacks(tensors: TensorTable, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int, dict[str, Shape]]]:
+def stacks(tensors: Shapes, of: re.Pattern[str] = _LAYER) -> dict[str, dict[int, dict[str, Shape]]]:
     """Return the shapes of the tensors of each layer, by stack and number."""
     found: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
-    for name, tensor in tensors.items():
+    for name, shape in tensors.items():
         match = of.fullmatch(name)
-        if match:
-            found[match["stack"]][int(match["number"])][match["rest"]] = tensor.shape
+        if match and "lora_" not in name:
+            found[match["stack"]][int(match["number"])][match["rest"]] = shape
     return found
 
 
-def length(config: ModelConfig, stack: str, layers: Mapping[int, Layer]) -> int | None:
+def length(config: ModelConfig, stack: str, layers: Mapping[int, Shapes]) -> int | None:
     """Return how many layers the config gives a stack; None for one that is not the text model's."""
     deep = any(rest.count(".") > 1 for layer in layers.values() for rest in layer)
     if not deep or _OTHER_PARTS.search(stack):
@@ -66,7 +65,7 @@ def length(config: ModelConfig, stack: str, layers: Mapping[int, Layer]) -> int 
     return config.num_hidden_layers
 
 
-def odd_tensors(tensors: TensorTable) -> Iterator[OddTensor]:
+def odd_tensors(tensors: Shapes) -> Iterator[OddTensor]:
     """Yield the tensors that one layer lacks, or has in another shape than a layer that is otherwise like it."""
     if any("lora_" in name or ".base_layer." in name for name in tensors):
         return  # an adapter that lies beside the weights is in some layers alone
@@ -84,7 +83,7 @@ def odd_tensors(tensors: TensorTable) -> Iterator[OddTensor]:
                     break
 
 
-def _odd(layer: Layer, other: Layer, *, first: bool) -> Layer:
+def _odd(layer: Shapes, other: Shapes, *, first: bool) -> Shapes:
     """Return what `layer` lacks of `other`, or the one tensor that has another shape there; nothing where they differ
     in more. The first layer may be without a norm or a bias.
     """
@@ -99,16 +98,16 @@ def _odd(layer: Layer, other: Layer, *, first: bool) -> Layer:
     return lost if len(lost) <= _MOST_LOST else {}
 
 
-def lost_end(config: ModelConfig, tensors: TensorTable) -> str | None:
+def lost_end(config: ModelConfig, tensors: Shapes) -> str | None:
     """Return what says that a causal LM lacks its embeddings or its output layer; None where nothing does."""
     size = config.vocab_size
     if size is None or not "".join(config.architectures[:1]).endswith("ForCausalLM"):
         return None
-    outside = [t for t in tensors.values() if not _LAYER.fullmatch(t.name)]
-    ends = [t for t in outside if len(t.shape) == 2 and t.shape[0] >= size]  # noqa: PLR2004
-    if not ends and not any(is_end(t.name.rpartition(".")[0]) for t in outside):
+    outside = [name for name in tensors if not _LAYER.fullmatch(name)]
+    ends = [name for name in outside if len(tensors[name]) == 2 and tensors[name][0] >= size]  # noqa: PLR2004
+    if not ends and not any(is_end(name.rpartition(".")[0]) for name in outside):
         return f"no matrix has a row for each of the {size:,} tokens: the embeddings are lost"
-    if config.tie_word_embeddings is False and len(ends) == 1 and ends[0].shape[0] == size:
-        only = f"`{ends[0].name}` is the only matrix with a row per token"
+    if config.tie_word_embeddings is False and len(ends) == 1 and tensors[ends[0]][0] == size:
+        only = f"`{ends[0]}` is the only matrix with a row per token"
         return f"{only}, and `tie_word_embeddings` is false: the other end of the model is lost"
     return None

@@ -91,7 +91,12 @@ class ModelSubject(Subject):
         found = model_tensors(config, self.tensors) if usable and config is not None else None
         object.__setattr__(self, "class_tensors", found)
         regular = usable and config is not None and found is None and self.base is None and is_regular(config)
-        object.__setattr__(self, "odd_tensors", tuple(odd_tensors(self.tensors)) if regular else ())
+        object.__setattr__(self, "odd_tensors", tuple(odd_tensors(self.shapes)) if regular else ())
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

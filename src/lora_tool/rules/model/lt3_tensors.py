@@ -122,7 +122,7 @@ def end_is_lost(subject: ModelSubject) -> str | None:
     """Return what LT318 says of embeddings and output layer of a class that no table knows; None if they are there."""
     config = subject.checkpoint.config
     unknown = config is not None and subject.class_tensors is None and not subject.expected and is_regular(config)
-    return lost_end(config, subject.tensors) if unknown and config is not None else None
+    return lost_end(config, subject.shapes) if unknown and config is not None else None
 
 
 def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:

@@ -112,7 +112,7 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
 
 
 def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
-    found = stacks(subject.tensors)
+    found = stacks(subject.shapes)
     lengths = {stack: count for stack, layers in found.items() if (count := length(config, stack, layers)) is not None}
     for stack, wanted in lengths.items():
         lost = sorted(set(range(min(wanted, 100_000))) - found[stack].keys())
