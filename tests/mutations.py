@@ -673,6 +673,20 @@ def _trained_whole_and_by_rows(folder: Path) -> None:
         table[f"{PREFIX}model.embed_tokens.weight"] = raw(304, 16)
 
 
+@_breaks("LT226 LoRA as well", CAUSAL)
+def _lora_and_trained_rows(folder: Path) -> None:
+    _trained_tokens(folder, [1], rows=1)
+    _lora_on_embeddings(folder, rows=304)
+
+
+def _lora_on_embeddings(folder: Path, *, rows: int) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.lora_embedding_A"] = raw(4, rows)
+        table[f"{PREFIX}model.embed_tokens.lora_embedding_B"] = raw(16, 4)
+    with fields(folder) as config:
+        config["target_modules"].append("embed_tokens")
+
+
 # LT3xx, the head
 
 
@@ -921,11 +935,16 @@ def _smaller_vocabulary(folder: Path) -> None:
 
 @_breaks("LT504 under LoRA", CAUSAL, with_base=True)
 def _lora_on_another_vocabulary(folder: Path) -> None:
+    _lora_on_embeddings(folder, rows=310)
+
+
+@_breaks("LT504 torn", CAUSAL, with_base=True)
+def _ends_of_two_vocabularies(folder: Path) -> None:
     with tensors(folder) as table:
-        table[f"{PREFIX}model.embed_tokens.lora_embedding_A"] = raw(4, 310)
-        table[f"{PREFIX}model.embed_tokens.lora_embedding_B"] = raw(16, 4)
+        table[f"{PREFIX}model.embed_tokens.weight"] = raw(310, 16)
+        table[f"{PREFIX}lm_head.weight"] = raw(312, 16)
     with fields(folder) as config:
-        config["target_modules"].append("embed_tokens")
+        config["modules_to_save"] = ["embed_tokens", "lm_head"]
 
 
 @_breaks("LT505", CAUSAL, with_base=True)

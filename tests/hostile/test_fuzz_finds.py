@@ -19,12 +19,12 @@ from tests.fuzz.targets import FIXTURES, TARGETS
 
 FIELDS: dict[str, tuple[str, str, object, int, str]] = {
     "half a surrogate pair in a config that is rewritten": ("base/config.json", "comment", "\ud800", 0, ""),
-    "labels without numbers": ("base/config.json", "id2label", {"": "a"}, 3, "`id2label`"),
-    "labels that are lists": ("base/config.json", "id2label", {"0": []}, 3, "`id2label`"),
+    "labels without numbers": ("base/config.json", "id2label", {"": "a"}, 1, "id2label"),
+    "labels that are lists": ("base/config.json", "id2label", {"0": []}, 1, "id2label"),
     "tokens that are no list": ("adapter/tokenizer.json", "added_tokens", True, 0, ""),
-    "a rank that is not a number": ("adapter/adapter_config.json", "rank_pattern", {"q": float("nan")}, 3, "rank_patt"),
-    "a rank of two and a half": ("adapter/adapter_config.json", "rank_pattern", {"q": 2.5}, 3, "int of at least 1"),
-    "an infinite alpha": ("adapter/adapter_config.json", "alpha_pattern", {"q": float("inf")}, 3, "alpha_pattern"),
+    "a rank that is not a number": ("adapter/adapter_config.json", "rank_pattern", {"q": float("nan")}, 1, "rank_patt"),
+    "a rank of two and a half": ("adapter/adapter_config.json", "rank_pattern", {"q": 2.5}, 1, "int of at least 1"),
+    "an infinite alpha": ("adapter/adapter_config.json", "alpha_pattern", {"q": float("inf")}, 1, "alpha_pattern"),
     "a base of 5,000 letters": ("adapter/adapter_config.json", "base_model_name_or_path", "a" * 5000, 3, "[…]"),
 }
 

@@ -83,4 +83,4 @@ def test_integers_of_absurd_length_are_no_crash(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"peft_type": "LORA", "r": 10**400, "target_modules": ["q_proj"], "lora_alpha": 10**400})
     )
-    assert_refused(pair, str(path), "`r`")
+    assert_refused(pair, str(path), " r: expected int")

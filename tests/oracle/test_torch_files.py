@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lora_tool.checkpoint import open_checkpoint, open_model
-from lora_tool.errors import CorruptFile
+from lora_tool.errors import FindingsFound
 from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import AdapterInspection
 from lora_tool.report import Severity
@@ -115,6 +115,6 @@ def test_no_code_of_a_torch_file_runs(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", LORA)
     torch.save({**saved_tensors(adapter), "trap": Trap()}, adapter / "adapter_model.bin")
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(CorruptFile, match=r"adapter_model\.bin: `trap`: is a mkdir, expected a tensor"):
+    with pytest.raises(FindingsFound, match=r"LT102 .*adapter_model\.bin: `trap`: is a mkdir, expected a tensor"):
         merge_with_ours(base, adapter, tmp_path / "out", "float32")
     assert not (tmp_path / "ran").exists()

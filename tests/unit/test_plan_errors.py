@@ -183,6 +183,11 @@ def odd_part(case: Case) -> None:
     case.tensors[f"{P}{Q0}.lora_A.bias"] = np.ones(4, np.float32)
 
 
+@refusal("LT505", r"mlp.up_proj`: `target_parameters` names 1 parameter of it in .*base, LoRA is on 0")
+def incomplete_parameters(case: Case) -> None:
+    case.config["target_parameters"] = ["mlp.up_proj.weight"]
+
+
 @refusal("LT503", r"layers.7.self_attn.q_proj.lora_A.weight`: is of layer 7, the last one of the base is 1")
 def layer_beyond_the_base(case: Case) -> None:
     for part in "AB":
@@ -195,6 +200,16 @@ def layer_beyond_the_base(case: Case) -> None:
 def other_width(case: Case) -> None:
     name = f"{P}{Q0}.lora_A.weight"
     case.tensors[name] = np.ascontiguousarray(case.tensors[name][:, :12])
+
+
+@refusal("LT502", r"lora_B·lora_A is \[310, 16\], the adapter's own `.*base_layer.weight` is \[312, 16\]")
+def carried_of_another_height(case: Case) -> None:
+    case.config["target_modules"].append("embed_tokens")
+    case.tensors |= {
+        f"{P}model.embed_tokens.lora_embedding_A": np.ones((4, 310), np.float32),
+        f"{P}model.embed_tokens.lora_embedding_B": np.ones((16, 4), np.float32),
+        f"{P}model.embed_tokens.base_layer.weight": np.ones((312, 16), np.float32),
+    }
 
 
 @refusal("LT506", r"norm.weight`: is \[15\], the base's `model.norm.weight` is \[16\]")
@@ -255,11 +270,6 @@ for _name, _value, _words in (
     ("init_lora_weights", "corda", "`init_lora_weights` corda"),
     ("init_lora_weights", "lora_ga", "gradients that are not in the adapter"),
     ("layer_replication", [[0, 2]], "`layer_replication`"),
-    (
-        "target_parameters",
-        ["mlp.up_proj.weight"],
-        "`target_parameters` names `model.layers.0.mlp.up_proj.weight`, which has no LoRA tensors",
-    ),
     ("alora_invocation_tokens", [1, 2], "`alora_invocation_tokens`"),
     ("use_qalora", True, "`use_qalora`"),
     ("megatron_config", {"a": 1}, "`megatron_config`"),

@@ -44,6 +44,11 @@ def parameters_of(config: AdapterConfig, module: str) -> Iterator[str]:
             yield entry
 
 
+def parameter_is_targeted(config: AdapterConfig, name: str) -> bool:
+    """Return whether `target_parameters` names the parameter with this name in the model."""
+    return any(name == target or name.endswith(f".{target}") for target in config.target_parameters or ())
+
+
 def ranks_of(config: AdapterConfig, layer: LoraLayer) -> frozenset[int]:
     """Return the ranks that the config may give the layer: more than one where it may be of several parameters."""
     if not config.targets(layer.target):

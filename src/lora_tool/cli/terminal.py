@@ -50,9 +50,11 @@ def show_findings(findings: Iterable[Finding]) -> None:
 
 
 def show_error(error: LoraToolError) -> None:
-    """Write the error and its hint to stderr, and the findings that it is about."""
-    if isinstance(error, FindingsFound) and error.report is not None:
-        show_findings(error.report.findings)
-    tell("error", str(error))
-    if error.hint:
+    """Write the error and its hint to stderr, or the findings that it is about, which have their own."""
+    findings = error.report.findings if isinstance(error, FindingsFound) and error.report is not None else ()
+    if findings:
+        show_findings(findings)
+    else:
+        tell("error", str(error))
+    if error.hint and error.hint not in {finding.hint for finding in findings}:
         tell("hint", error.hint)

@@ -85,6 +85,7 @@ def judge_adapter(
     progress: Callable[[int], None] | None = None,
     watch: Watch | None = None,
     why_no_base: str = NO_BASE,
+    ignored: bool = False,
 ) -> Report:
     """Return what the rules find in an adapter's folder: in the adapter, in a base that cannot be read, in rank files
     beside. Whoever validates or merges an adapter asks this, so that all of them say the same.
@@ -94,7 +95,7 @@ def judge_adapter(
     """
     asked = tuple(rules)
     subject = adapter_subject(adapter, base=base, num_labels=num_labels, task=task, servers=servers)
-    own = judge(subject, asked, deep=deep, servers=servers, progress=progress, why_no_base=why_no_base)
+    own = judge(subject, asked, deep=deep, servers=servers, progress=progress, why_no_base=why_no_base, ignored=ignored)
     beside = (
         found if isinstance(found, Report) else judge(found, asked, deep=deep, progress=progress)
         for found in rank_files_beside(adapter, asked, watch)
@@ -162,11 +163,13 @@ def judge(
     servers: frozenset[Server] = frozenset(),
     progress: Callable[[int], None] | None = None,
     why_no_base: str = NO_BASE,
+    ignored: bool = False,
 ) -> Report:
     """Return what the rules find in one subject.
 
     `deep` True reads all weights, False none, None those of adapters; `servers` switches on the rules of serving;
-    `progress` is told the bytes that were read; `why_no_base` is why rules that compare with a base are skipped.
+    `progress` is called with the bytes that were read; `why_no_base` is why rules that compare with a base are skipped;
+    `ignored` that a merge is to go on in spite of these rules, so that only what it cannot go on with is found.
     """
     asked = _Asked(deep=deep, servers=servers, why_no_base=why_no_base)
     subject.scans.progress = progress
@@ -179,7 +182,7 @@ def judge(
             continue
         reason = _why_not(rule, subject, asked)
         if reason is None:
-            findings.extend(rule.run(subject))
+            findings.extend(rule.run(subject, ignored=ignored))
             ran.append(rule.code)
         else:
             skipped.append(Skipped(code=rule.code, path=path, reason=reason))

@@ -47,6 +47,7 @@ class MergeJudge:
                     num_labels=self._labels,
                     task=self.task,
                     deep=False if ignored else None,
+                    ignored=ignored,
                 )
                 for each in adapters
             ]

@@ -65,9 +65,9 @@ def adapter_modules(
     layers = {layer.module: layer for layer in view.layers}
     wrapped = targeted_parameters(view.config, facts) if facts else {}
     parameters = {
-        name: (parameter_term(view, name, facts, layers.pop(module, None), expert_layout),)
+        name: (parameter_term(view, name, facts, layers.pop(module), expert_layout),)
         for module, name in wrapped.items()
-        if facts
+        if facts and module in layers
     }
     repeated = {
         item.tensor.name: "the base's own, which is there already"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from lora_tool.adapter.support import OTHER_BASE
+from lora_tool.adapter.targeting import parameter_is_targeted
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
@@ -22,10 +23,9 @@ _MATRIX, _STACK = 2, 3
 
 def targeted_parameters(config: AdapterConfig, facts: ModelFacts) -> dict[str, str]:
     """Return path of the wrapper, as in the adapter's names → the parameter that it adapts."""
-    targets = config.target_parameters or ()
     by_module: dict[str, list[str]] = defaultdict(list)
     for name in facts.shapes:
-        if name not in facts.buffers and any(name == target or name.endswith(f".{target}") for target in targets):
+        if name not in facts.buffers and parameter_is_targeted(config, name):
             by_module[name.rpartition(".")[0]].append(name)
     return {
         module + ".base_layer" * depth: name
@@ -35,21 +35,17 @@ def targeted_parameters(config: AdapterConfig, facts: ModelFacts) -> dict[str, s
 
 
 def parameter_term(
-    view: AdapterView, parameter: str, facts: ModelFacts, layer: LoraLayer | None, layout: ExpertLayout | None
+    view: AdapterView, parameter: str, facts: ModelFacts, layer: LoraLayer, layout: ExpertLayout | None
 ) -> LoraTerm:
     """Return the delta of one parameter. `layout` is what the user says of lora_B; None to go by the config.
 
-    Raises `UnsupportedAdapter` where its tensors are missing or the layout of lora_B cannot be known,
-    `IncompatibleBase` where the shapes do not fit.
+    Raises `UnsupportedAdapter` where the layout of lora_B cannot be known, `IncompatibleBase` where the shapes do not
+    fit.
     """
     config = view.config
-    if layer is None or layer.a is None or layer.b is None:
-        raise UnsupportedAdapter(
-            f"{view.adapter.root}: `target_parameters` names `{parameter}`, which has no LoRA tensors in the adapter: "
-            "the adapter is incomplete",
-            hint=f"lora-tool validate {view.adapter.root}",
-        )
     a, b = layer.a, layer.b
+    if a is None or b is None:
+        raise AssertionError("the rules let no half of a pair pass")
     shape = facts.shapes[parameter]
     experts = shape[0] if len(shape) == _STACK else 1
     rank = config.rank(parameter)

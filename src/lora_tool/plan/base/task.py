@@ -66,7 +66,6 @@ _TASK_TYPES = {
     "SEQ_2_SEQ_LM": Task.SEQ_2_SEQ_LM,
     "FEATURE_EXTRACTION": Task.FEATURE_EXTRACTION,
 }
-_TWO = frozenset({"CAUSAL_LM", "SEQ_CLS"})
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
@@ -91,21 +90,12 @@ def declared_types(adapters: Sequence[AdapterDir]) -> frozenset[str | None]:
 def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
     """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
 
-    None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where what was
-    asked for and the configs contradict each other.
+    None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where the
+    adapters' classes contradict each other.
     """
-    declared = {adapter.root: _declared(adapter.config, base) for adapter in adapters if adapter.config}
     if task is not Task.AUTO:
-        of_the_two = task in {Task.CAUSAL_LM, *CLASSIFIERS}
-        for adapter in adapters if task is not Task.AS_TRAINED else ():
-            said = adapter.config.task_type if adapter.config else None
-            # where both are of the two, `decide_task` compares them
-            if adapter.config and said and declared[adapter.root] is not task and not (of_the_two and said in _TWO):
-                raise UnsupportedAdapter(
-                    f'{adapter.config.path}: task_type is {said}, but `task="{task}"` was asked for',
-                    hint='give `task="as-trained"`, or no task',
-                )
-        return None if of_the_two else task
+        return None if task in {Task.CAUSAL_LM, *CLASSIFIERS} else task
+    declared = {adapter.root: _declared(adapter.config, base) for adapter in adapters if adapter.config}
     heard = set(declared.values()) - {None}
     if len(heard) > 1:
         tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in declared.items())
@@ -144,11 +134,13 @@ def _carries_head(adapter: AdapterDir) -> bool:
 def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:
     """Return CAUSAL_LM, SEQ_CLS or REWARD: what all adapters say; one that says nothing follows the others.
 
-    `head` is the path of the model's classification head, None where its class has none. Raises `UnsupportedAdapter`
-    where the adapters, the base or what was asked for contradict each other.
+    `head` is the path of the model's classification head, None where its class has none. The rules have compared each
+    adapter with what was asked for. Raises `UnsupportedAdapter` where the adapters contradict each other.
     """
+    if asked is not Task.AUTO:
+        return asked
     configs = [(adapter, adapter.config) for adapter in adapters if adapter.config]
-    votes = {adapter.root: _vote(asked, adapter, config, base, head) for adapter, config in configs}
+    votes = {adapter.root: _vote(adapter, config, base, head) for adapter, config in configs}
     heard = {votes[each.root] for each, config in configs if config.task_type or votes[each.root] is not Task.CAUSAL_LM}
     heard = heard or set(votes.values())
     if len(heard) > 1:
@@ -157,30 +149,12 @@ def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, hea
     return heard.pop()
 
 
-def _vote(asked: Task, adapter: AdapterDir, config: AdapterConfig, base: ModelDir, head: str | None) -> Task:
-    """Return what was asked for, else the adapter's `task_type`, else the class that it was trained on or a head among
-    its tensors, else the base's own class.
+def _vote(adapter: AdapterDir, config: AdapterConfig, base: ModelDir, head: str | None) -> Task:
+    """Return the adapter's task: its `task_type`, else the class that it was trained on or a head among its tensors,
+    else the base's own class.
     """
-    declared = _TASK_TYPES.get(config.task_type or "")
     classifier_base = base.config is not None and is_classifier(base.config.architectures)
     has_head = head is not None and any(
         key.module == head or key.module.startswith(f"{head}.") for key in adapter.keys.values()
     )
-    seen = Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM
-    if asked is Task.AUTO:
-        if declared is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
-            raise _contradiction(config, "CAUSAL_LM", f"the {'adapter' if has_head else 'base'} has a {head} head")
-        return declared or _declared(config, base) or seen
-    wanted = Task.CAUSAL_LM if asked is Task.CAUSAL_LM else Task.SEQ_CLS
-    if declared is not None and declared is not wanted:
-        raise _contradiction(config, config.task_type or "", f'`task="{asked}"` was asked for')
-    if wanted is Task.CAUSAL_LM and seen is Task.SEQ_CLS:
-        raise _contradiction(config, config.task_type or "not set", f"a {head} head is there")
-    return asked
-
-
-def _contradiction(config: AdapterConfig, found: str, against: str) -> UnsupportedAdapter:
-    return UnsupportedAdapter(
-        f"{config.path}: task_type is {found}, but {against}",
-        hint='a reward model needs "task_type": "SEQ_CLS" in adapter_config.json, and its trained score head',
-    )
+    return _declared(config, base) or (Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
+from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.checkpoint import ModelDir
@@ -21,8 +22,6 @@ from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.tensors import StoredTensor
-
-MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

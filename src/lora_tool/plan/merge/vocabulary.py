@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.merge.tied_embeddings import MATRIX
 from lora_tool.tensors import StoredTensor
 
 _INPUT, _SHARED = ".embed_tokens.weight", "shared.weight"
@@ -30,8 +30,8 @@ class Vocabulary:
 def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules) -> Vocabulary | None:
     """Return the vocabulary that an adapter brings along which was trained after `resize_token_embeddings`.
 
-    None where its embeddings have as many rows as the base's. Raises `UnsupportedAdapter` where its tensors do not
-    agree on a number.
+    None where its embeddings have as many rows as the base's; the rules saw that all have the same. Raises
+    `UnsupportedAdapter` where an end has none.
     """
     vocab_size = base.config.vocab_size if base.config else None
     rows: dict[str, int] = {}
@@ -43,9 +43,6 @@ def other_vocabulary(base: ModelDir, arch: Architecture, modules: AdapterModules
             rows[name] = tensor.shape[0]
     if not rows:
         return None
-    if len(set(rows.values())) != 1:
-        found = ", ".join(f"`{name}` {count}" for name, count in sorted(rows.items()))
-        raise UnsupportedAdapter(f"{base.root}: the adapter's embeddings have different numbers of rows: {found}")
     ends = {tensor.name for tensor in embeddings(base, arch)}
     _require_no_other_end(base, ends, rows)
     if rows.keys() & ends:

@@ -299,7 +299,7 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     ## What it does
     Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for each index, an
-    index is not negative, and the embedding is not in `modules_to_save` as well.
+    index is not negative, and the embedding has no LoRA and is not in `modules_to_save` as well.
 
     ## Why it matters
     The rows are put at the indices in order. With another number loading fails; where the embedding was saved whole,
@@ -320,6 +320,8 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=rows.name, message=f"belongs to token {min(indices)}: an index counts from 0")
         if subject.config.saves(module):
             yield Fault(subject=rows.name, message=f"`{module}` is in `modules_to_save`, too: PEFT mixes them up")
+        if any(layer.module == module for layer in subject.layers):
+            yield Fault(subject=rows.name, message=f"`{module}` has LoRA, too: one of the two would be lost")
 
 
 @rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)

@@ -50,7 +50,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     for copy in view.parts(Part.SAVED_MODULE):
         if copy.name not in plain:
             message = f"PEFT looks for `{PREFIX}{copy.name}` and would fail"
-            yield Fault(subject=copy.tensor.name, message=message)
+            yield Fault(subject=copy.tensor.name, message=message, mergeable=True)
     adapter_names = sorted({layer.adapter_name or "one without a name" for layer in view.layers})
     if len(adapter_names) > 1:
         listed = ", ".join(adapter_names)

@@ -241,8 +241,9 @@ def _not_as_asked(subject: AdapterSubject, *, has_head: bool) -> str | None:
     if task is not None and wanted not in (None, task):
         return f"is {task}, asked for: {subject.task}"
     base = subject.base.config if subject.base else None
-    if task == "CAUSAL_LM" and base and base.architectures and base.architectures[0].endswith(CLASSIFYING[0]):
-        return f"is CAUSAL_LM, and the base is a {base.architectures[0]}"
+    classifier = next((name for name in base.architectures if name.endswith(CLASSIFYING[0])), None) if base else None
+    if classifier and "CAUSAL_LM" in (task, wanted if task is None else None):
+        return f"{'is CAUSAL_LM' if task else 'a causal LM was asked for'}, and the base is a {classifier}"
     return None
 
 

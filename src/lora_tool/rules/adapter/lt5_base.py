@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter import targeting
 from lora_tool.adapter.view import MATRIX, LoraLayer
-from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.ends import embeddings, is_end
 from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.display import counted
 from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -134,19 +136,31 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     if _RESHAPED & set(subject.config.refused):
         return
     for layer in subject.layers:
-        weight, pair = match.tensor(layer.target), layer.pair
+        held, pair = _held_or_tied(match, layer.target), layer.pair
+        weight = subject.view.frozen.get(f"{layer.target}.weight") or held
         if weight is None or pair is None or layer.rank is None:
             continue
+        if not weight.dtype.is_float:
+            yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose {weight.dtype} are no floats")
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
-        rows_only = _is_vocabulary(layer.target) and needed[1:] == weight.shape[1:]
+        rows_only = weight is match.tensor(layer.target) and _is_vocabulary(layer.target)
+        rows_only = rows_only and needed[1:] == weight.shape[1:]
         if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
-            message = f"lora_B·lora_A is {list(needed)}, the base's `{weight.name}` is {list(weight.shape)}"
+            whose = "the base's" if weight is held else "the adapter's own"
+            message = f"lora_B·lora_A is {list(needed)}, {whose} `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
     for module, tokens in subject.view.tokens.items():
         weight, rows = match.tensor(module), tokens.rows
         if weight is not None and rows.shape[1:] != weight.shape[1:]:
             message = f"has rows of {list(rows.shape[1:])}, the base's `{weight.name}` of {list(weight.shape[1:])}"
             yield Fault(subject=rows.name, message=message)
+
+
+def _held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:
+    """Return the base's weight of a module; for an output layer that is not on disk, the embedding it is tied to."""
+    held, inputs = match.tensor(module), embeddings(match.base, match.arch)
+    tied = held is None and f"{match.name(module)}.weight" in match.arch.causal_only and len(inputs) == 1
+    return inputs[0] if tied else held
 
 
 def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
@@ -228,8 +242,8 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
     first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
     the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
-    not fit each other. LoRA on more or fewer rows than the base has is an error where the adapter does not carry the
-    matrix that it was trained on.
+    not fit each other. It is an error where the whole ends in the adapter differ in their rows, and for LoRA on more or
+    fewer rows than the base has where the adapter does not carry the matrix that it was trained on.
 
     ## Example
     `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
@@ -241,12 +255,21 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     severity = Severity.INFO if _is_extended(subject) else None
     carried = {*subject.view.saved, *subject.view.frozen}
     adapted = {layer.target for layer in subject.layers}
+    torn = len(_rows_of_ends(subject, match)) > 1
     for tensor, module, rows in _vocabularies(subject):
         base = match.tensor(module)
         if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
             message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
-            lost = module in adapted and f"{module}.weight" not in carried
+            lost = torn or (module in adapted and f"{module}.weight" not in carried)
             yield Fault(subject=tensor.name, message=message, severity=Severity.ERROR if lost else severity)
+
+
+def _rows_of_ends(subject: AdapterSubject, match: BaseMatch) -> set[int]:
+    """Return the numbers of rows that the whole ends in the adapter have for the base's one vocabulary."""
+    size = match.base.config.vocab_size if match.base.config else None
+    ends = (item for item in _whole_tensors(subject) if item[2] == "weight" and _is_vocabulary(item[1]))
+    held = ((tensor, match.tensor(module)) for tensor, module, _ in ends if len(tensor.shape) == MATRIX)
+    return {tensor.shape[0] for tensor, base in held if base is None or base.shape == (size, *tensor.shape[1:])}
 
 
 def _is_extended(subject: AdapterSubject) -> bool:
@@ -282,7 +305,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
     ## What it does
-    Applies `target_modules` to the base's modules, as PEFT does, and looks for those without tensors.
+    Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those without tensors.
 
     ## Why it matters
     Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only: these layers
@@ -295,6 +318,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     Save the adapter again from the training state, or take an earlier checkpoint.
     """
     match, config = _matched(subject), subject.config
+    yield from _parameters_not_trained(subject, match)
     if targeting.is_all_linear(config) or not subject.layers:
         return
     adapted = {match.name(layer.target) for layer in subject.layers}
@@ -306,6 +330,18 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         matrix = leaf == "weight" and len(tensor.shape) == MATRIX and not _may_be_absent(match, path)
         if matrix and module not in adapted and config.targets(path) and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
+
+
+def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Count each module's parameters that are named: PEFT wraps it once for each, one wrapper around the other."""
+    paths = (match.strip + name.removeprefix(match.add) for name in match.base.tensors)
+    counts = Counter(path.rpartition(".")[0] for path in paths if targeting.parameter_is_targeted(subject.config, path))
+    held = {layer.module for layer in subject.layers}
+    for module, count in counts.items():
+        found = sum(module + ".base_layer" * depth in held for depth in range(count))
+        if found < count:
+            which = f"{counted(count, 'parameter')} of it in {match.base.root}, LoRA is on {found}"
+            yield Fault(subject=module, message=f"`target_parameters` names {which}")
 
 
 def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:

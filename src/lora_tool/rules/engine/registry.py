@@ -54,6 +54,8 @@ class Fault:
     path: str | None = None
     hint: str | None = None
     severity: Severity | None = None
+    mergeable: bool = False
+    """Whether a merge can go on where the rule is ignored, though other faults of an `unmergeable` rule leave nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +97,12 @@ class Rule:
         parts = re.split(r"^## (.+)$", self.doc, flags=re.MULTILINE)[1:]
         return {heading.strip(): text.strip() for heading, text in zip(parts[::2], parts[1::2], strict=True)}
 
-    def run(self, subject: Subject) -> Iterator[Finding]:
-        """Yield the rule's findings on a subject of its kind."""
+    def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding]:
+        """Yield the rule's findings on a subject of its kind; where it is `ignored`, what a merge cannot go on with."""
         advice, home = "", ""
         for fault in self.check(subject):
+            if ignored and fault.mergeable:
+                continue
             # read off the page and the folder once: a hostile file gives a million findings
             advice, home = advice or self.hint or "", home or subject.home
             yield Finding(

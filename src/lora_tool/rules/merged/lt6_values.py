@@ -19,9 +19,9 @@ _TWICE = 2.0
 _MOSTLY_LOST = 0.5
 
 
-def _fault(subject: MergedSubject, found: TensorEvidence, message: str, **more: Severity) -> Fault:
+def _fault(subject: MergedSubject, found: TensorEvidence, message: str, severity: Severity | None = None) -> Fault:
     tensor = subject.tensors[found.name]
-    return Fault(subject=found.name, message=message, path=str(tensor.path), **more)
+    return Fault(subject=found.name, message=message, path=str(tensor.path), severity=severity)
 
 
 def _amount(found: TensorEvidence) -> str:
@@ -79,7 +79,7 @@ def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
             message = "is the base's: the adapter is not in it"
             if not sure:
                 message = "is the base's, as far as it was read; lora-tool verify computes what it should be"
-            yield _fault(subject, found, message, **({} if sure else {"severity": Severity.WARNING}))
+            yield _fault(subject, found, message, severity=None if sure else Severity.WARNING)
 
 
 @rule("LT607", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
