@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
-from lora_tool.architectures.layers import OddTensor, is_regular, odd_tensors
+from lora_tool.architectures.layers import OddTensor, is_regular, lost_end, odd_tensors
 from lora_tool.architectures.model_tensors import ModelTensors, model_tensors
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
@@ -92,6 +92,14 @@ class ModelSubject(Subject):
         object.__setattr__(self, "class_tensors", found)
         regular = usable and config is not None and found is None and self.base is None and is_regular(config)
         object.__setattr__(self, "odd_tensors", tuple(odd_tensors(self.shapes)) if regular else ())
+
+    @property
+    def lost_end(self) -> str | None:
+        """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
+        config = self.checkpoint.config
+        if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
+            return None
+        return lost_end(config, self.shapes)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

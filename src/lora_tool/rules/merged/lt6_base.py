@@ -13,7 +13,6 @@ from lora_tool.formats.stored import read_part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.model.lt3_tensors import end_is_lost
 from lora_tool.tensors import StoredTensor
 
 _COMPARED = frozenset({Need.WEIGHTS, Need.BASE})
@@ -74,7 +73,7 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(message=message, severity=Severity.WARNING)
         return
     said = set(subject.class_tensors.missing) if subject.class_tensors else set()
-    no_end = not (any(is_end(name.rpartition(".")[0]) for name in subject.tensors) or end_is_lost(subject))
+    no_end = not (any(is_end(name.rpartition(".")[0]) for name in subject.tensors) or subject.lost_end)
     excused = _no_place(subject, base) | said | set(subject.expected or ())
     for name in lost:
         embedding = no_end and is_input(name.rpartition(".")[0])

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lora_tool.architectures.heads import head_of
-from lora_tool.architectures.layers import is_regular, lost_end
 from lora_tool.keys import split_layer
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -113,16 +112,8 @@ def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
     for name, _, other in subject.odd_tensors:
         if name not in subject.tensors and name not in expected:
             yield Fault(subject=name, message=f"is not in the weights; layer {other} has it: it would be random")
-    lost = end_is_lost(subject)
-    if lost is not None:
-        yield Fault(message=lost)
-
-
-def end_is_lost(subject: ModelSubject) -> str | None:
-    """Return what LT318 says of embeddings and output layer of a class that no table knows; None if they are there."""
-    config = subject.checkpoint.config
-    unknown = config is not None and subject.class_tensors is None and not subject.expected and is_regular(config)
-    return lost_end(config, subject.shapes) if unknown and config is not None else None
+    if subject.lost_end is not None:
+        yield Fault(message=subject.lost_end)
 
 
 def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
