@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
+from lora_tool.architectures.layers import length, lost_end, odd_tensors, stacks
 from lora_tool.architectures.model_tensors import TABLE, ModelTensors, model_tensors
 from lora_tool.formats.model_config import read_model_config
-from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
+from tests.oracle.tiny import AUTO, Task, buildable, tiny_config, tiny_model
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "seq-2-seq-lm", "token-cls", "question-ans", "feature-extraction")
 ROWS = {row["model_type"]: row for row in map(json.loads, TABLE.read_text().splitlines())}
@@ -70,3 +72,26 @@ def test_a_class_has_the_tensors_that_the_table_gives_it(model_type: str, tmp_pa
         if found.missing or found.unexpected or found.of_other_classes or others:
             wrong.append(f"{name}: {found.missing} {found.unexpected} {found.of_other_classes} {others}")
     assert not wrong, "\n".join(wrong)[:3000]
+
+
+def outside_the_table() -> Iterator[transformers.PreTrainedModel]:
+    for task in ("causal-lm", "seq-cls", "seq-2-seq-lm"):
+        for model_type in sorted(set(buildable(task)) - ROWS.keys()):
+            with contextlib.suppress(Exception):  # a config that must be given more
+                yield tiny_model(model_type, task, device="meta")
+
+
+def test_no_good_model_outside_the_table_seems_to_have_lost_something(tmp_path: Path) -> None:
+    wrong, seen = [], 0
+    for model in outside_the_table():
+        model.config.architectures = [type(model).__name__]
+        model.config.to_json_file(tmp_path / "config.json")
+        config = read_model_config(tmp_path / "config.json")
+        held = {n: t for n, t in model.state_dict().items() if n not in model.all_tied_weights_keys}
+        shapes = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, held).items()}
+        short = [s for s, layers in stacks(shapes).items() if (length(config, s, layers) or 0) > len(layers)]
+        if (odd := list(odd_tensors(shapes))) or short or lost_end(config, shapes):
+            wrong.append(f"{type(model).__name__}: {odd} {short} {lost_end(config, shapes)}")
+        seen += 1
+    assert not wrong, "\n".join(wrong)[:3000]
+    assert seen > 50

@@ -20,19 +20,11 @@ Tensors = dict[str, torch.Tensor]
 FAMILIES: tuple[tuple[str, Task], ...] = (
     ("llama", "seq-cls"),
     ("qwen2", "token-cls"),
-    ("qwen3", "causal-lm"),
-    ("gemma2", "causal-lm"),
     ("gpt2", "seq-cls"),
     ("opt", "causal-lm"),
-    ("bloom", "causal-lm"),
-    ("phi3", "causal-lm"),
-    ("gpt_neox", "seq-cls"),
     ("mamba", "causal-lm"),
     ("bert", "token-cls"),
     ("roberta", "seq-cls"),
-    ("distilbert", "seq-cls"),
-    ("deberta-v2", "token-cls"),
-    ("bart", "seq-2-seq-lm"),
     ("t5", "seq-2-seq-lm"),
 )
 
@@ -131,3 +123,50 @@ def test_what_transformers_refuses_or_makes_up_is_found(model_type: str, task: T
         if found != (expected := refused(tmp_path, task)):
             wrong.append(f"{name}: transformers {expected}, we {found}: {good.keys() - table.keys()} {report.findings}")
     assert not wrong, "\n".join(wrong)
+
+
+def lost_in_one_layer(table: Tensors) -> None:
+    del table[next(name for name in table if ".layers.1." in name and name.endswith("norm.weight"))]
+
+
+def lost_layer(table: Tensors) -> None:
+    for name in [name for name in table if ".layers.1." in name]:
+        del table[name]
+
+
+def lost_output(table: Tensors) -> None:
+    del table["lm_head.weight"]
+
+
+def lost_embeddings(table: Tensors) -> None:
+    del table["model.embed_tokens.weight"]
+
+
+def short_in_one_layer(table: Tensors) -> None:
+    name = next(name for name in table if name.endswith(".layers.1.self_attn.o_proj.weight"))
+    table[name] = table[name][:, :8].clone()
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("injury", "code"),
+    [
+        (lambda _: None, None),
+        (lost_in_one_layer, "LT318"),
+        (lost_layer, "LT310"),
+        (lost_output, "LT318"),
+        (lost_embeddings, "LT318"),
+        (short_in_one_layer, "LT317"),
+    ],
+)
+def test_of_a_class_that_no_table_knows_the_layers_tell(
+    model_type: str, injury: Callable[[Tensors], None], code: str | None, tmp_path: Path
+) -> None:
+    tiny_model(model_type, "causal-lm").save_pretrained(tmp_path)
+    table = load_file(tmp_path / "model.safetensors")
+    injury(table)
+    save_file(table, tmp_path / "model.safetensors", {"format": "pt"})
+    assert refused(tmp_path, "causal-lm") == (code is not None, False)
+    report = validate(open_checkpoint(tmp_path))
+    assert {found.code for found in report.at_least(Severity.ERROR)} == ({code} if code else set())

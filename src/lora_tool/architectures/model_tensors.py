@@ -27,7 +27,7 @@ from lora_tool.keys import split_layer
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")
 _MOST_LAYERS = 4096
-_KNOWN_LISTS = frozenset({"attention_window", "moe_layers", "no_rope_layers", "type_vocab_sizes"})
+_KNOWN_LISTS = frozenset({"attention_types", "attention_window", "moe_layers", "no_rope_layers", "type_vocab_sizes"})
 """Lists of numbers in configs that the table was made with."""
 _LEGACY = {"gamma": "weight", "beta": "bias"}
 """What layer norms of TensorFlow's checkpoints call their parameters; transformers renames them."""
@@ -56,7 +56,7 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     other names than in memory, or names of which less than half are the model's.
     """
     row = None if config.custom_code or config.quantization else _row(config.model_type or "")
-    if row is None or any(map(_lists_layers, config.raw.items())):
+    if row is None or lists_layers(config.raw):
         return None
     known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
     found = _Compared(row, row["classes"].get(known), config, names)
@@ -72,11 +72,13 @@ def _row(model_type: str) -> Mapping[str, Any] | None:
     return row
 
 
-def _lists_layers(field: tuple[str, Any]) -> bool:
+def lists_layers(config: Mapping[str, Any]) -> bool:
     """Return whether a field of a config lists numbers, which may be layers of another kind."""
-    name, value = field
-    numbers = isinstance(value, list) and any(isinstance(each, int | list) for each in value)
-    return numbers and name not in _KNOWN_LISTS and not name.endswith(("token_id", "token_ids", "tokens"))
+    return any(
+        isinstance(value, list) and any(isinstance(each, int | list) for each in value)
+        for name, value in config.items()
+        if name not in _KNOWN_LISTS and not name.endswith(("token_id", "token_ids", "tokens"))
+    )
 
 
 def _any_class(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.layers import OddTensor, is_regular, lost_end, odd_tensors
 from lora_tool.architectures.model_tensors import ModelTensors, model_tensors
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
@@ -80,12 +81,30 @@ class ModelSubject(Subject):
     """Whether all bytes are compared with the base's, not only the first of each tensor."""
     class_tensors: ModelTensors | None = field(init=False, repr=False, compare=False)
     """The tensors beside those of the model's class; None where headers cannot tell them."""
+    odd_tensors: tuple[OddTensor, ...] = field(init=False, repr=False, compare=False)
+    """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like it.
+    """
 
     def __post_init__(self) -> None:
         config = self.checkpoint.config
         usable = config is not None and not config.problems and self.tensors
         found = model_tensors(config, self.tensors) if usable and config is not None else None
         object.__setattr__(self, "class_tensors", found)
+        regular = usable and config is not None and found is None and self.base is None and is_regular(config)
+        object.__setattr__(self, "odd_tensors", tuple(odd_tensors(self.shapes)) if regular else ())
+
+    @property
+    def lost_end(self) -> str | None:
+        """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
+        config = self.checkpoint.config
+        if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
+            return None
+        return lost_end(config, self.shapes)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lora_tool.architectures import architecture_of, is_computed
-from lora_tool.architectures.ends import is_end
+from lora_tool.architectures.ends import is_end, is_input
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.model_tensors import model_tensors
 from lora_tool.checkpoint import ModelDir
@@ -73,9 +73,11 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(message=message, severity=Severity.WARNING)
         return
     said = set(subject.class_tensors.missing) if subject.class_tensors else set()
+    no_end = not (any(is_end(name.rpartition(".")[0]) for name in subject.tensors) or subject.lost_end)
     excused = _no_place(subject, base) | said | set(subject.expected or ())
     for name in lost:
-        if name not in excused and not _is_end(name, subject):
+        embedding = no_end and is_input(name.rpartition(".")[0])
+        if name not in excused and (embedding or not _is_end(name, subject)):
             yield Fault(subject=name, message=f"is not in the model; the base {subject.base.root} has it")
 
 

@@ -23,7 +23,8 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
 
     ## What it does
     Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that are stored as
-    they are in memory, and compares. Of other types it looks at the width of a `score` head alone.
+    they are in memory, and compares. Of other types it looks at the width of a `score` head, and for a tensor that has
+    another shape in one layer than in those that are otherwise like it.
 
     ## Why it matters
     transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it initialises the tensor at
@@ -51,6 +52,11 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
         message = f"is {list(tensor.shape)}, the config means [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
+    for name, shape, other in subject.odd_tensors:
+        if name in subject.tensors and name not in (subject.expected or {}):
+            tensor = subject.tensors[name]
+            message = f"is {list(tensor.shape)}, in layer {other} it is {list(shape)}"
+            yield Fault(subject=name, message=message, path=str(tensor.path))
 
 
 def _head_alone(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:
@@ -77,7 +83,8 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     ## What it does
     Compares the names in the weights with those that the class in `config.json` has, for the model types that are
     stored as they are in memory: what is there under every config, and what comes together, as the biases of one
-    attention. A tied output layer may be absent.
+    attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that are
+    otherwise like it have, and for embeddings and an output layer.
 
     ## Why it matters
     transformers initialises what is missing at random, on every load anew, and says so in a log line only.
@@ -89,12 +96,24 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     Merge or copy again; with safetensors, save the whole `state_dict`.
     """
     known = subject.class_tensors
-    if known is None or any("lora_" in name or ".base_layer." in name for name in subject.tensors):
+    if any("lora_" in name or ".base_layer." in name for name in subject.tensors):
         return  # of an adapter beside the weights LT601 tells
+    if known is None:
+        yield from _lost_of_an_unknown_class(subject)
+        return
     said = {*(subject.expected or {}), *_head_of_the_class(subject)}
     what = known.class_name or "every class of this model type"
     for name, more in _by_layer(name for name in known.missing if name not in said):
         yield Fault(subject=name, message=f"is not in the weights{more}; {what} has it: it would be random")
+
+
+def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
+    expected = subject.expected or {}
+    for name, _, other in subject.odd_tensors:
+        if name not in subject.tensors and name not in expected:
+            yield Fault(subject=name, message=f"is not in the weights; layer {other} has it: it would be random")
+    if subject.lost_end is not None:
+        yield Fault(message=subject.lost_end)
 
 
 def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import is_input
+from lora_tool.architectures.layers import length, stacks
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import added_pad_token
 from lora_tool.keys import Part
 from lora_tool.report import Severity
@@ -18,7 +19,6 @@ from lora_tool.rules.shared.heads import is_classifier
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
-_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(?P<number>\d{1,6})\.")
 _SHARED_LAYERS = frozenset({"albert"})
 """Model types that use the weights of one layer for several."""
 
@@ -83,8 +83,8 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     """Weights that are not those of the config.
 
     ## What it does
-    Compares `num_hidden_layers` and `vocab_size` in `config.json` with the layers and the embedding's rows in the
-    weights, for the model types that are stored as they are in memory.
+    Compares `num_hidden_layers` in `config.json` with the layers in the weights, of an encoder and a decoder each by
+    itself; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
 
     ## Why it matters
     transformers fills in layers that are missing with random numbers and says so in a log line; the model talks
@@ -98,22 +98,29 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     Copy the config and the weights from the same place again.
     """
     config = subject.checkpoint.config
-    if config is None or config.quantization or architecture_of(config.model_type or "") is None:
+    if config is None or config.quantization:
         return
     path = str(config.path)
-    held = {int(match["number"]) for name in subject.tensors if (match := _LAYER.search(name))}
-    wanted = config.num_hidden_layers
-    if held and wanted is not None and config.model_type not in _SHARED_LAYERS:
-        lost = sorted(set(range(min(wanted, 100_000))) - held)
-        if lost:
-            listed = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")  # noqa: PLR2004 - enough to see
-            message = f"is {wanted}, and the weights have nothing of layer {listed}"
-            yield Fault(subject="num_hidden_layers", message=message, path=path)
-    found = vocabulary_without_rows(subject)
+    plain = architecture_of(config.model_type or "") is not None
+    if (plain or not config.custom_code) and config.model_type not in _SHARED_LAYERS:
+        yield from _lost_layers(subject, config)
+    found = vocabulary_without_rows(subject) if plain else None
     if found is not None:
         name, count = found
         message = f"is {config.vocab_size:,}, `{name}` has {count:,} rows"
         yield Fault(subject="vocab_size", message=message, path=path)
+
+
+def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
+    found = stacks(subject.shapes)
+    lengths = {stack: count for stack, layers in found.items() if (count := length(config, stack, layers)) is not None}
+    for stack, wanted in lengths.items():
+        lost = sorted(set(range(min(wanted, 100_000))) - found[stack].keys())
+        if lost:
+            listed = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")  # noqa: PLR2004 - enough to see
+            where = f"layer {listed}" if len(lengths) == 1 else f"layer {listed} of `{stack}`"
+            message = f"is {wanted}, and the weights have nothing of {where}"
+            yield Fault(subject="num_hidden_layers", message=message, path=str(config.path))
 
 
 def vocabulary_without_rows(subject: ModelSubject) -> tuple[str, int] | None:
