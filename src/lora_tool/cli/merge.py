@@ -42,7 +42,7 @@ def command(
     rules = rule_choice(ctx, typed, configuration(config_file, adapters or (".",)))
     options = replace(asked(MergeArguments, typed), **rules.arguments())
     if len(adapters) > 1 and options.out is None:
-        raise click.UsageError("of several adapters the output has no name of its own: give it with -o OUT")
+        raise click.UsageError("a merge of several adapters has no default output folder: name one with -o OUT")
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.pipeline.merging import merge_inputs, planned  # noqa: PLC0415
 
