@@ -153,12 +153,11 @@ def _set_github_output(outcome: Outcome) -> None:
 
 
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
-    pages = {code: rule.page for code, rule in RULES.items()}
     if form is Form.MARKDOWN:
         from lora_tool.pipeline.render import outcome_markdown  # noqa: PLC0415
 
-        return outcome_markdown(outcome, report, pages=pages)
-    return rendered(report, form, pages=pages, fail_on=job.fail_on)
+        return outcome_markdown(outcome, report, pages=RULES)
+    return rendered(report, form, pages=RULES, fail_on=job.fail_on)
 
 
 def _line(stage: Stage, *, colour: bool) -> str:

@@ -198,10 +198,9 @@ def _open_adapter(reference: str) -> AdapterDir:
 
 
 def _show(report: Report, asked: _Asked) -> None:
-    pages = {code: rule.page for code, rule in RULES.items()}
 
     def text(form: Form, *, color: bool = False) -> str:
-        return rendered(report, form, pages=pages, fail_on=asked.rules.fail_on, color=color)
+        return rendered(report, form, pages=RULES, fail_on=asked.rules.fail_on, color=color)
 
     nothing = not report.subjects and asked.form is Form.TEXT  # the errors on stderr say all there is
     quiet = asked.quiet and not report.findings and asked.form in (Form.TEXT, Form.GITHUB)

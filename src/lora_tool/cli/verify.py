@@ -126,7 +126,6 @@ def _text(
 
     if form is Form.JSON:
         return json.dumps(verification_json(verification), indent=2, allow_nan=False)
-    pages = {code: rule.page for code, rule in RULES.items()}
     color = color and form is Form.TEXT
-    text = rendered(verification.report, form, pages=pages, fail_on=failing, color=color)
+    text = rendered(verification.report, form, pages=RULES, fail_on=failing, color=color)
     return "\n".join((*verification_lines(verification, tensors=tensors), text)) if form is Form.TEXT else text
