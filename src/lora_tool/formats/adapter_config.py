@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.choices import Choice
-from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import read_object
 from lora_tool.formats.patterns import Patterns, compiled, is_path
 from lora_tool.keys import is_under
 
@@ -197,9 +197,7 @@ def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
 
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    raw = read_object(path)
     return _config(raw, path)
 
 

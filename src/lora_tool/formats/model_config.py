@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import read_object
 
 FILE_NAME = "config.json"
 
@@ -40,9 +40,7 @@ class ModelConfig:
 
 def read_model_config(path: Path) -> ModelConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    raw = read_object(path)
     fields = Fields(raw, path)
     if "model_type" not in raw:
         fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")

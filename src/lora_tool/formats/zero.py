@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from lora_tool import keys
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
-from lora_tool.formats.files import inside
+from lora_tool.formats.files import require_inside
 from lora_tool.formats.pickle_objects import Stub, as_json
-from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
+from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 Shape = tuple[int, ...]
@@ -40,14 +40,28 @@ _USE_DEEPSPEED = "convert it with DeepSpeed's own ds_to_universal.py, on the mac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStates:
-    """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
+class RankFile:
+    """What every rank file says of itself and of the run."""
 
     file: TorchFile
     """Without the object that it holds, which may be of any class."""
     rank: int
     stage: int
-    """The ZeRO stage, as the file's name and the config in it tell."""
+    """The ZeRO stage, by the file's name and content."""
+    world_size: int | None
+    """How many ranks shared the parameters."""
+    config: str
+    """DeepSpeed's, as JSON."""
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates(RankFile):
+    """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
+
     module: Mapping[str, LazyTensor]
     """Stage 1 and 2: the weights in the model's type. Stage 3: placeholders of shape [0], and real buffers."""
     buffer_names: frozenset[str]
@@ -59,24 +73,16 @@ class ModelStates:
     shared: Mapping[str, str]
     """Tied parameters: other name → the name it is stored under. Filled on rank 0 only."""
     global_steps: int | None
-    dp_world_size: int | None
     version: str | None
-    config: str
-    """DeepSpeed's, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimStates:
+class OptimStates(RankFile):
     """One `*_optim_states.pt`: this rank's part of the float32 masters."""
 
-    file: TorchFile
-    rank: int
-    stage: int
     groups: tuple[LazyTensor, ...]
-    partition_count: int | None
     step: float | None
     """How many steps the optimizer took, where it counts them."""
-    config: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,11 @@ class ZeroTag:
     problems: tuple[Problem, ...] = ()
 
     @property
+    def files(self) -> tuple[RankFile, ...]:
+        """The files that can be read."""
+        return (*self.model.values(), *self.optim.values())
+
+    @property
     def first(self) -> ModelStates | None:
         """The model file of the lowest rank, whose names count; None where none can be read."""
         return self.model[min(self.model)] if self.model else None
@@ -115,23 +126,24 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     optim = [(int(match["rank"]), match[0]) for match in map(_OPTIM.match, names) if match]
     if not model and not optim:
         raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
-    reading = _Reading(folder)
-    models, optims = reading.all(model, _model_states), reading.all(optim, _optim_states)
+    problems: list[Problem] = []
+    models = _read_files(folder, model, _model_states, problems)
+    optims = _read_files(folder, optim, _optim_states, problems)
     first = models[min(models)] if models else None
     stage = next((states.stage for states in optims.values()), first.stage if first else 0)
     ranks = max(rank for rank, _ in (*model, *optim)) + 1
-    counts = Counter(states.partition_count for states in optims.values() if states.partition_count)
-    told = first.dp_world_size if first and stage else None
+    counts = Counter(states.world_size for states in optims.values() if states.world_size)
+    stated = first.world_size if first and stage else None
     return ZeroTag(
         folder=folder,
         name=name,
         stage=stage,
-        world_size=counts.most_common(1)[0][0] if counts else max(told or 1, ranks),
+        world_size=counts.most_common(1)[0][0] if counts else max(stated or 1, ranks),
         model=models,
         optim=optims,
         model_files=dict(model),
         optim_files=dict(optim),
-        problems=tuple(reading.problems),
+        problems=tuple(problems),
     )
 
 
@@ -180,40 +192,30 @@ def _require_plain_data_parallel(file: TorchFile) -> None:
             )
 
 
-class _Reading:
-    """Reads rank files one by one and keeps what is wrong with them."""
+def _read_files(
+    folder: Path,
+    files: Iterable[tuple[int, str]],
+    interpret: Callable[[TorchFile, int, States | None], States],
+    problems: list[Problem],
+) -> dict[int, States]:
+    """Return rank → what `interpret` makes of its file; what is wrong with those that cannot be read is in `problems`.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.problems: list[Problem] = []
-
-    def all(
-        self, files: Iterable[tuple[int, str]], interpret: Callable[[TorchFile, int, States | None], States]
-    ) -> dict[int, States]:
-        """Return rank → what `interpret` makes of its file, without those that cannot be read.
-
-        It is also given the states of the rank before, where their files say the same.
-        """
-        found: dict[int, States] = {}
-        memory, before, value = PickleMemory(), None, None
-        for rank, name in files:
-            try:
-                file = self._file(name, memory)
-                found[rank] = before = interpret(file, rank, before if file.value is value else None)
-            except CorruptFile as error:
-                self.problems.append(error.problem)
-            else:
-                value = file.value
-        return found
-
-    def _file(self, name: str, memory: PickleMemory) -> TorchFile:
-        path = self._folder / name
-        if not inside(self._folder, path):
-            refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
-        file = read_torch_file(path, memory=memory)
-        if not isinstance(file.value, dict):
-            refuse(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
-        return file
+    It is also given the states of the rank before, where their files say the same.
+    """
+    found: dict[int, States] = {}
+    memory, before, value = PickleMemory(), None, None
+    for rank, name in files:
+        path = folder / name
+        try:
+            require_inside(folder, path)
+            file = read_torch_file(path, memory=memory)
+            if not isinstance(file.value, dict):
+                raise CorruptFile.of(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
+            found[rank] = before = interpret(file, rank, before if file.value is value else None)
+            value = file.value
+        except CorruptFile as error:
+            problems.append(error.problem)
+    return found
 
 
 def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
@@ -226,7 +228,7 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
         shapes = []
     groups = [shapes] if isinstance(shapes, dict) else shapes
     if not isinstance(groups, list):
-        refuse(file.path, Defect.BAD_HEADER, "is no list of dictionaries of shapes", "param_shapes")
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is no list of dictionaries of shapes", "param_shapes")
     frozen = table.get("frozen_param_fragments")
     config = table["ds_config"] if isinstance(table.get("ds_config"), dict) else {}
     module = _tensors(file, table.get("module") or {}, "module")
@@ -253,7 +255,7 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
             },
         },
         global_steps=_integer(table.get("global_steps")),
-        dp_world_size=_count_of_ranks(table.get("dp_world_size")),
+        world_size=_count_of_ranks(table.get("dp_world_size")),
         version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
         config=as_json(config),
     )
@@ -269,24 +271,28 @@ def _configured_stage(config: Mapping[str, Any]) -> int:
 def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStates:
     table = file.value.get("optimizer_state_dict")
     if not isinstance(table, dict):
-        refuse(file.path, Defect.BAD_HEADER, "has no `optimizer_state_dict`: not written by ZeRO")
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "has no `optimizer_state_dict`: not written by ZeRO")
     # BF16_Optimizer writes no zero_stage; its parts are cut as stage 1 cuts them
     groups = table.get("fp32_flat_groups")
     stage = 3 if groups is not None else min(max(_stage(table.get("zero_stage")), 1), 2)
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
-        refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
     if not all(group.dtype.is_float for group in groups):
-        refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
+        raise CorruptFile.of(
+            file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights"
+        )
     if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
-        refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
+        raise CorruptFile.of(
+            file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read"
+        )
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
         file=replace(file, value=None),
         rank=rank,
         stage=stage,
         groups=tuple(groups),
-        partition_count=_count_of_ranks(table.get("partition_count")),
+        world_size=_count_of_ranks(table.get("partition_count")),
         step=_step(file, optimizer),
         config=as_json(file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {}),
     )
@@ -294,7 +300,7 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
 
 def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
     if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
-        refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of names", key)
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of names", key)
     # `_extra_state` entries may be anything; only tensors are weights
     return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
 
@@ -333,14 +339,18 @@ def _in_one_place(module: Mapping[str, LazyTensor], stored: Container[str]) -> d
 
 def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
     if not isinstance(table, dict):
-        refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
     for name, shape in table.items():
         if not isinstance(name, str) or not is_tensor_name(name):
-            refuse(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, which is no tensor's name", key)
+            raise CorruptFile.of(
+                file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, which is no tensor's name", key
+            )
         if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name:.80}` no shape: tensor parallel?", key)
+            raise CorruptFile.of(file.path, Defect.BAD_HEADER, f"gives `{name:.80}` no shape: tensor parallel?", key)
         if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
+            raise CorruptFile.of(
+                file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key
+            )
     return table
 
 
