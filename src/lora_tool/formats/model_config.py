@@ -65,17 +65,12 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def _num_labels(fields: Fields) -> int | None:
-    labels = fields.table.get("id2label")
-    if labels is not None and not isinstance(labels, dict):
-        fields.expected("id2label", "object of labels", labels)
-        labels = None
+    labels = fields.typed("id2label", "object of labels", lambda value: isinstance(value, dict))
     if labels is not None and not all(map(_is_label, labels.items())):
         fields.expected("id2label", "object of numbers to labels", labels)
         labels = None
     explicit = fields.optional_integer("num_labels")
-    if labels is not None:
-        return len(labels)
-    return explicit
+    return explicit if labels is None else len(labels)
 
 
 def _is_label(entry: tuple[str, object]) -> bool:
