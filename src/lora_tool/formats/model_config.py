@@ -44,10 +44,8 @@ def read_model_config(path: Path) -> ModelConfig:
     fields = Fields(raw, path)
     if "model_type" not in raw:
         fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")
-    nested = raw.get("text_config")
-    text = Fields(nested, path, "text_config.") if isinstance(nested, dict) else fields
-    # read before `problems` is collected: every getter may add one
-    values: dict[str, Any] = dict(  # noqa: C408 - reads as the constructor's arguments
+    text = fields.inner("text_config") if raw.get("text_config") else fields
+    return ModelConfig(
         path=path,
         raw=raw,
         model_type=fields.text("model_type"),
@@ -59,9 +57,8 @@ def read_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=fields.optional_boolean("tie_word_embeddings"),
         quantization=_quantization(fields),
         custom_code=bool(raw.get("auto_map")),
+        problems=tuple(fields.problems),  # the last: every getter may add one
     )
-    problems = fields.problems + (text.problems if text is not fields else [])
-    return ModelConfig(**values, problems=tuple(problems))
 
 
 def _num_labels(fields: Fields) -> int | None:

@@ -81,10 +81,7 @@ class LazyTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
@@ -163,9 +160,8 @@ def read_torch_file(
         stamp = FileStamp.from_stat(path, os.fstat(fd))
         length = stamp.size - offset if nbytes is None else nbytes
         if offset < 0 or length < 0 or offset + length > stamp.size:
-            raise CorruptFile.of(
-                path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
-            )
+            message = f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
+            raise CorruptFile.of(path, Defect.TRUNCATED, message)
         window = io.BufferedReader(_Window(path, fd, offset, length), 1 << 16)
         _require_zip(path, read_at(path, fd, offset, max(16, len(_LEGACY_MAGIC))), length)
         try:
@@ -203,20 +199,19 @@ class _Window(io.RawIOBase):
 
 
 def _require_zip(path: Path, head: bytes, length: int) -> None:
+    if head.startswith(b"PK"):
+        return
     if length == 0:
         raise CorruptFile.of(path, Defect.TRUNCATED, "is empty: it was never written")
+    defect, message = Defect.BAD_HEADER, instead_of_weights(head) or "is not a torch file; it is not read"
     if head.startswith(_LEGACY_MAGIC):
-        message = "is in torch's format from before 1.6, no zip archive: it cannot be read without running its pickle"
-        raise CorruptFile.of(path, Defect.PICKLE, message)
-    if not head.startswith(b"PK"):
-        instead = instead_of_weights(head)
-        if instead is not None:
-            raise CorruptFile.of(path, Defect.BAD_HEADER, instead)
-        what = "a safetensors file" if head[8:10] == b'{"' else "no torch file"
-        what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else what
-        raise CorruptFile.of(
-            path, Defect.PICKLE if head[:1] == b"\x80" else Defect.BAD_HEADER, f"is {what}; it is not read"
-        )
+        defect = Defect.PICKLE
+        message = "is in torch's format from before 1.6, not a zip archive: reading it would mean running its pickle"
+    elif head.startswith(b"\x80"):
+        defect, message = Defect.PICKLE, "is a bare pickle, which can run code when it is loaded; it is not read"
+    elif head[8:10] == b'{"':
+        message = "is a safetensors file; it is not read"
+    raise CorruptFile.of(path, defect, message)
 
 
 def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memory: PickleMemory) -> TorchFile:
@@ -231,9 +226,8 @@ def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memor
             raise CorruptFile.of(path, Defect.BAD_HEADER, "is encrypted", info.filename)
     roots = [name.removesuffix("/data.pkl") for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
-        raise CorruptFile.of(
-            path, Defect.BAD_HEADER, "is a zip archive without one data.pkl: not written by torch.save"
-        )
+        message = "is a zip archive without one data.pkl: not written by torch.save"
+        raise CorruptFile.of(path, Defect.BAD_HEADER, message)
     root = roots[0]
     if f"{root}/constants.pkl" in members:
         raise CorruptFile.of(path, Defect.PICKLE, "is a TorchScript program, not a checkpoint")
@@ -264,9 +258,8 @@ def _unpickled(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record], memory: PickleMemory
 ) -> Any:  # noqa: ANN401
     if info.file_size > MAX_PICKLE_BYTES:
-        raise CorruptFile.of(
-            path, Defect.PICKLE, f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
-        )
+        message = f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
+        raise CorruptFile.of(path, Defect.PICKLE, message)
     try:
         return memory.value(archive.read(info), records)
     except ValueError as error:
