@@ -88,17 +88,14 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
-    ## What it does
-    Looks for each adapted module among the base's tensors.
+    What it does: Looks for each adapted module among the base's tensors.
 
-    ## Why it matters
-    PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it, does nothing.
+    Why it matters: PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it,
+    does nothing.
 
-    ## Example
-    LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
+    Example: LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
     held = _held_indices(match)
@@ -118,18 +115,14 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
 def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
-    ## What it does
-    Compares lora_B·lora_A and the rows of trained tokens with the base's weight, and the width of a new head with the
-    base's hidden states.
+    What it does: Compares lora_B·lora_A and the rows of trained tokens with the base's weight, and the width of a new
+    head with the base's hidden states.
 
-    ## Why it matters
-    The adapter was trained on another model: loading fails with a size mismatch.
+    Why it matters: The adapter was trained on another model: loading fails with a size mismatch.
 
-    ## Example
-    lora_B·lora_A is [4096, 4096], and the base's `q_proj.weight` is [3584, 3584].
+    Example: lora_B·lora_A is [4096, 4096], and the base's `q_proj.weight` is [3584, 3584].
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
     yield from _heads_of_other_width(subject, match)
@@ -210,18 +203,14 @@ def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str,
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer that the base does not reach.
 
-    ## What it does
-    Compares the layer numbers of the adapter with those of the base.
+    What it does: Compares the layer numbers of the adapter with those of the base.
 
-    ## Why it matters
-    The adapter is for a deeper model of the family. PEFT drops the layers that are too many, and applies the others
-    to a model that they were not trained on.
+    Why it matters: The adapter is for a deeper model of the family. PEFT drops the layers that are too many, and
+    applies the others to a model that they were not trained on.
 
-    ## Example
-    The adapter has layers 0 to 39, the base 0 to 31.
+    Example: The adapter has layers 0 to 39, the base 0 to 31.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
     held = _held_indices(match)
@@ -235,21 +224,18 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     """Another vocabulary than the base's.
 
-    ## What it does
-    Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
+    What it does: Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
 
-    ## Why it matters
-    Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
-    first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
-    the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
-    not fit each other. It is an error where the whole ends in the adapter differ in their rows, and for LoRA on more or
-    fewer rows than the base has where the adapter does not carry the matrix that it was trained on.
+    Why it matters: Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are
+    resized first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output
+    layer of the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model
+    would not fit each other. It is an error where the whole ends in the adapter differ in their rows, and for LoRA on
+    more or fewer rows than the base has where the adapter does not carry the matrix that it was trained on.
 
-    ## Example
-    `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
+    Example: `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
 
-    ## What to do
-    Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the adapter.
+    What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the
+    adapter.
     """
     match = _matched(subject)
     severity = Severity.INFO if _is_extended(subject) else None
@@ -304,18 +290,15 @@ def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, 
 def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
-    ## What it does
-    Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those without tensors.
+    What it does: Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those
+    without tensors.
 
-    ## Why it matters
-    Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only: these layers
-    are the base's.
+    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only:
+    these layers are the base's.
 
-    ## Example
-    `q_proj` has LoRA in layers 0 to 30 of 32.
+    Example: `q_proj` has LoRA in layers 0 to 30 of 32.
 
-    ## What to do
-    Save the adapter again from the training state, or take an earlier checkpoint.
+    What to do: Save the adapter again from the training state, or take an earlier checkpoint.
     """
     match, config = _matched(subject), subject.config
     yield from _parameters_not_trained(subject, match)
@@ -354,19 +337,15 @@ def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
 def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base has no place for.
 
-    ## What it does
-    Looks for each whole tensor of the adapter among the base's, and compares the shapes. Heads may be new, tied output
-    layers absent; LT504 looks at vocabularies.
+    What it does: Looks for each whole tensor of the adapter among the base's, and compares the shapes. Heads may be
+    new, tied output layers absent; LT504 looks at vocabularies.
 
-    ## Why it matters
-    PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of another shape
-    makes loading fail.
+    Why it matters: PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of
+    another shape makes loading fail.
 
-    ## Example
-    `model.norm_extra.weight` is in the adapter, the base has no such tensor.
+    Example: `model.norm_extra.weight` is in the adapter, the base has no such tensor.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
     for tensor, module, leaf in _whole_tensors(subject):
