@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lora_tool.architectures.heads import head_of
 from lora_tool.keys import split_layer
 from lora_tool.report import Severity
+from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_vocabulary import vocabulary_without_rows
@@ -121,10 +121,7 @@ def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
 
 def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield one name for all layers, with how many more layers are meant."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        alike[split_layer(name)[1]].append(name)
-    for first, *others in alike.values():
+    for first, *others in grouped(names, lambda name: split_layer(name)[1]).values():
         yield first, f", nor in {len(others)} other layers" if others else ""
 
 
