@@ -6,28 +6,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import view_of
-from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import RULES, Need, Rule, chosen
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.judging import judge, judge_adapter, judge_together, unreadable
-from lora_tool.rules.shared.base_match import match_base
 
 _NO_HELP = "a merge has nothing to compute then, so ignoring the rule does not help"
+_OF_TIED = "LT514"
+"""What two values for one matrix are called; `untie` makes two matrices of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeJudge:
     """What is asked of a merge, and of the rules that judge it. Codes are checked by the first question.
 
-    `task` and `num_labels` are what was asked for, None where adapter and base say it. An error of an ignored rule
-    refuses all the same where it leaves nothing to compute.
+    `task` and `num_labels` are what was asked for, None where adapter and base say it; `untie` that tied ends become two
+    matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None
     num_labels: int | None = None
+    untie: bool = False
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
@@ -57,10 +58,10 @@ class MergeJudge:
 
         return self._refuse(judged)
 
-    def in_memory(self, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Report:
-        """Return what the rules that compare with a base find where its names in memory are not those on disk.
+    def in_memory(self, adapters: Sequence[AdapterDir], match: BaseMatch) -> Report:
+        """Return what the rules that compare with a base find where transformers said what its class is.
 
-        Adapters and `base` are in the names of memory. Raises as `as_stored`.
+        Adapters and the base of `match` are in the names of memory. Raises as `as_stored`.
         """
 
         def judged(rules: Sequence[Rule], *, ignored: bool) -> Report:
@@ -70,8 +71,8 @@ class MergeJudge:
                 AdapterSubject(
                     checkpoint=each,
                     view=view_of(each),
-                    base=base,
-                    match=BaseMatch(base=base, arch=arch),
+                    base=match.base,
+                    match=match,
                     num_labels=self._labels,
                     task=self.task,
                 )
@@ -87,17 +88,17 @@ class MergeJudge:
 
     def _ignored(self, *, of_files: bool = False) -> tuple[Rule, ...]:
         rules = chosen(self.select, self.ignore)
-        return tuple(rule for rule in RULES.values() if rule not in rules and (of_files or rule.unmergeable))
+        return tuple(rule for rule in self._fitting if rule not in rules and (of_files or rule.unmergeable))
+
+    @property
+    def _fitting(self) -> tuple[Rule, ...]:
+        """The rules that can be broken by what was asked for."""
+        return tuple(rule for rule in RULES.values() if not (self.untie and rule.code == _OF_TIED))
 
     def _refuse(self, judged: Callable[..., Report]) -> Report:
-        report = judged(chosen(self.select, self.ignore), ignored=False)
+        rules = chosen(self.select, self.ignore)
+        report = judged([rule for rule in self._fitting if rule in rules], ignored=False)
         report.raise_at(self.fail_on)
         if self.select or self.ignore:
             judged(self._ignored(), ignored=True).raise_at(Severity.ERROR, hint=_NO_HELP)
         return report
-
-
-def names_are_those_on_disk(base: ModelDir, adapter: AdapterDir) -> bool:
-    """Return whether the adapter could be compared with the base by the names on disk."""
-    config = adapter.config
-    return config is not None and isinstance(match_base(base, config, ()), BaseMatch)
