@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.architectures.ends import MATRIX, embeddings, is_end, output_name
 from lora_tool.architectures.heads import head_of, last_weights
-from lora_tool.architectures.model_tensors import model_tensors
 from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
 from lora_tool.checkpoint.nearby import way_to_head
 from lora_tool.display import counted
@@ -336,6 +335,8 @@ def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, 
 
 def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:
     """Return the base's class, and its parameters that are nowhere; a causal LM has no pooler, a classifier no output."""
+    from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for adapters beside a base alone
+
     config, arch = match.base.config, match.arch
     known = model_tensors(config, match.base.tensors) if config is not None and not config.problems else None
     if known is None or known.class_name not in {arch.causal_lm, arch.sequence_classification} - {None}:

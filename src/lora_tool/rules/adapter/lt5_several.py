@@ -12,15 +12,14 @@ from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.formats.stored import same_values
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Subject
-from lora_tool.rules.shared.heads import lora_heads, saved_heads
+from lora_tool.rules.engine.subjects import Subject
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeveralAdapters(Subject):
     """Adapters whose sum is to be merged into one base; the folder is the first one's."""
 
-    adapters: tuple[AdapterSubject, ...]
+    views: tuple[AdapterView, ...]
 
 
 @rule("LT512", Severity.ERROR, on=SeveralAdapters, unmergeable=True)
@@ -41,31 +40,31 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     ## What to do
     Merge one of them, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each adapter once.
     """
-    for one, other in combinations(subject.adapters, 2):
-        path, second = str(one.checkpoint.root), str(other.checkpoint.root)
+    for one, other in combinations(subject.views, 2):
+        path, second = str(one.adapter.root), str(other.adapter.root)
         tasks = (_task_of(one, other), _task_of(other, one))
         if None not in tasks and tasks[0] != tasks[1]:
             yield Fault(message=f"is {tasks[0]}, that of {second} is {tasks[1]}", subject="task_type", path=path)
         if _are_the_same(one, other):
             yield Fault(message=f"holds the same weights as {second}: they would be merged twice", path=path)
             continue
-        for name, what in _clashes(one.view, other.view):
+        for name, what in _clashes(one, other):
             yield Fault(message=f"{what}; the other is {second}", subject=name, path=path)
 
 
-def _task_of(subject: AdapterSubject, other: AdapterSubject) -> str | None:
+def _task_of(view: AdapterView, other: AdapterView) -> str | None:
     """Return what the adapter is for by its config; beside a causal LM's, by the head that it carries."""
-    said = trained_for(subject.config)
+    said = trained_for(view.config)
     if said is None and trained_for(other.config) == "CAUSAL_LM":
-        heads = (*saved_heads(subject), *lora_heads(subject))
-        return "SEQ_CLS" if any(head_of(path, CLASSIFICATION_HEADS) for path in heads) else None
+        paths = (*view.saved, *(layer.target for layer in view.layers))
+        return "SEQ_CLS" if any(head_of(path, CLASSIFICATION_HEADS) for path in paths) else None
     return said
 
 
-def _are_the_same(one: AdapterSubject, other: AdapterSubject) -> bool:
+def _are_the_same(one: AdapterView, other: AdapterView) -> bool:
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
 
-    return bool(one.tensors) and fingerprint(one.checkpoint.weights) == fingerprint(other.checkpoint.weights)
+    return bool(one.adapter.tensors) and fingerprint(one.adapter.weights) == fingerprint(other.adapter.weights)
 
 
 def _clashes(one: AdapterView, other: AdapterView) -> Iterator[tuple[str, str]]:
