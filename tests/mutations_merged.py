@@ -316,7 +316,7 @@ def _of_no_manifest(folder: Path, *, unknown: bool = False) -> None:
 
 @breaks("LT320", CAUSAL_MERGED)
 def forget_the_end_of_a_turn(folder: Path) -> None:
-    with fields(folder / "generation_config.json") as config:
+    with fields(folder, "generation_config.json") as config:
         config["eos_token_id"] = 2
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
 from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CorruptFile
-from lora_tool.formats import model_config
+from lora_tool.formats import generation_config, model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
-from lora_tool.formats.generation_config import FILE_NAME as GENERATION_CONFIG
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import TEMPLATES, SpecialToken, read_tokenizer
 from lora_tool.plan.core.steps import SideFile
@@ -126,7 +125,7 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
                 taken.add(name)
                 yield _copied(folder, name, whose)
     for name in base.folder.files:
-        if name in base.folder.licence_files or (generation and name == GENERATION_CONFIG):
+        if name in base.folder.licence_files or (generation and name == generation_config.FILE_NAME):
             yield _copied(base.folder, name, "base")
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lora_tool.checkpoint import ModelDir
 from lora_tool.formats import generation_config
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.merged.subject import MergedSubject
 
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})
@@ -56,6 +54,6 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault]:
 
 
 def _was_trained(subject: ModelSubject) -> bool:
-    model: ModelDir = subject.checkpoint
-    shown = model.manifest is not None or bool(_TRAINING_FILES & {*model.folder.files}) or model.folder.is_numbered
-    return shown or subject.base is not None or isinstance(subject, MergedSubject)
+    folder = subject.checkpoint.folder
+    compared = subject.expected is not None or subject.base is not None
+    return compared or folder.is_numbered or bool(_TRAINING_FILES & {*folder.files})
