@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter import targeting
-from lora_tool.adapter.view import MATRIX, LoraLayer
+from lora_tool.adapter.view import MATRIX, LoraLayer, WholeTensor
 from lora_tool.architectures.ends import embeddings, is_end
 from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.display import counted
@@ -90,8 +90,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for each adapted module among the base's tensors.
 
-    Why it matters: PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it,
-    does nothing.
+    Why it matters: PEFT drops what it finds no module for: with a warning at most, the adapter does nothing there.
 
     Example: LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
 
@@ -136,7 +135,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         if not weight.dtype.is_float:
             yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose {weight.dtype} are no floats")
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
-        rows_only = weight is match.tensor(layer.target) and _is_vocabulary(layer.target)
+        rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
         rows_only = rows_only and needed[1:] == weight.shape[1:]
         if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
             whose = "the base's" if weight is held else "the adapter's own"
@@ -162,10 +161,11 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
     nested = raw.get("text_config")
     table = nested if isinstance(nested, dict) else raw
     widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
-    for tensor, module, leaf in _whole_tensors(subject):
-        if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not widths:
+    for item in _whole_tensors(subject):
+        tensor = item.tensor
+        if item.leaf != "weight" or not is_last_layer(item.module) or not tensor.spec.numel or not widths:
             continue
-        known = match.tensor(module)  # the base may have a head of its own, of whatever width
+        known = match.tensor(item.module)  # the base may have a head of its own, of whatever width
         allowed = widths | set(known.shape[1:] if known is not None else ())
         listed = " or ".join(map(str, sorted(allowed)))
         if len(tensor.shape) != MATRIX:
@@ -188,15 +188,15 @@ def _delta_shape(
     return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
 
 
-def _is_vocabulary(module: str) -> bool:
-    return is_end(module)
+def _whole_tensors(subject: AdapterSubject) -> Iterator[WholeTensor]:
+    """Yield the tensors that replace, or repeat, one of the base's."""
+    return (item for item in subject.view.parts(Part.PLAIN, Part.BASE_LAYER) if item.leaf)
 
 
-def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
-    """Yield the tensors that replace, or repeat, one of the base's: tensor, module path, parameter."""
-    for item in subject.view.parts(Part.PLAIN, Part.BASE_LAYER):
-        if item.leaf:
-            yield item.tensor, item.module, item.leaf
+def _whole_ends(subject: AdapterSubject) -> Iterator[WholeTensor]:
+    """Yield those that are a whole matrix of embeddings, or an output layer's."""
+    matrices = (item for item in _whole_tensors(subject) if item.leaf == "weight" and len(item.tensor.shape) == MATRIX)
+    return (item for item in matrices if is_end(item.module))
 
 
 @rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
@@ -234,8 +234,7 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
 
-    What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the
-    adapter.
+    What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the adapter's tokenizer.
     """
     match = _matched(subject)
     severity = Severity.INFO if _is_extended(subject) else None
@@ -253,23 +252,18 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
 def _rows_of_ends(subject: AdapterSubject, match: BaseMatch) -> set[int]:
     """Return the numbers of rows that the whole ends in the adapter have for the base's one vocabulary."""
     size = match.base.config.vocab_size if match.base.config else None
-    ends = (item for item in _whole_tensors(subject) if item[2] == "weight" and _is_vocabulary(item[1]))
-    held = ((tensor, match.tensor(module)) for tensor, module, _ in ends if len(tensor.shape) == MATRIX)
+    held = ((item.tensor, match.tensor(item.module)) for item in _whole_ends(subject))
     return {tensor.shape[0] for tensor, base in held if base is None or base.shape == (size, *tensor.shape[1:])}
 
 
 def _is_extended(subject: AdapterSubject) -> bool:
     """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
     match = _matched(subject)
-    whole = {
-        match.name(module): tensor.shape[0]
-        for tensor, module, leaf in _whole_tensors(subject)
-        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == MATRIX
-    }
+    whole = {match.name(item.module): item.tensor.shape[0] for item in _whole_ends(subject)}
     held = {
         name.removesuffix(".weight"): tensor.shape[0]
         for name, tensor in match.base.tensors.items()
-        if name.endswith(".weight") and _is_vocabulary(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
+        if name.endswith(".weight") and is_end(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
     }
     ends = held if subject.config.task_type == "CAUSAL_LM" else held.keys() & whole.keys()
     rows = {whole.get(end) for end in ends}
@@ -277,12 +271,11 @@ def _is_extended(subject: AdapterSubject) -> bool:
 
 
 def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
-    for tensor, module, leaf in _whole_tensors(subject):
-        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == MATRIX:
-            yield tensor, module, tensor.shape[0]
+    for item in _whole_ends(subject):
+        yield item.tensor, item.module, item.tensor.shape[0]
     for layer in subject.layers:
         pair = layer.pair
-        if pair is not None and _is_vocabulary(layer.target) and layer.rank is not None:
+        if pair is not None and is_end(layer.target) and layer.rank is not None:
             yield pair[0], layer.target, pair[0].shape[1] if layer.embedding else pair[1].shape[0]
 
 
@@ -290,11 +283,9 @@ def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, 
 def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
-    What it does: Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those
-    without tensors.
+    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for those without tensors.
 
-    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only:
-    these layers are the base's.
+    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0 and only a warning.
 
     Example: `q_proj` has LoRA in layers 0 to 30 of 32.
 
@@ -340,21 +331,21 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for each whole tensor of the adapter among the base's, and compares the shapes. Heads may be
     new, tied output layers absent; LT504 looks at vocabularies.
 
-    Why it matters: PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of
-    another shape makes loading fail.
+    Why it matters: PEFT drops a tensor that has no place without a word, and one of another shape does not load.
 
     Example: `model.norm_extra.weight` is in the adapter, the base has no such tensor.
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = _matched(subject)
-    for tensor, module, leaf in _whole_tensors(subject):
-        base = match.tensor(module, leaf)
+    for item in _whole_tensors(subject):
+        tensor, module = item.tensor, item.module
+        base = match.tensor(module, item.leaf or "")
         if base is None:
             lost = targeting.is_saved_whole(subject.config, module) and not _may_be_absent(match, module)
             lost = lost and not f".{module}".endswith(_TIED_DECODERS)
             if lost and not _belongs_to_head(subject, match, module):
-                message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
+                message = f"belongs to `{item.name}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
         elif tensor.spec.numel and head_of(module) is None and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
@@ -372,5 +363,5 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> 
 def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
     """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
     vocab_size = match.base.config.vocab_size if match.base.config else None
-    rows = _is_vocabulary(module) or base.shape[:1] == (vocab_size,)
+    rows = is_end(module) or base.shape[:1] == (vocab_size,)
     return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])
