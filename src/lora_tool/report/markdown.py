@@ -15,8 +15,8 @@ from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Page, Report, Run, by_subject
 from lora_tool.report.text import run_cells, spans
 
-LIMIT = 900_000
-"""Characters; GitHub refuses a summary above 1 MiB."""
+MOST_CHARACTERS = 900_000
+"""What a summary has; GitHub refuses a summary above 1 MiB."""
 
 _SHOWN = 3
 _LONGEST = 600
@@ -26,12 +26,12 @@ _MARKS = {Severity.ERROR: "❌ error", Severity.WARNING: "⚠️ warning", Sever
 
 
 def report_markdown(report: Report, *, pages: Mapping[str, Page], heading: Sequence[str] = ()) -> str:
-    """Return the report as Markdown of at most `LIMIT` characters; what does not fit is said to be missing.
+    """Return the report as Markdown of at most `MOST_CHARACTERS` characters; what does not fit is said to be missing.
 
     `heading` are lines that stand in the place of the report's own first.
     """
     lines: list[str] = []
-    left = LIMIT
+    left = MOST_CHARACTERS
     for line in (*(heading or _heading(report)), *_lines(report, pages)):
         left -= len(line) + 1
         if left < 0:

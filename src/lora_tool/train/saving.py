@@ -18,7 +18,7 @@ from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.training_record import FILE_NAME
 from lora_tool.formats.weights import Weights
 from lora_tool.report import Finding, Severity
-from lora_tool.rules.shared.heads import head_weight, is_classifier
+from lora_tool.rules.shared.heads import has_labels, head_weight
 from lora_tool.sources import Source, resolve
 from lora_tool.tensors import StoredTensor
 from lora_tool.train.codes import error
@@ -128,7 +128,7 @@ def _versions() -> dict[str, str]:
 def _head(opened: Checkpoint) -> tuple[str, int] | None:
     """Return module and rows of the last layer of the saved classification head, None where there is none."""
     tensors: Mapping[str, StoredTensor] = {}
-    if isinstance(opened, ModelDir) and is_classifier(opened):
+    if isinstance(opened, ModelDir) and has_labels(opened):
         tensors = opened.tensors
     elif isinstance(opened, AdapterDir) and (opened.config is None or opened.config.task_type == "SEQ_CLS"):
         tensors = view_of(opened).saved

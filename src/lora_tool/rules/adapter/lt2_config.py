@@ -31,16 +31,14 @@ _FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one;
 def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     """A target that matches nothing in the file.
 
-    What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` that no tensor
-    belongs to.
+    What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` without tensors.
 
     Why it matters: Either the model had no such module, and what you meant to train was not trained; or the tensors
     were lost, and PEFT fills them in: LoRA with zeros and a warning, whole modules with an error.
 
     Example: `target_modules` lists "c_attn", a name of GPT-2, in the adapter of a Llama.
 
-    What to do: Compare the entry with the module names of the base (`lora-tool inspect BASE`), and remove it or train
-    again.
+    What to do: Compare the entry with the base's module names (`lora-tool inspect BASE`), and remove it or train again.
     """
     config = subject.config
     if not subject.layers:
@@ -108,8 +106,8 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     """A tensor that the config does not explain.
 
-    What it does: Matches each tensor with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT
-    would.
+    What it does: Matches tensors with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT
+    does.
 
     Why it matters: PEFT builds the layers that the config names and drops all other tensors without a word: part of the
     training is silently not used. A plain tensor that the base has by the same name silently replaces the base's.
@@ -169,8 +167,7 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
 
-    Why it matters: ΔW is scaling · B·A: with a scaling of 0 the module is exactly the base's, in training and
-    afterwards.
+    Why it matters: ΔW is scaling · B·A: with a scaling of 0 the module is the base's, in training and afterwards.
 
     Example: `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
 
@@ -218,8 +215,7 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
 def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     """Something that `lora-tool merge` does not merge.
 
-    What it does: Names the features of the adapter that `lora-tool merge` refuses, because it cannot merge them
-    exactly.
+    What it does: Names the adapter's features that `lora-tool merge` refuses, as it cannot merge them exactly.
 
     Why it matters: The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
 
@@ -242,7 +238,7 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `adapter_model.safetensors` has 40 bytes and no tensor.
 
-    What to do: Look for the training checkpoint (`global_stepN/`) of the run: the values are there; or save the adapter
+    What to do: Look for the run's training checkpoint (`global_stepN/`), which has the values, or save the adapter
     again.
     """
     config = subject.config
@@ -283,8 +279,7 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `trainable_token_indices` lists 3 tokens, and the file has 2 rows.
 
-    What to do: Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows, not
-    both.
+    What to do: Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows.
     """
     for module, tokens in subject.view.tokens.items():
         rows, indices = tokens.rows, tokens.indices
@@ -303,14 +298,13 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on fused experts whose order of columns nobody says.
 
-    What it does: Looks at adapters that Unsloth trained on fused experts, for a `lora_B_layout` in
-    `adapter_config.json`. One that names no order that there is, is an error.
+    What it does: Looks for a `lora_B_layout` in the config of adapters that Unsloth trained on fused experts. One that
+    names no order that there is, is an error.
 
     Why it matters: Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them
     rank by rank. Both have the same shape; the wrong one loads, and gives plausible garbage.
 
-    Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and the config does not say in which
-    order.
+    Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, in an order that no config says.
 
     What to do: If it was trained before 2026-09: `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`, else
     `rank_major`; or write `"lora_B_layout"` into `adapter_config.json`.

@@ -48,8 +48,7 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B`
     with the length of DoRA's magnitude and of its own bias. Looks for factors that are no matrices.
 
-    Why it matters: B·A cannot be computed: loading fails with a size mismatch. The two are from different runs, or were
-    flattened by FSDP or DeepSpeed.
+    Why it matters: B·A cannot be computed: loading fails. They are of two runs, or FSDP or DeepSpeed flattened them.
 
     Example: `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
 
@@ -208,8 +207,7 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
 def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """`use_dora` or `lora_bias` contradict the tensors.
 
-    What it does: Compares `use_dora` with the `lora_magnitude_vector` tensors, and `lora_bias` with the biases of
-    `lora_B`.
+    What it does: Compares `use_dora` with the `lora_magnitude_vector`s, and `lora_bias` with the biases of `lora_B`.
 
     Why it matters: Tensors without their flag are dropped without a word, a flag without its tensors fills in initial
     values: the model computes something that was never trained.

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.shared.heads import head_weight, saved_heads
-from lora_tool.rules.shared.hints import an_earlier_checkpoint
 
 _ENOUGH = 8
 """A tensor of fewer values may have equal ones by chance."""
@@ -71,12 +70,11 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
 def constant(subject: AdapterSubject) -> Iterator[Fault]:
     """A factor whose values are all the same.
 
-    What it does: Reads each `lora_A` and `lora_B` and looks for those with one value throughout. A `lora_B` of zeros is
-    LT208's.
+    What it does: Looks for each `lora_A` and `lora_B` with one value throughout. A `lora_B` of zeros is LT208's.
 
     Why it matters: No training ends so: the values were lost and filled in, as by a broken conversion, a placeholder,
-    or memory that was never written. An A of zeros makes its module do nothing; any other constant adds the same to
-    every output.
+    or memory that was never written. An A of zeros makes its module do nothing; another constant adds the same to each
+    output.
 
     Example: Every value of `…q_proj.lora_A.weight` is 0.
 
@@ -103,8 +101,7 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
     Why it matters: Larger by thousands are a run that diverged, bytes read in the wrong type or order, or a damaged
     file: the model answers with nonsense, or with NaN where 16 bits overflow.
 
-    Example: `lora_B` holds 3.4e+38 after an optimizer step with a gradient that overflowed; or one bit of it was
-    flipped.
+    Example: `lora_B` holds 3.4e+38 after a step whose gradient overflowed; or one bit of it was flipped.
 
     What to do: Use an earlier checkpoint; look at `grad_norm` and `loss` in `trainer_state.json` before this one. Copy
     the file again if the values were good where it was made.
@@ -124,9 +121,8 @@ def zero_head(subject: Subject) -> Iterator[Fault]:
 
     What it does: Reads `score.weight` or `classifier.weight`, of an adapter or a model.
 
-    Why it matters: A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails: it
-    loads, merges and is served. The trained head was not saved, was read before it was gathered from its ranks, or got
-    no gradient.
+    Why it matters: A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails. The
+    trained head was not saved, was read before it was gathered from its ranks, or got no gradient.
 
     Example: Every value of `base_model.model.score.weight` is 0, beside trained factors.
 

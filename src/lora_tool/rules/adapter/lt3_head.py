@@ -46,8 +46,7 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
 
-    What to do: Look for `score.weight` in the training checkpoint (`global_stepN/`), or train again with
-    `task_type="SEQ_CLS"`.
+    What to do: Look for `score.weight` in the training checkpoint, or train again with `task_type="SEQ_CLS"`.
 
     If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type` is
     not set and the base is not known: PEFT then takes the head that the base has.
@@ -96,12 +95,10 @@ def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
 def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a head whose frozen weight was never saved.
 
-    What it does: Looks for LoRA on `score` or `classifier` where neither the adapter nor the base has the head's own
-    weight.
+    What it does: Looks for LoRA on `score` or `classifier` where neither adapter nor base has the head's own weight.
 
     Why it matters: The head of a fresh reward model is random. LoRA on it trains a difference to these random numbers,
-    and they were not saved: the rewards cannot be computed any more. `target_modules="all-linear"` does this in some
-    trainers.
+    and they were not saved: the rewards are lost. `target_modules="all-linear"` does this in some trainers.
 
     Example: `score.lora_A` and `score.lora_B` are there, and the base is a causal LM.
 
@@ -140,8 +137,7 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
 
     What to do: Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
 
-    A head that the adapter carries whole takes the place of the base's: against another number there, this is a
-    warning.
+    A head that the adapter carries whole replaces the base's: against another number there, this is a warning.
     """
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject)) or lora_head_rows(subject)
@@ -178,8 +174,7 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"task_type": "CAUSAL_LM"`, and `base_model.model.score.weight` is in the file.
 
-    What to do: Set `"task_type": "SEQ_CLS"` in `adapter_config.json` if this is a reward model or classifier; else
-    leave `--rm` out.
+    What to do: Set `"task_type": "SEQ_CLS"` if this is a reward model or classifier; else leave `--rm` out.
 
     An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
     task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.

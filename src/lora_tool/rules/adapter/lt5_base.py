@@ -103,8 +103,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Looks for each adapted module among the base's tensors; a classifier has no output layer of a language
     model.
 
-    Why it matters: PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it,
-    does nothing.
+    Why it matters: PEFT drops what it finds no module for: with a warning at most, the adapter does nothing there.
 
     Example: LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
 
@@ -263,11 +262,9 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
-    What it does: Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those
-    without tensors.
+    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for those without tensors.
 
-    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only:
-    these layers are the base's.
+    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0 and only a warning.
 
     Example: `q_proj` has LoRA in layers 0 to 30 of 32.
 
@@ -316,8 +313,7 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     before its last layer. Heads may be new, tied output layers absent, and a classifier has no output layer; LT504
     looks at vocabularies.
 
-    Why it matters: PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of
-    another shape makes loading fail.
+    Why it matters: PEFT drops a tensor that has no place without a word, and one of another shape does not load.
 
     Example: `model.norm_extra.weight` is in the adapter, the base has no such tensor.
 

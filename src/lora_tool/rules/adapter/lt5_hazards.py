@@ -110,13 +110,11 @@ def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's,
     where it carries one, else the base's.
 
-    Why it matters: The tokens were added before training, and the base is without them. PEFT fails with an index out of
-    range.
+    Why it matters: The tokens were added before training, and the base lacks them. PEFT fails: index out of range.
 
     Example: Token 151,670 was trained, and the base's embedding has 151,666 rows.
 
-    What to do: Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, then
-    `model.save_pretrained(NEW)`.
+    What to do: Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, saved anew.
     """
     match = subject.match
     if not isinstance(match, BaseMatch):
@@ -172,11 +170,10 @@ _LAYER = re.compile(r".+?\.\d+(?=\.)")
 def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     """The base holds the adapter already.
 
-    What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a
-    merged model.
+    What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is merged
+    itself.
 
-    Why it matters: Merged again, or put onto that model unmerged, the adapter counts twice: the output drifts, and
-    nothing fails.
+    Why it matters: Merged again, or put onto that model unmerged, the adapter counts twice, and nothing fails.
 
     Example: `--base merged-model`, which was made from this very adapter.
 

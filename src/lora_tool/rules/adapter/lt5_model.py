@@ -49,8 +49,7 @@ def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
 
-    What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the
-    adapter.
+    What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the adapter's tokenizer.
     """
     match = subject.matched
     severity = Severity.INFO if _is_extended(subject) else None

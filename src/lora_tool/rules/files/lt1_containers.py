@@ -56,8 +56,7 @@ def bad_header(subject: Subject) -> Iterator[Fault]:
     What it does: Reads the header of a safetensors file: length, JSON, dtypes, shapes, offsets.
 
     Why it matters: Without a header that can be believed no tensor can be found in the file. Often it is another kind
-    of file under a wrong name: a pickle, an HTML error page, or the pointer that git leaves when Git LFS is not
-    installed.
+    of file under a wrong name: a pickle, an HTML error page, or the pointer that git leaves without Git LFS.
 
     Example: `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
 
@@ -88,8 +87,7 @@ def overlap(subject: Subject) -> Iterator[Fault]:
 
     What it does: Checks that no two tensors of a safetensors file claim the same bytes.
 
-    Why it matters: The header is wrong for at least one of them, and safetensors refuses the file. No known writer
-    makes this.
+    Why it matters: The header is wrong for one of them at least: safetensors refuses it, and no known writer makes it.
 
     Example: Two tensors both have `data_offsets` [0, 512].
 
@@ -215,11 +213,10 @@ def total_size(subject: Subject) -> Iterator[Fault]:
 def not_a_file(subject: Subject) -> Iterator[Fault]:
     """Something that is not a plain file of this folder.
 
-    What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes, and files that
-    cannot be opened.
+    What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes and unreadable
+    files.
 
-    Why it matters: What is checked, merged and published should be in the folder, and not whatever a link points to
-    today.
+    Why it matters: What is checked and published should be in the folder, not whatever a link points to today.
 
     Example: `adapter_model.safetensors` is a link to `/scratch/run3/adapter_model.safetensors`.
 
@@ -273,7 +270,7 @@ _IN_ONE_FILE = (
 
 
 @rule("LT115", Severity.ERROR, on=Subject)
-def no_weights(subject: Subject) -> Iterator[Fault]:
+def weights_absent(subject: Subject) -> Iterator[Fault]:
     """No weights.
 
     What it does: Looks for `adapter_model.safetensors`, or for `model.safetensors` or its index.

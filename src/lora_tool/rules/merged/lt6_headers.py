@@ -77,8 +77,7 @@ _ROTARY_FIELDS = (
 def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     """Adapter tensors left in a merged model.
 
-    What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) among a model's
-    tensors.
+    What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) in a model.
 
     Why it matters: The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of
     the weights under their names and makes up random ones, with a log line only.
@@ -98,8 +97,7 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
 def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor is missing from a merged model.
 
-    What it does: Compares the names in the weights with what base and adapter give, or with the ledger of
-    `lora_tool.json`.
+    What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
 
     Why it matters: transformers puts random values where a tensor is missing, and says so in a log line only.
 
@@ -119,15 +117,13 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
 def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor in a merged model that is neither the base's nor the adapter's.
 
-    What it does: Compares the names in the weights with what base and adapter give, or with the ledger of
-    `lora_tool.json`.
+    What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
 
     Why it matters: Either it has no place in the model, and is ignored when it is loaded, or it replaces something.
 
     Example: `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
 
-    What to do: Merge again with the base and adapter that the model was made from; `lora-tool merge` leaves out what
-    the model has no place for.
+    What to do: Merge again with its base and adapter.
     """
     expected = subject.expected
     if expected is None:
@@ -157,8 +153,7 @@ def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Compares shapes and types with what base and adapter give, or with the ledger of `lora_tool.json`.
 
-    Why it matters: A wrong shape does not load. Another float type may be what was asked for, and is noted: 16 bits
-    lose what 32 had.
+    Why it matters: A wrong shape does not load. Another float type may have been asked for, and is noted.
 
     Example: `score.weight` is [2, 4096] where the adapter's head is [1, 4096].
 
@@ -201,7 +196,7 @@ def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Looks for the score head that the adapter (or base) has among the merged model's tensors.
 
     Why it matters: Without it the folder is a language model, or a classifier with a random head: its rewards mean
-    nothing. PEFT merges a reward adapter into a causal LM without a warning, and so do merges that know only `.weight`
+    nothing. PEFT merges a reward adapter into a causal LM without a warning, as merges do that know only `.weight`
     pairs.
 
     Example: The adapter holds `base_model.model.score.weight`; the merged folder has an `lm_head` and no `score`.
@@ -342,8 +337,7 @@ def _planned_config(subject: MergedSubject) -> dict[str, Any] | None:
 def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
     """Merged from another base or adapter than the one it is compared with.
 
-    What it does: Compares the fingerprints of base and adapter with those that `lora_tool.json` recorded when it was
-    written.
+    What it does: Compares the fingerprints of base and adapter with those that `lora_tool.json` recorded.
 
     Why it matters: The model was made from something else, or its inputs have changed since: nothing here can prove it.
 

@@ -1,4 +1,4 @@
-"""LT605 to LT612, LT614, LT618, LT619: what the values of a merged model are, by the evidence of having read them."""
+"""LT605 to LT612, LT614, LT618 to LT620: what a merged model's values and answers are, by the evidence of them."""
 
 from __future__ import annotations
 
@@ -118,15 +118,13 @@ def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
 def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged twice.
 
-    What it does: Projects W' - W on ΔW: the factor is 1 for a merge, and 2 for one that was done again on its own
-    result.
+    What it does: Projects W' - W on ΔW: the factor is 1 for a merge, and 2 for one done again on its own result.
 
     Why it matters: The model went as far again in the direction that was trained. It still talks, so nobody notices.
 
     Example: A merge script that ran again on the folder it had written; LoRA on both ends of tied embeddings.
 
-    What to do: Merge once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge the same
-    adapter twice.
+    What to do: Merge once, into the base that was trained on. `lora-tool merge` refuses the same adapter twice.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and _near(found.factor, _TWICE):
@@ -186,7 +184,7 @@ def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
 
 
 @rule("LT612", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
-def another_adapter(subject: MergedSubject) -> Iterator[Fault]:
+def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The weights carry another adapter.
 
     What it does: Looks whether every tensor that this adapter changes was changed, each in another direction.
@@ -226,13 +224,12 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
 
 
 @rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
-def another_base(subject: MergedSubject) -> Iterator[Fault]:
+def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
     """Most of the tensors that the adapter leaves alone are not this base's.
 
     What it does: Counts the tensors outside the adapter that differ from the base's.
 
-    Why it matters: The model was merged into another base: another version of the same model, an instruct model instead
-    of its base.
+    Why it matters: The model was merged into another base: another version of it, or its instruct model.
 
     Example: An adapter trained on `Qwen2.5-7B` was merged into `Qwen2.5-7B-Instruct`: all shapes are equal.
 
@@ -253,8 +250,7 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
     What it does: Measures how much of ΔW is in the stored W' - W: the cosine between the two, over all merged tensors.
 
     Why it matters: A change smaller than half a unit in the last place of a 16-bit weight rounds away. The merge is
-    right, and yet the merged model has less of the training than the adapter. Small learning rates in RL and DPO end
-    there.
+    right, and yet has less of the training than the adapter. Small learning rates in RL and DPO end there.
 
     Example: ΔW is a thousandth of W in bfloat16: 16% of the values move at all.
 
@@ -270,3 +266,27 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
             f"{len(poor)} of {len(merged)} merged tensors hold little of ΔW (typical cosine {typical:.2f}){unmoved}"
         )
         yield Fault(message=message)
+
+
+@rule("LT620", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.OUTPUTS}))
+def other_answers(subject: MergedSubject) -> Iterator[Fault]:
+    """The merged model answers otherwise than its base with the adapter.
+
+    What it does: Asks both the same, in float32, and compares logits or rewards. What rounding the weights explains is
+    measured: a third run moves each changed weight at random by up to half an ulp. `lora-tool verify --logits`.
+
+    Why it matters: The tensors may each be what the plan says, and the model another all the same: another config, a
+    tensor under a name that nothing loads, ends that are tied again on loading.
+
+    Example: LoRA on `lm_head` merged into embeddings that `config.json` ties.
+
+    What to do: Look at the other findings first; serve the adapter unmerged until it is clear.
+    """
+    found = subject.outputs
+    if found is None or found.explained:
+        return
+    message = (
+        f"{found.what} differ by {found.largest:.3g} at most and {found.mean:.3g} on average; rounding the weights "
+        f"explains {found.allowed_largest:.3g} and {found.allowed_mean:.3g}"
+    )
+    yield Fault(message=message)

@@ -15,7 +15,7 @@ from lora_tool.formats.files import inside, read_json
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.rules.shared.heads import head_weight, is_classifier, labels_of
+from lora_tool.rules.shared.heads import has_labels, head_weight, labels_of
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _DECODER_HEAD = "score"
@@ -44,7 +44,7 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
     if isinstance(subject, ModelSubject):
         config = subject.checkpoint.config
         has_head = f"{_DECODER_HEAD}.weight" in subject.tensors
-        if config and has_head and is_classifier(subject.checkpoint) and config.pad_token_id is None:
+        if config and has_head and has_labels(subject.checkpoint) and config.pad_token_id is None:
             message = "is not set: only one text at a time can be scored"
             yield Fault(subject="pad_token_id", message=message, path=str(config.path))
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
@@ -82,8 +82,8 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
 
     Example: `"architectures": ["LlamaForSequenceClassification"]`, and no `score.weight`.
 
-    What to do: Set `architectures` to the class that was trained; if the head is missing, merge again with the adapter
-    that has it.
+    What to do: Set `architectures` to the class that was trained; if the head is missing, merge the adapter that has
+    it.
     """
     model = subject.checkpoint
     if model.config is None or not model.config.architectures:
@@ -112,8 +112,8 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
 
     Example: `score.weight` is [1, 4096], and `config.json` has no `id2label`.
 
-    What to do: Set `id2label` and `label2id` in `config.json` to as many labels as the head has rows, `{"0":
-    "LABEL_0"}` for a reward model.
+    What to do: Set `id2label` and `label2id` to as many labels as the head has rows: `{"0": "LABEL_0"}` for a reward
+    model.
     """
     model = subject.checkpoint
     weight, told = head_weight(subject.tensors), labels_of(model)

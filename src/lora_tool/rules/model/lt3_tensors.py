@@ -25,14 +25,13 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     are stored as they are in memory, and compares. Of other types it looks at the width of a `score` head, and for a
     tensor that has another shape in one layer than in those that are otherwise like it.
 
-    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it initialises
-    the tensor at random.
+    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` the tensor is
+    random.
 
     Example: `score.weight` is [1, 24], and `hidden_size` is 16: the head was trained on another model. A GPT-2 whose
     Conv1D weights, [in, out], were merged as [out, in].
 
-    What to do: Merge again with the base that the adapter was trained on, or copy config and weights from the same
-    place.
+    What to do: Merge again with the base that the adapter was trained on, or copy config and weights together.
     """
     known = subject.class_tensors
     shapes = dict(known.shapes) if known is not None else _head_alone(subject)
@@ -82,8 +81,7 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     one attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that
     are otherwise like it have, and for embeddings and an output layer.
 
-    Why it matters: transformers initialises what is missing at random, on every load anew, and says so in a log line
-    only.
+    Why it matters: transformers initialises what is missing at random, on every load anew, with a log line only.
 
     Example: A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
 
@@ -130,11 +128,9 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has no place for.
 
     What it does: Compares the names in the weights with those that the class in `config.json` may have, for the model
-    types that are stored as they are in memory. What another class of the same type has, as the `lm_head` beside a
-    classifier, is noted.
+    types that are stored as they are in memory. What another class of the same type has, as an `lm_head`, is noted.
 
-    Why it matters: transformers leaves it out when it loads the model, with a log line only. What was trained there is
-    lost.
+    Why it matters: transformers leaves it out on loading, with a log line only. What was trained there is lost.
 
     Example: `v_head.summary.weight` of a PPO trainer; layers 24 to 27, where `num_hidden_layers` is 24.
 

@@ -13,7 +13,7 @@ from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.rules.shared.heads import is_classifier
+from lora_tool.rules.shared.heads import has_labels
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
@@ -44,7 +44,7 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     if token is not None and token.id >= rows:
         message = f"`{token.token}` has the id {token.id:,}, the embeddings have {rows:,} rows"
         yield Fault(subject="pad_token", message=message, path=str(token.path))
-    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None and is_classifier(checkpoint):
+    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None and has_labels(checkpoint):
         pad = checkpoint.config.pad_token_id
         if pad is not None and pad >= rows:
             message = f"is {pad:,}, the embeddings have {rows:,} rows"
@@ -76,9 +76,8 @@ def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     """Weights that are not those of the config.
 
-    What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, of an encoder and a
-    decoder each by itself; and `vocab_size` with the embedding's rows, for the model types that are stored as they are
-    in memory.
+    What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, of encoder and decoder
+    each; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
 
     Why it matters: transformers fills in layers that are missing with random numbers and says so in a log line; the
     model talks nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard

@@ -63,8 +63,7 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules saved whole, which servers do not load with an adapter.
 
     What it does: Looks at `modules_to_save` and at tensors that are no LoRA. vLLM refuses them, but for the heads
-    `score` and `classifier`, which its releases since autumn 2026 take for classification models. SGLang does not apply
-    them.
+    `score` and `classifier`, which releases since autumn 2026 take for classifiers. SGLang does not apply them.
 
     Why it matters: Every reward adapter has such a head. Without it there are no rewards.
 
@@ -157,8 +156,8 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
 def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained biases, which servers refuse or leave out.
 
-    What it does: Looks at `bias` and `lora_bias`. vLLM refuses both ("Adapter bias is not supported"), SGLang does not
-    read them.
+    What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), SGLang ignores
+    them.
 
     Why it matters: Without its biases the model is another one.
 
@@ -228,8 +227,7 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats them on every
     load; those with `niter` are random each time.
 
-    Why it matters: The adapter was trained on the changed base. On the original one it is wrong by all that was taken
-    out of it.
+    Why it matters: The adapter was trained on the changed base. On the original it is wrong by what was taken out.
 
     Example: `"init_lora_weights": "pissa_niter_16"`.
 
@@ -255,8 +253,7 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     """Targets in a form that the server does not read.
 
     What it does: Looks for `target_modules` that are a regular expression, of which SGLang takes only the words `all`
-    and `all-linear`; and for parameters of fused experts (`target_parameters`), which servers take for some models
-    only.
+    and `all-linear`; and for `target_parameters` (fused experts), which servers take for some models only.
 
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
 
@@ -301,11 +298,9 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Says for PEFT which class and how many labels the base must be loaded with.
 
-    Why it matters: On a causal LM, PEFT drops the head without a word; with transformers' two labels, loading a reward
-    model fails.
+    Why it matters: On a causal LM, PEFT drops the head without a word; with two labels, a reward model does not load.
 
-    Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)`: size mismatch, [1, 4096] against [2,
-    4096].
+    Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)`: [1, 4096] against [2, 4096].
 
     What to do: Load the base as the message says, or merge it: `lora-tool merge ADAPTER`.
     """

@@ -19,11 +19,9 @@ def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
     What it does: Compares the rank files that are there with the number of processes that the others count, and the
     `.distcp` files with those that `.metadata` names.
 
-    Why it matters: Under ZeRO and FSDP each process holds its own part of every weight. Without one of them no weight
-    is whole.
+    Why it matters: Under ZeRO and FSDP each process holds a part of every weight. Without one no weight is whole.
 
-    Example: Of 4 ranks the optimizer files of ranks 2 and 3 are missing: the folder was copied from the first of two
-    machines.
+    Example: Of 4 ranks the optimizer files of ranks 2 and 3 are missing: only the first of two machines was copied.
 
     What to do: Copy them from the other machines of the run: every node writes its own ranks' files.
     """
@@ -64,8 +62,7 @@ def world_size(subject: ShardedSubject) -> Iterator[Fault]:
 def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file that was written under another name.
 
-    What it does: torch names the folder inside the file after the file it writes; that name is compared with the
-    file's.
+    What it does: torch names the folder inside a file after the file; the two names are compared.
 
     Why it matters: Two ranks' files that are swapped give weights that are all wrong, and zero_to_fp32 accepts them.
 
@@ -97,8 +94,7 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
 
     What it does: Compares the step counters of all rank files.
 
-    Why it matters: Weights put together from two steps were never trained; zero_to_fp32 puts them together without a
-    word.
+    Why it matters: Weights put together from two steps were never trained; zero_to_fp32 does so without a word.
 
     Example: Saving was interrupted: two ranks had written step 200, two still hold step 100.
 
@@ -123,7 +119,7 @@ def other_run(subject: ShardedSubject) -> Iterator[Fault]:
 
 
 @rule("LT408", Severity.ERROR, on=ShardedSubject)
-def leftover_elements(subject: ShardedSubject) -> Iterator[Fault]:
+def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
     """Partitions with too many or too few elements.
 
     What it does: Adds up the elements of every parameter group and compares them with its shapes, padding taken into
@@ -142,8 +138,7 @@ def leftover_elements(subject: ShardedSubject) -> Iterator[Fault]:
 def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     """`latest` does not name the newest tag.
 
-    What it does: Compares the tag in the file `latest` with the tags that are there. A tag that is not there is an
-    error.
+    What it does: Compares the tag in the file `latest` with those that are there. One that is not there is an error.
 
     Why it matters: Tools take the tag that `latest` names: the weights would be older than you think.
 
@@ -155,7 +150,7 @@ def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
 
 
 @rule("LT410", Severity.INFO, on=ShardedSubject)
-def frozen_not_saved(subject: ShardedSubject) -> Iterator[Fault]:
+def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
     """Frozen weights that are not in the checkpoint.
 
     What it does: Compares the parameters of the training module with those whose values were saved.

@@ -15,8 +15,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import RunSubject, Subject
-from lora_tool.rules.shared.hints import an_earlier_checkpoint
+from lora_tool.rules.engine.subjects import RunSubject, Subject, an_earlier_checkpoint
 
 _NO_GRADIENT = 1e-6
 """Norms of real gradients are above 0.001; DPO on pairs that do not differ gave 6e-8."""
@@ -66,8 +65,7 @@ def run_not_finite(subject: Subject) -> Iterator[Fault]:
     when the checkpoint was written are an error. A loss that recovered is a warning, a gradient that did is noted: in
     fp16, the loss scaler skips such steps.
 
-    Why it matters: One step with a NaN gradient makes every trained weight NaN, and the run goes on as if nothing had
-    happened.
+    Why it matters: One step with a NaN gradient makes every trained weight NaN, and the run goes on regardless.
 
     Example: `grad_norm` is NaN from step 120 on, and the loss is still shown as 0.69.
 
@@ -204,8 +202,7 @@ def run_diverged(subject: Subject) -> Iterator[Fault]:
 
     Example: The loss falls from 2.1 to 1.3 and ends at 9.8.
 
-    What to do: Use the checkpoint before the loss rose (`lora-tool validate RUN` lists them); train with a smaller
-    learning rate or a warmup.
+    What to do: Use the checkpoint before the loss rose (`lora-tool validate RUN`); lower the learning rate, or warm up.
     """
     state = _state(subject)
     if state is None or _is_online(state):
@@ -246,8 +243,8 @@ def run_stopped_early(subject: Subject) -> Iterator[Fault]:
     What it does: Compares, in a run folder without finished weights, the step of the last checkpoint with `max_steps`
     in its `trainer_state.json`. A run that was told to stop, as by early stopping, is noted only.
 
-    Why it matters: The job was killed, or is still running. The learning rate had not come down yet, and a part of the
-    data was never seen.
+    Why it matters: The job was killed, or is still running. The learning rate had not come down, and data was never
+    seen.
 
     Example: The last checkpoint is `checkpoint-400` and `max_steps` is 1000.
 
@@ -278,8 +275,7 @@ def run_other_step(subject: Subject) -> Iterator[Fault]:
 
     What it does: Compares the number in the folder's name with `global_step` in its `trainer_state.json`.
 
-    Why it matters: Files of two checkpoints were mixed, or the folder was renamed. Resuming would skip data or train on
-    it twice.
+    Why it matters: Files of two checkpoints were mixed, or the folder was renamed. Resuming would skip or repeat data.
 
     Example: `checkpoint-500/trainer_state.json` says `"global_step": 400`.
 
@@ -326,8 +322,7 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
 
     Example: `checkpoint-200` and `checkpoint-400` hold the same adapter.
 
-    What to do: Look at `grad_norm` and `learning_rate` between the two steps, and whether the adapter's parameters are
-    trained.
+    What to do: Look at `grad_norm` and `learning_rate` between the two steps, and whether the adapter is trained.
     """
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for run folders only
 
