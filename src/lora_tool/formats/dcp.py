@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
@@ -103,7 +104,7 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
         for key, info in storage.items()
         if isinstance(key, Stub) and type(key.get("fqn")) is str and _is_sizes(key.get("offset"))
     }
-    tensors = {name: _tensor(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
+    tensors = {name: _described(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
     meta = found.get("storage_meta")
     save_id = meta.get("save_id") if isinstance(meta, Stub) else None
     others = {
@@ -139,7 +140,7 @@ def _module_names(folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[st
     shallowest = min(map(len, modules))
     found = sorted((module for module in modules if len(module) == shallowest), key=str)
     if len(found) > 1:
-        listed = ", ".join(".".join(map(str, module)) for module in found[:8])
+        listed = some([".".join(map(str, module)) for module in found])
         raise UnsupportedCheckpoint(
             f"{folder} holds the states of {len(found)} modules: {listed}",
             hint="save the one that you want by itself; to have them all in one file: "
@@ -160,7 +161,7 @@ def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
     return bool(parts) and sum(len(part) if type(part) is str else 20 for part in parts[:4096]) <= 4096 >= len(parts)  # noqa: PLR2004
 
 
-def _tensor(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
+def _described(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
     if fqn.rpartition(".")[2] in ("_flat_param", "flat_param"):
         raise UnsupportedCheckpoint(
             f"{folder}: `{fqn}` is a flat parameter of FSDP1, whose names and shapes are only in the running model",

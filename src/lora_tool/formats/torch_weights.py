@@ -49,13 +49,13 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
     tensors: dict[str, StoredTensor] = {}
     for name, item in value.items():
         try:
-            tensors[name] = _tensor(file, name, item)
+            tensors[name] = _stored(file, name, item)
         except CorruptFile as error:
             problems.append(error.problem)
     return TorchWeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
 
 
-def _tensor(file: TorchFile, name: object, item: object) -> StoredTensor:
+def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:
     if not isinstance(name, str) or not is_tensor_name(name):
         raise CorruptFile(_problem(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name"))
     if not isinstance(item, LazyTensor):

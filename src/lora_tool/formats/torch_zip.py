@@ -308,7 +308,7 @@ def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
         )
 
 
-def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
+def _rebuilt(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
     """`torch._utils._rebuild_tensor_v2`, and v3, whose seventh argument is the type of an untyped storage's tensor."""
     # a checkpoint has thousands of tensors: this is written for speed
     if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_DIMENSIONS:
@@ -370,9 +370,9 @@ KNOWN: dict[Global, Any] = {
     ("torch.storage", "UntypedStorage"): ElementType(DType.U8),
     **{("torch", name): ElementType(dtype) for name, dtype in _DTYPES.items()},
     ("torch", "Size"): Known(_size),
-    ("torch._utils", "_rebuild_tensor"): Known(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): Known(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): Known(_tensor),
+    ("torch._utils", "_rebuild_tensor"): Known(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v2"): Known(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v3"): Known(_rebuilt),
     ("torch._utils", "_rebuild_parameter"): Known(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Known(_parameter),
     ("torch._tensor", "_rebuild_from_type_v2"): Known(_call),

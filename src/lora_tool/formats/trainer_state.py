@@ -49,10 +49,10 @@ def read_trainer_state(path: Path) -> TrainerState:
     return TrainerState(
         path=path,
         global_step=fields.integer("global_step", 0),
-        epoch=_number(raw.get("epoch")),
+        epoch=_logged(raw.get("epoch")),
         last_loss=losses[-1] if losses else None,
         max_steps=max_steps if type(max_steps) is int and max_steps > 0 else None,
-        best_metric=_number(raw.get("best_metric")),
+        best_metric=_logged(raw.get("best_metric")),
         best_step=best_step if type(best_step) is int else None,
         stopped=_control(raw).get("should_training_stop") is True,
         log=log,
@@ -63,10 +63,10 @@ def read_trainer_state(path: Path) -> TrainerState:
 def _entries(history: object) -> Iterator[Mapping[str, float]]:
     for entry in history if isinstance(history, list) else ():
         if isinstance(entry, dict):
-            yield {name: number for name, value in entry.items() if (number := _number(value)) is not None}
+            yield {name: number for name, value in entry.items() if (number := _logged(value)) is not None}
 
 
-def _number(value: object) -> float | None:
+def _logged(value: object) -> float | None:
     if type(value) is float:  # nearly all of them, in logs of many thousand entries
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
