@@ -9,9 +9,8 @@ from pathlib import Path
 
 from lora_tool import keys
 from lora_tool.checkpoint import other_formats
-from lora_tool.checkpoint.folders import Folder, listed
+from lora_tool.checkpoint.folders import Folder, listed, read_config, without_weights
 from lora_tool.checkpoint.kinds import AdapterDir, Claim, Kind
-from lora_tool.checkpoint.reading import read_config, without_weights
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
 from lora_tool.formats.weights import Weights, read_single

@@ -6,9 +6,8 @@ import re
 from dataclasses import replace
 
 from lora_tool.checkpoint import other_formats
-from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.folders import Folder, read_config, without_weights
 from lora_tool.checkpoint.kinds import Claim, Kind, ModelDir
-from lora_tool.checkpoint.reading import read_config, without_weights
 from lora_tool.errors import Defect, Problem
 from lora_tool.formats import manifest, model_config
 from lora_tool.formats.manifest import Manifest, read_manifest

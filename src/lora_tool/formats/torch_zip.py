@@ -51,17 +51,15 @@ class Record(NamedTuple):
             raw = read_at(self.path, fd, self.header_at, _LOCAL_HEADER.size + len(os.fsencode(self.name)))
             size = os.fstat(fd).st_size
         if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
-            raise CorruptFile.of(
-                self.path, Defect.BAD_HEADER, "has no local header where the directory says", self.name
-            )
+            message = "has no local header where the directory says"
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, self.name)
         fields = _LOCAL_HEADER.unpack_from(raw)
         if raw[_LOCAL_HEADER.size :] != self.name.encode() or fields[9] != len(self.name.encode()):
             raise CorruptFile.of(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
         start: int = self.header_at + _LOCAL_HEADER.size + fields[9] + fields[10]
         if start + self.nbytes > size:
-            raise CorruptFile.of(
-                self.path, Defect.TRUNCATED, f"ends at byte {start + self.nbytes:,}, the file at {size:,}", self.name
-            )
+            message = f"ends at byte {start + self.nbytes:,}, the file at {size:,}"
+            raise CorruptFile.of(self.path, Defect.TRUNCATED, message, self.name)
         return start
 
 

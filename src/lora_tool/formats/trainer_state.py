@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BrokenFile, Problem
+from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
 
@@ -83,12 +83,3 @@ def _control(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("stateful_callbacks", "TrainerControl", "args"):
         found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def try_trainer_state(path: Path) -> tuple[TrainerState | None, tuple[Problem, ...]]:
-    """Return the state and its problems; (None, problems) where the file cannot be read."""
-    try:
-        state = read_trainer_state(path)
-    except BrokenFile as error:
-        return None, (error.problem,)
-    return state, state.problems

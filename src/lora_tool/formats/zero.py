@@ -175,10 +175,8 @@ def _require_plain_data_parallel(file: TorchFile) -> None:
     degrees["mp_world_size"] = file.value.get("mp_world_size")
     for what, degree in degrees.items():
         if isinstance(degree, int) and degree > 1:
-            raise UnsupportedCheckpoint(
-                f"{file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
-                hint=_USE_DEEPSPEED,
-            )
+            message = f"{what} is {degree}: tensor and pipeline parallel checkpoints are not put together"
+            raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=_USE_DEEPSPEED)
 
 
 def _read_files(
