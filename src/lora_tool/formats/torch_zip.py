@@ -14,7 +14,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
@@ -141,7 +141,16 @@ class PickleMemory:
                 _require_record(storage, records)
             return self._value
         storages: dict[str, _Storage] = {}
-        self._value = load(pickled, known=KNOWN, persistent=_storages(records, storages))
+
+        def found(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
+            kind, of, key, _, numel = pid
+            if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
+                raise ValueError("a persistent id is not that of a storage")
+            storages[key] = _Storage(key, of.dtype, numel)
+            _require_record(storages[key], records)
+            return storages[key]
+
+        self._value = load(pickled, known=KNOWN, persistent=found)
         self._pickled, self._storages = pickled, storages
         return self._value
 
@@ -278,21 +287,6 @@ class ElementType(NamedTuple):
     """What ``torch.FloatStorage`` or ``torch.float32`` says. BUILD could change a bare `DType` for the whole process."""
 
     dtype: DType
-
-
-def _storages(records: Mapping[str, Record], found: dict[str, _Storage]) -> Callable[[Any], _Storage]:
-    """Return what turns a persistent id into a storage, and puts it into `found`."""
-
-    def storage(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
-        kind, of, key, _, numel = pid
-        if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
-            raise ValueError("a persistent id is that of no storage")
-        storage = _Storage(key, of.dtype, numel)
-        _require_record(storage, records)
-        found[key] = storage
-        return storage
-
-    return storage
 
 
 def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,12 @@ def read_trainer_state(path: Path) -> TrainerState:
     """Return the state in the file `path`. Raises `CorruptFile`, `BadConfig`."""
     raw = read_object(path)
     fields = Fields(raw, path)
-    log = tuple(_entries(raw.get("log_history")))
+    history = raw.get("log_history")
+    log = tuple(
+        {name: number for name, value in entry.items() if (number := _logged(value)) is not None}
+        for entry in (history if isinstance(history, list) else ())
+        if isinstance(entry, dict)
+    )
     losses = [entry["loss"] for entry in log if "loss" in entry]
     max_steps = raw.get("max_steps")
     best_step = raw.get("best_global_step")
@@ -58,12 +63,6 @@ def read_trainer_state(path: Path) -> TrainerState:
         log=log,
         problems=tuple(fields.problems),
     )
-
-
-def _entries(history: object) -> Iterator[Mapping[str, float]]:
-    for entry in history if isinstance(history, list) else ():
-        if isinstance(entry, dict):
-            yield {name: number for name, value in entry.items() if (number := _logged(value)) is not None}
 
 
 def _logged(value: object) -> float | None:
