@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi
-from huggingface_hub.utils.sha import sha_fileobj
 
 from lora_tool.errors import VerificationFailed
-from lora_tool.hub.hashing import content_sha256, hashes_of
+from lora_tool.hub.hashing import content_sha256, git_oid_of
 from lora_tool.hub.model import FileChange, PushFile, PushPlan, RemoteFile
+
+_CHUNK = 1 << 20
 
 
 def mismatches(plan: PushPlan, tree: Mapping[str, RemoteFile]) -> list[str]:
-    """Return what in a commit's tree is not as the plan wants it, one sentence per file; none means it is all there."""
+    """Return what in a commit's tree is not as the plan wants it, one sentence per file; none means it is all there.
+
+    Files outside of git are compared by sha256, those inside by git's own hash of the whole content: the Hub lists
+    one for each. Both are computed from the files here.
+    """
     return [found for file in plan.files if (found := _mismatch(file, tree.get(file.name))) is not None]
 
 
@@ -38,8 +44,7 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
             continue
         expected = file.sha256 or content_sha256(file.content)
         path = Path(api.hf_hub_download(plan.remote.repo, file.name, revision=commit, local_dir=folder))
-        with path.open("rb") as read_back:
-            found = sha_fileobj(read_back).hex()
+        found = _sha256(path)
         path.unlink()
         if found != expected:
             raise VerificationFailed(
@@ -56,5 +61,16 @@ def _mismatch(file: PushFile, there: RemoteFile | None) -> str | None:
         return f"{file.name} is missing"
     if there.size != file.size:
         return f"{file.name} has {there.size:,} bytes, expected {file.size:,}"
-    expected, found = hashes_of(file.content, there, file.sha256)
+    if there.sha256 is not None:
+        expected, found = file.sha256 or content_sha256(file.content), there.sha256
+    else:
+        expected, found = git_oid_of(file.content), there.oid
     return None if found == expected else f"{file.name} has hash {found[:16]}…, expected {expected[:16]}…"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
