@@ -82,3 +82,12 @@ def test_a_plainly_stored_model_is_verified_without_torch(options: list[str], tm
 def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     seen = modules(CALL.format(arguments=["validate", ADAPTER]))
     assert not seen & {"lora_tool.plan.core.plan", "lora_tool.plan.adapter.modules", "lora_tool.names.model"}
+
+
+@pytest.mark.parametrize("words", ["merge --dry-run", "push --dry-run", "ls"])
+def test_a_configuration_may_name_rules_to_any_command(words: str, tmp_path: Path) -> None:
+    """In a fresh process, where the command itself has to load the rules."""
+    (tmp_path / "lora-tool.toml").write_text('ignore = ["LT206"]\nselect = ["LT2", "LT3"]\n')
+    name, *options = words.split()
+    typed = [name, ADAPTER, *(["me/model"] if name == "push" else []), *options]
+    modules(f"import os; os.chdir({str(tmp_path)!r})\n" + CALL.format(arguments=typed).replace("== 0", "!= 2"))

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lora_tool.cli.ci_table import with_table
-from lora_tool.cli.configuration import configuration
+from lora_tool.cli.ci_table import apply_table
+from lora_tool.cli.configuration import RuleChoice, configuration, rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
-from lora_tool.cli.options import (
-    UserPath,
-    config_option,
-    json_option,
-    quiet_option,
-    report_option,
-)
-from lora_tool.cli.progress import progress_bar
-from lora_tool.cli.push import repository
-from lora_tool.cli.reporting import SUMMARY, ReportFile, report_file, require_different
-from lora_tool.cli.rule_choice import RuleChoice, rule_choice
-from lora_tool.cli.terminal import wants_colour
+from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option, rank_file_options, report_option
+from lora_tool.cli.push import pushed_to, repository, repository_options
+from lora_tool.cli.reporting import SUMMARY, ReportFile, report_files, report_text
+from lora_tool.cli.terminal import progress_bar, wants_colour
 from lora_tool.cli.writing import asked, merge_options
 from lora_tool.display import printable
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form, rendered
+from lora_tool.report.forms import Form
 from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.validation.validating import Criteria
@@ -42,24 +34,15 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
 @merge_options(MergeOptions)
-@click.option(
-    "--tag", metavar="TAG", help="Which saved step of a DeepSpeed checkpoint.  [default: what the file `latest` names]"
-)
-@click.option(
-    "--adapter-config",
-    type=UserPath(exists=True),
-    help="adapter_config.json, for rank files.  [default: beside them]",
-)
+@rank_file_options
 @click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
-@click.option("--private/--public", default=None, help="Of a repository that is created.  [default: private]")
-@click.option("--revision", metavar="BRANCH", help="Branch to push to.  [default: main]")
-@click.option("--create-pr", is_flag=True, help="Push as a pull request.")
+@repository_options
 @report_option
 @config_option
 @json_option
 @quiet_option("Nothing but the summary.")
 @click.pass_context
-def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - click's options by name
+def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's options by name
     """Validate, consolidate, merge and verify what training left in CKPT, report, and push if asked.
 
     CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, of which the best whole checkpoint is
@@ -68,18 +51,16 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
     """
     from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right
 
+    options = ctx.params
     configured = configuration(options["config_file"], [str(options["checkpoint"])])
-    options = with_table(ctx, configured)
-    rules = rule_choice(ctx, options, configured)
-    files = [report_file(value) for value in options["reports"]]
-    folder = configured.path.parent if configured.path else None
-    files = files or [report_file(value, folder) for value in configured.reports]
-    require_different(files)
+    apply_table(ctx, configured)
+    rules = rule_choice(ctx, configured)
+    files = report_files(options["reports"], configured)
     job = _job(options, rules, files, configured.criteria)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
-        on_stage=lambda stage: None if quiet else click.echo(_line(stage, colour=wants_colour())),
+        on_stage=lambda stage: None if quiet else click.echo(_line(stage)),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
     report = _report(outcome, job, rules.ignored)
@@ -90,19 +71,15 @@ def command(ctx: click.Context, /, **options: Any) -> int:  # noqa: ANN401 - cli
 
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
-        for stage in outcome.stages if quiet else ():
-            if stage.status is Status.FAILED:
-                click.echo(_line(stage, colour=wants_colour()))
-        click.echo("\n".join(_summary(outcome, report)))
+        failed = [_line(stage) for stage in outcome.stages if quiet and stage.status is Status.FAILED]
+        click.echo("\n".join([*failed, *_summary(outcome, report)]))
     return _exit_code(outcome)
 
 
-def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFile], criteria: Criteria) -> Job:
+def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, ...], criteria: Criteria) -> Job:
     checkpoint: Path = options["checkpoint"]
     real = Path(os.path.realpath(checkpoint))
-    repo, branch = options["push"] or (None, None)
-    if branch and options["revision"] not in (None, branch):
-        raise click.UsageError(f"--push says @{branch}, --revision says {options['revision']}")
+    repo, branch = pushed_to(options["push"] or (None, None), "--push", options["revision"])
     merging = replace(asked(MergeOptions, options), **rules.arguments())
     return Job(
         checkpoint=checkpoint,
@@ -114,7 +91,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: Sequence[ReportFi
         adapter_config=options["adapter_config"],
         push=repo,
         private=options["private"],
-        revision=options["revision"] or branch,
+        revision=branch,
         create_pr=options["create_pr"],
         reports=tuple(file.path for file in files),
     )
@@ -130,16 +107,15 @@ def _report(outcome: Outcome, job: Job, ignored: tuple[Ignored, ...]) -> Report:
     return joined([found, Report(unread=unread, ignored=ignored)])
 
 
-def _write_reports(outcome: Outcome, report: Report, files: list[ReportFile], job: Job) -> None:
-    wanted = list(files)
+def _write_reports(outcome: Outcome, report: Report, files: tuple[ReportFile, ...], job: Job) -> None:
     if os.environ.get("GITHUB_ACTIONS") == "true":
         annotations = _rendered(outcome, report, Form.GITHUB, job)
         if annotations:
             click.echo(annotations, err=True)  # the runner reads both streams, and stdout may be JSON
         summary = os.environ.get(SUMMARY)
         if summary and all(file.path != Path(summary) for file in files):
-            wanted.append(ReportFile(form=Form.MARKDOWN, path=Path(summary)))
-    for file in wanted:
+            files = (*files, ReportFile(form=Form.MARKDOWN, path=Path(summary)))
+    for file in files:
         file.write(_rendered(outcome, report, file.form, job))
 
 
@@ -153,17 +129,16 @@ def _set_github_output(outcome: Outcome) -> None:
 
 
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
-    pages = {code: rule.page for code, rule in RULES.items()}
     if form is Form.MARKDOWN:
         from lora_tool.pipeline.render import outcome_markdown  # noqa: PLC0415
 
-        return outcome_markdown(outcome, report, pages=pages)
-    return rendered(report, form, pages=pages, fail_on=job.fail_on)
+        return outcome_markdown(outcome, report, pages=RULES)
+    return report_text(report, form, job.fail_on)
 
 
-def _line(stage: Stage, *, colour: bool) -> str:
+def _line(stage: Stage) -> str:
     status = f"{stage.status:<8}"
-    shown = click.style(status, fg=_COLOURS[stage.status]) if colour else status
+    shown = click.style(status, fg=_COLOURS[stage.status]) if wants_colour() else status
     took = f"  ({stage.seconds:.1f} s)" if stage.status is not Status.SKIPPED else ""
     return f"{shown}{stage.name:<12}{printable(stage.summary)}{took}"
 

@@ -17,63 +17,54 @@ _TYPED_ONLY = frozenset({"config", "help", "json", "quiet"})
 _PATHS = frozenset({"out", "adapter_config"})
 
 
-def with_table(ctx: click.Context, configured: Configuration) -> dict[str, Any]:
-    """Return the options of the command, those of the table where neither command line nor environment has them.
+def apply_table(ctx: click.Context, configured: Configuration) -> None:
+    """Set the parameters of the command that the table has, and neither command line nor environment.
 
     Relative paths in the table begin at its file. Raises `click.UsageError` naming file, key, what was expected and
     found, and the closest key.
     """
     names = _names(ctx.command)
-    found = dict(ctx.params)
+    folder = configured.path.parent if configured.path else Path()
     for key, value in configured.ci.items():
-        where = f"{configured.path}: [ci] {key}"
-        option = names.get(key.replace("_", "-"))
-        if option is None:
-            raise click.UsageError(_unknown(f"{configured.path}: [ci]", key, names))
+        spelled = key.replace("_", "-")
+        if spelled not in names:
+            raise click.UsageError(f"{configured.path}: [ci]: {_unknown(key, names)}")
+        where, option = f"{configured.path}: [ci] {key}", names[spelled]
         if ctx.get_parameter_source(option.name or "") is not ParameterSource.DEFAULT:
             continue
-        given = _placed(option, _typed(option, value, where), configured.path.parent if configured.path else Path())
         try:
-            read = option.type_cast_value(ctx, given)
+            read = option.type_cast_value(ctx, _placed(option, _typed(option, value, where), folder))
         except (click.BadParameter, ValueError) as error:
             message = error.message if isinstance(error, click.BadParameter) else str(error)
             raise click.UsageError(f"{where}: {message}") from error
-        second = f"--{key.replace('_', '-')}" in option.secondary_opts
-        found[option.name or ""] = not read if second else read
-    return found
+        ctx.params[option.name or ""] = not read if f"--{spelled}" in option.secondary_opts else read
 
 
 def _names(command: click.Command) -> Mapping[str, click.Option]:
-    """Return the long names that may stand in the table, without their dashes."""
+    """Return the options that may stand in the table by their long names, without dashes."""
     options = [param for param in command.params if isinstance(param, click.Option)]
-    typed = [(name, option) for option in options for name in (*option.opts, *option.secondary_opts)]
-    named = {name.removeprefix("--"): option for name, option in typed if name.startswith("--")}
-    return {name: option for name, option in named.items() if name not in _TYPED_ONLY}
+    typed = {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+    return {name[2:]: typed[name] for name in typed if name.startswith("--") and name[2:] not in _TYPED_ONLY}
 
 
-def _unknown(where: str, key: str, names: Mapping[str, click.Option]) -> str:
+def _unknown(key: str, names: Mapping[str, click.Option]) -> str:
     if key in _TYPED_ONLY or key == "checkpoint":
-        return f"{where}: {key!r} is for the command line alone"
-    return f"{where}: unknown key {key!r}. {suggestion(key.replace('_', '-'), names)}"
+        return f"{key!r} is for the command line alone"
+    return f"unknown key {key!r}. {suggestion(key.replace('_', '-'), names)}"
 
 
 def _typed(option: click.Option, value: object, where: str) -> object:
     """Return the value as the option's type takes it. Raises `click.UsageError` where TOML's type is another."""
-
-    def wrong(expected: str) -> click.UsageError:
-        return click.UsageError(f"{where}: expected {expected}, found {value!r}")
-
-    if option.is_flag:
-        if not isinstance(value, bool):
-            raise wrong("true or false")
-        return value
-    if isinstance(option.type, click.IntRange):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise wrong("a whole number")
-        return value
     listed = value if option.multiple and isinstance(value, list) else [value]
-    if not all(isinstance(item, str) and item for item in listed):
-        raise wrong("a list of strings" if option.multiple else "a string")
+    if option.is_flag:
+        expected, right = "true or false", isinstance(value, bool)
+    elif isinstance(option.type, click.IntRange):
+        expected, right = "a whole number", type(value) is int
+    else:
+        expected = "a list of strings" if option.multiple else "a string"
+        right = all(isinstance(item, str) and item for item in listed)
+    if not right:
+        raise click.UsageError(f"{where}: expected {expected}, found {value!r}")
     return listed if option.multiple else value
 
 

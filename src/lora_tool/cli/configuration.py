@@ -1,4 +1,4 @@
-"""`lora-tool.toml`, or `[tool.lora-tool]` of `pyproject.toml`: what a project always asks of `validate`."""
+"""`lora-tool.toml`, or `[tool.lora-tool]` of `pyproject.toml`: what a project always asks of the rules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lora_tool.errors import CorruptFile, UnknownRule
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
+from lora_tool.report.words import Ignored
 from lora_tool.rules.engine.registry import expand
 from lora_tool.rules.engine.subjects import Server
 
@@ -55,6 +57,24 @@ class Configuration:
             deep=True if self.strict else None,
             servers=frozenset(map(Server, self.servers)),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleChoice:
+    """What command line and configuration together ask of the rules."""
+
+    select: tuple[str, ...]
+    ignored: tuple[Ignored, ...]
+    fail_on: Severity
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        """The codes of the ignored rules."""
+        return tuple(ignored.code for ignored in self.ignored)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what `plan_merge` takes."""
+        return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}
 
 
 class _Wrong(click.UsageError):
@@ -135,7 +155,7 @@ def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
 
 def _codes(fields: Fields, name: str, codes: Collection[str]) -> tuple[str, ...]:
     try:
-        expand(codes)
+        _meant(codes)
     except UnknownRule as error:
         fields.note(name, str(error))
     return tuple(codes)
@@ -150,3 +170,32 @@ def _ignored(fields: Fields) -> Mapping[str, str | None]:
         return {}
     _codes(fields, "ignore", value)
     return {code: " ".join(reason.split()) for code, reason in value.items()}
+
+
+def rule_choice(ctx: click.Context, configured: Configuration) -> RuleChoice:
+    """Return the rules that were chosen: the command line's before the configuration's, what both ignore together.
+
+    For a command without ``--select`` the configuration's holds. Raises `UnknownRule`.
+    """
+    options = ctx.params
+    reasons = dict.fromkeys(_meant(options["ignore"])) | {
+        known: reason for code, reason in configured.ignore.items() for known in _meant([code])
+    }
+    select = options.get("select") or configured.select
+    _meant(select)
+    silent = ctx.get_parameter_source("fail_on") in (ParameterSource.DEFAULT, None)
+    configured_level = silent and "fail-on" not in configured.ci and configured.fail_on
+    return RuleChoice(
+        select=tuple(select),
+        ignored=tuple(Ignored(code=code, reason=reason) for code, reason in sorted(reasons.items())),
+        fail_on=Severity(configured_level or options["fail_on"]),
+    )
+
+
+def _meant(codes: Collection[str]) -> list[str]:
+    """Return the rules that the codes mean. Raises `UnknownRule`."""
+    if not codes:
+        return []
+    import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+
+    return sorted(expand(codes))

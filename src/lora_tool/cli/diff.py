@@ -10,7 +10,7 @@ import click
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import json_option, quiet_option
-from lora_tool.cli.progress import progress_bar
+from lora_tool.cli.terminal import progress_bar
 from lora_tool.display import json_data
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.configuration import configuration
+from lora_tool.cli.configuration import configuration, rule_choice
 from lora_tool.cli.options import config_option
-from lora_tool.cli.rule_choice import rule_choice
-from lora_tool.cli.terminal import show_findings, warn
-from lora_tool.cli.writing import asked, merge_options, run_options, show_plan, show_written, written
+from lora_tool.cli.writing import asked, carry_out, merge_options, run_options
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments
 
@@ -39,7 +37,7 @@ def command(
     If several are given, their ΔW are summed. The result is of the class that the adapter is for: a causal LM, a
     classifier, whatever its config says. The output folder appears only when it is complete.
     """
-    rules = rule_choice(ctx, typed, configuration(config_file, adapters or (".",)))
+    rules = rule_choice(ctx, configuration(config_file, adapters or (".",)))
     options = replace(asked(MergeArguments, typed), **rules.arguments())
     if len(adapters) > 1 and options.out is None:
         raise click.UsageError("a merge of several adapters has no default output folder: name one with -o OUT")
@@ -49,27 +47,23 @@ def command(
     inputs = merge_inputs(adapters or (".",), options.base)
     for source, adapter in zip(inputs.sources, inputs.adapters, strict=True):
         if adapter.root != source.path:
-            click.echo(f"note: the adapter is {printable(str(adapter.root))}", err=True)
+            _note(f"note: the adapter is {adapter.root}")
     out = Path(options.out) if options.out else inputs.default_output
     check_output(out, overwrite=options.overwrite, inputs=inputs.paths)
-    note = lambda text: click.echo(printable(text), err=True)  # noqa: E731 - one line on stderr
-    with planned(inputs, options, out, dry_run=dry_run, note=note) as plan:
+    with planned(inputs, options, out, dry_run=dry_run, note=_note) as plan:
         if plan is None:
             click.echo(f"would write {printable(str(out))}, merged by PEFT in memory")
             return
-        show_findings(plan.findings)
-        for warning in (*plan.warnings, *inputs.warnings):
-            warn(warning)
-        if dry_run:
-            show_plan(plan, out, as_json=as_json)
-            return
-        done = written(
+        carry_out(
             plan,
             out,
-            verify=options.verify,
-            jobs=options.jobs,
-            overwrite=options.overwrite,
-            resume=options.resume,
-            quiet=quiet or as_json,
+            warnings=inputs.warnings,
+            dry_run=dry_run,
+            as_json=as_json,
+            quiet=quiet,
+            **options.writing(),
         )
-    show_written(done, as_json=as_json, quiet=quiet)
+
+
+def _note(text: str) -> None:
+    click.echo(printable(text), err=True)

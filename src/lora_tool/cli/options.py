@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,14 +25,20 @@ class UserPath(click.Path):
         return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
 
 
+def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
+    """Add all the options; help lists them in this order."""
+
+    def decorate(command: Decorated) -> Decorated:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--base``: a model's path or Hub id."""
     return click.option("--base", metavar="MODEL", help=help_text)
-
-
-def json_option(command: Decorated) -> Decorated:
-    """Add ``--json``: the result as JSON on stdout."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
@@ -40,50 +46,9 @@ def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
     return click.option("-q", "--quiet", is_flag=True, help=help_text)
 
 
-def format_option(command: Decorated) -> Decorated:
-    """Add ``--format``: the form in which the report is printed."""
-    forms = click.Choice([form.value for form in Form])
-    return click.option(
-        "--format", "form", type=forms, default=Form.TEXT.value, show_default=True, help="What is printed."
-    )(command)
-
-
-def report_option(command: Decorated) -> Decorated:
-    """Add ``--report FORMAT=FILE``: the report in files, too; `reporting.report_file` reads the values."""
-    return click.option(
-        "--report",
-        "reports",
-        metavar="FORMAT=FILE",
-        multiple=True,
-        help="Write the report to a file as well: junit=report.xml. May be repeated; weights are read once.",
-    )(command)
-
-
-def fail_on_option(command: Decorated) -> Decorated:
-    """Add ``--fail-on``: the least severity at which a command fails."""
-    return click.option(
-        "--fail-on",
-        type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
-        default=Severity.ERROR.value,
-        show_default=True,
-        help="Fail for findings of this severity or worse.",
-    )(command)
-
-
-def select_option(command: Decorated) -> Decorated:
-    """Add ``--select``: the rules to run, as one tuple of codes."""
-    return codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so.")(command)
-
-
 def ignore_option(help_text: str = "Not these rules.") -> Callable[[Decorated], Decorated]:
     """Add ``--ignore``: rules not to run, as one tuple of codes."""
     return codes_option("--ignore", help_text)
-
-
-def config_option(command: Decorated) -> Decorated:
-    """Add ``--config``: the file to read instead of the nearest `lora-tool.toml`."""
-    help_text = "Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]"
-    return click.option("--config", "config_file", type=UserPath(dir_okay=False), help=help_text)(command)
 
 
 def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
@@ -98,15 +63,6 @@ def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
     )
 
 
-def require_rules(codes: Iterable[str]) -> None:
-    """Return if each code means a rule. Raises `UnknownRule`."""
-    if wanted := tuple(codes):
-        import lora_tool.validation.validating  # noqa: F401, PLC0415 - it registers the rules, which only this needs
-        from lora_tool.rules.engine.registry import expand  # noqa: PLC0415
-
-        expand(wanted)
-
-
 def _comma_list(value: str) -> tuple[str, ...]:
     """Return the entries between commas: the type of an option. Raises ValueError where there is none."""
     entries = tuple(entry.strip() for entry in value.split(",") if entry.strip())
@@ -115,12 +71,46 @@ def _comma_list(value: str) -> tuple[str, ...]:
     return entries
 
 
-def jobs_option(command: Decorated) -> Decorated:
-    """Add ``--jobs``: how many workers read and write."""
-    return click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")(command)
-
-
-def overwrite_option(command: Decorated) -> Decorated:
-    """Add ``--overwrite``: a folder that we wrote may be replaced."""
-    help_text = "Replace an output that lora-tool wrote, after success."
-    return click.option("--overwrite", is_flag=True, help=help_text)(command)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+jobs_option = click.option("--jobs", type=click.IntRange(min=1), help="Workers.  [default: one per core]")
+config_option = click.option(
+    "--config",
+    "config_file",
+    type=UserPath(dir_okay=False),
+    help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
+)
+fail_on_option = click.option(
+    "--fail-on",
+    type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
+    default=Severity.ERROR.value,
+    show_default=True,
+    help="Fail for findings of this severity or worse.",
+)
+report_option = click.option(
+    "--report",
+    "reports",
+    metavar="FORMAT=FILE",
+    multiple=True,
+    help="Write the report to a file as well: junit=report.xml. May be repeated; weights are read once.",
+)
+format_option = click.option(
+    "--format",
+    "form",
+    type=click.Choice([form.value for form in Form]),
+    default=Form.TEXT.value,
+    show_default=True,
+    help="What is printed.",
+)
+rule_options = in_order(
+    codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so."), ignore_option(), fail_on_option
+)
+"""Which rules judge, and the least severity at which the command fails."""
+rank_file_options = in_order(
+    click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]"),
+    click.option(
+        "--adapter-config",
+        type=UserPath(exists=True),
+        help="adapter_config.json, for rank files.  [default: beside them]",
+    ),
+)
+"""What is put together from rank files."""

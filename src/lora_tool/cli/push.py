@@ -9,17 +9,24 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import click
 
-from lora_tool.cli.configuration import configuration
+from lora_tool.cli.configuration import configuration, rule_choice
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import UserPath, config_option, fail_on_option, ignore_option, json_option, quiet_option
-from lora_tool.cli.progress import progress_bar
-from lora_tool.cli.rule_choice import rule_choice
-from lora_tool.cli.terminal import warn
+from lora_tool.cli.options import (
+    UserPath,
+    config_option,
+    fail_on_option,
+    ignore_option,
+    in_order,
+    json_option,
+    quiet_option,
+)
+from lora_tool.cli.terminal import progress_bar, warn
 
+Repository = TypeVar("Repository", str, None)
 _REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _LONGEST_NAME = 96
 
@@ -36,16 +43,30 @@ def repository(value: str) -> tuple[str, str | None]:
     return repo, match["revision"]
 
 
+repository_options = in_order(
+    click.option(
+        "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
+    ),
+    click.option(
+        "--revision", metavar="BRANCH", help="Branch to push to; it is created from main if needed.  [default: main]"
+    ),
+    click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the branch."),
+)
+"""How something is pushed, by whichever command."""
+
+
+def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | None) -> tuple[Repository, str | None]:
+    """Return repository and branch of `repo`, which `option` gave, and ``--revision``. Raises `click.UsageError`."""
+    name, branch = repo
+    if branch and revision not in (None, branch):
+        raise click.UsageError(f"{option} says @{branch}, --revision says {revision}")
+    return name, revision or branch
+
+
 @click.command("push", epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
 @click.argument("folder", type=UserPath())
 @click.argument("repo", type=repository)
-@click.option(
-    "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
-)
-@click.option(
-    "--revision", metavar="BRANCH", help="Branch to push to; it is created from main if needed.  [default: main]"
-)
-@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the branch.")
+@repository_options
 @click.option("--tag", metavar="TAG", help="Tag the commit.")
 @click.option("--message", help="Title of the commit.  [default: Upload … with lora-tool]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Push these files of the folder, too: 'plots/*.png'.")
@@ -76,35 +97,27 @@ def command(
     /,
     folder: Path,
     repo: tuple[str, str | None],
-    private: bool | None,  # noqa: FBT001 - click passes flags by name
+    *,
     revision: str | None,
-    create_pr: bool,  # noqa: FBT001
-    tag: str | None,
-    message: str | None,
-    include: tuple[str, ...],
-    ignore: tuple[str, ...],
     readme: str,
     check: str,
-    dry_run: bool,  # noqa: FBT001
-    fail_on: str,
+    dry_run: bool,
     config_file: Path | None,
-    as_json: bool,  # noqa: FBT001
-    quiet: bool,  # noqa: FBT001
+    as_json: bool,
+    quiet: bool,
+    **asked: Any,  # noqa: ANN401 - other arguments of `plan_push`
 ) -> None:
     """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
 
     Only the files of the adapter or model are pushed. The README is yours, completed with the metadata that the Hub
     needs. The same content again makes no commit. The token is that of `hf auth login`, HF_TOKEN, or OIDC in CI.
     """
-    name, branch = repo
-    if branch is not None and revision is not None and branch != revision:
-        raise click.UsageError(f"REPO says @{branch}, --revision says {revision}")
-    if tag is not None and create_pr:
+    name, branch = pushed_to(repo, "REPO", revision)
+    if asked["tag"] is not None and asked["create_pr"]:
         raise click.UsageError("--tag with --create-pr: a pull request has no commit to tag before it is merged")
-    if message is not None and not message.strip():
+    if asked["message"] is not None and not asked["message"].strip():
         raise click.UsageError("--message is empty")
-    configured = configuration(config_file, [str(folder)])
-    rules = rule_choice(ctx, {"ignore": ignore, "fail_on": fail_on}, configured)
+    asked |= rule_choice(ctx, configuration(config_file, [str(folder)])).arguments()
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
     from lora_tool.hub.model import MAIN, PushCheck  # noqa: PLC0415
@@ -115,19 +128,7 @@ def command(
     show = sys.stderr.isatty() and not (quiet or as_json)
     try:
         with progress_bar("comparing with the Hub", _bytes_of(folder), quiet=not show) as advance:
-            plan = plan_push(
-                folder,
-                name,
-                private=private,
-                revision=revision or branch or MAIN,
-                create_pr=create_pr,
-                tag=tag,
-                message=message,
-                include=include,
-                **rules.arguments(),
-                readme=Readme(readme),
-                progress=advance,
-            )
+            plan = plan_push(folder, name, revision=branch or MAIN, readme=Readme(readme), progress=advance, **asked)
         for warning in plan.warnings:
             warn(warning)
         if dry_run:

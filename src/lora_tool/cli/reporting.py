@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 from lora_tool.choices import suggestion
-from lora_tool.report.forms import Form
+from lora_tool.cli.configuration import Configuration
+from lora_tool.errors import LoraToolError
+from lora_tool.report.findings import Severity
+from lora_tool.report.forms import Form, rendered
+from lora_tool.report.model import Report
+from lora_tool.rules.engine.registry import RULES
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable that names a GitHub Actions step's summary file, which steps add to."""
@@ -25,16 +30,19 @@ class ReportFile:
     path: Path
 
     def write(self, text: str) -> None:
-        """Write the file whole or not at all; a job summary is added to. Raises `OSError`, `ExecutionError`."""
-        content = f"{text}\n".encode()
-        if self._is_added_to():
-            with self.path.open("ab") as file:
-                file.write(content)
-            return
+        """Write the file whole or not at all; a job summary is added to. Raises `LoraToolError`."""
         from lora_tool.execution.folder import replace_file  # noqa: PLC0415 - only for reports in files
 
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path, content)
+        content = f"{text}\n".encode()
+        try:
+            if self._is_added_to():
+                with self.path.open("ab") as file:
+                    file.write(content)
+            else:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self.path, content)
+        except OSError as error:
+            raise LoraToolError(f"{self.path}: the report cannot be written: {error.strerror}") from error
 
     def _is_added_to(self) -> bool:
         """Whether the file is a job summary, or no plain file: a pipe, ``/dev/stderr``."""
@@ -46,26 +54,60 @@ class ReportFile:
             return False
 
 
-def report_file(value: str, folder: Path | None = None) -> ReportFile:
-    """Return what ``junit=report.xml`` means, relative to `folder`. Raises `click.BadParameter`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reporting:
+    """What a command does with its report: the form that is printed, the files, and what makes the command fail."""
+
+    form: Form
+    files: tuple[ReportFile, ...]
+    fail_on: Severity
+    strict: bool
+    """Whether warnings fail whatever `fail_on` is, and rules that could not run."""
+
+    @property
+    def least(self) -> Severity:
+        """The severity from which on a finding makes the command fail."""
+        return Severity.WARNING if self.strict else self.fail_on
+
+    def write_files(self, text: Callable[[Form], str]) -> None:
+        """Write every file, with the `text` of its form. Raises `LoraToolError`."""
+        for file in self.files:
+            file.write(text(file.form))
+
+    def fails(self, report: Report) -> bool:
+        """Return whether the command fails: for a finding, and if `strict` for a rule that could not run."""
+        return bool(report.at_least(self.least) or (self.strict and report.skipped))
+
+
+def report_files(typed: Sequence[str], configured: Configuration | None = None) -> tuple[ReportFile, ...]:
+    """Return the files that were typed, ``junit=report.xml``, else those of the configuration, relative to its folder.
+
+    Raises `click.BadParameter`, for two reports in one file, too.
+    """
+    if typed or configured is None or configured.path is None:
+        files = [_report_file(value, Path(), "--report") for value in typed]
+    else:
+        files = [_report_file(value, configured.path.parent, "report") for value in configured.reports]
+    paths = [file.path for file in files]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise click.BadParameter(f"two reports would be written to {twice}")
+    return tuple(files)
+
+
+def _report_file(value: str, folder: Path, option: str) -> ReportFile:
     name, equals, path = value.partition("=")
     known = [form.value for form in Form]
-    option = "--report" if folder is None else "report"  # typed, or in the configuration
     if not equals or not path:
         raise click.BadParameter(f"{value!r} is not FORMAT=FILE, such as junit=report.xml", param_hint=option)
     if name not in known:
         raise click.BadParameter(f"unknown format {name!r}. {suggestion(name, known)}", param_hint=option)
-    typed = Path(os.path.expanduser(path))  # noqa: PTH111 - Path raises where nobody lives
-    at = typed if folder is None else folder / typed
+    at = folder / os.path.expanduser(path)  # noqa: PTH111 - Path raises where nobody lives
     if at.is_dir():
         raise click.BadParameter(f"{at} is a folder", param_hint=option)
     return ReportFile(form=Form(name), path=at)
 
 
-def require_different(files: Iterable[ReportFile]) -> None:
-    """Return if no two reports go to one file. Raises `click.BadParameter`."""
-    seen: set[Path] = set()
-    for file in files:
-        if file.path in seen:
-            raise click.BadParameter(f"two reports would be written to {file.path}")
-        seen.add(file.path)
+def report_text(report: Report, form: Form, fail_on: Severity, *, color: bool = False) -> str:
+    """Return the report in the form; only text is coloured."""
+    return rendered(report, form, pages=RULES, fail_on=fail_on, color=color and form is Form.TEXT)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import click
 
@@ -58,3 +59,18 @@ def show_error(error: LoraToolError) -> None:
         tell("error", str(error))
     if error.hint and error.hint not in {finding.hint for finding in findings}:
         tell("hint", error.hint)
+
+
+@contextlib.contextmanager
+def progress_bar(description: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the number of bytes just done, from any thread; the bar is where somebody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - only where somebody watches
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

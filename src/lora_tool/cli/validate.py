@@ -11,33 +11,27 @@ import click
 from click.core import ParameterSource
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_adapter, open_checkpoint
-from lora_tool.cli.configuration import Configuration, configuration
-from lora_tool.cli.exit_codes import CANNOT, DONE, FINDINGS, exit_code
+from lora_tool.cli.configuration import Configuration, RuleChoice, configuration, rule_choice
+from lora_tool.cli.exit_codes import DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
     base_option,
     config_option,
-    fail_on_option,
     format_option,
-    ignore_option,
     json_option,
     quiet_option,
     report_option,
-    select_option,
+    rule_options,
 )
-from lora_tool.cli.progress import progress_bar
-from lora_tool.cli.reporting import ReportFile, report_file, require_different
-from lora_tool.cli.rule_choice import RuleChoice, rule_choice
-from lora_tool.cli.terminal import show_error, wants_colour
+from lora_tool.cli.reporting import Reporting, report_files, report_text
+from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
 from lora_tool.display import as_options
 from lora_tool.errors import LoraToolError
-from lora_tool.report.findings import Severity
-from lora_tool.report.forms import Form, rendered
+from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
-from lora_tool.rules.engine.registry import RULES
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import NO_BASE
-from lora_tool.sources import Wanted, resolve
-from lora_tool.validation.bases import named_base, open_base
+from lora_tool.sources import Wanted, opened_model, resolve
+from lora_tool.validation.bases import named_base
 from lora_tool.validation.validating import validate
 
 _LONG = 1 << 30
@@ -64,9 +58,7 @@ _LONG = 1 << 30
     multiple=True,
     help="Say what this server refuses or ignores. May be repeated.",
 )
-@select_option
-@ignore_option()
-@fail_on_option
+@rule_options
 @click.option(
     "--strict",
     is_flag=True,
@@ -86,49 +78,43 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     """
     paths = paths or (".",)
     asked = _asked(ctx, options, configuration(options["config_file"], paths))
-    given_base = open_base(resolve(options["base"]).path) if options["base"] is not None else None
+    given_base = None if options["base"] is None else opened_model(options["base"], download=False)
     adapters = tuple(map(_open_adapter, options["adapters"]))
     reports: list[Report] = []
     errors: list[LoraToolError] = []
     for path in paths:
-        error: LoraToolError
         try:
             reports.append(_judged(path, asked, given_base, adapters))
-        except LoraToolError as unreadable:
-            error = unreadable
-        except OSError as unreadable:
-            error = LoraToolError(f"{unreadable.filename or path}: {unreadable.strerror or unreadable}")
-        else:
             continue
-        errors.append(error)
-        reports.append(
-            Report(
-                unread=(Unread(path=path, message=as_options(str(error)), hint=error.hint and as_options(error.hint)),)
-            )
-        )
+        except LoraToolError as refused:
+            errors.append(refused)
+        except OSError as failed:
+            errors.append(LoraToolError(f"{failed.filename or path}: {failed.strerror or failed}"))
+        message, hint = str(errors[-1]), errors[-1].hint
+        reports.append(Report(unread=(Unread(path=path, message=as_options(message), hint=hint and as_options(hint)),)))
     report = replace(joined(reports), ignored=asked.rules.ignored)
     _show(report, asked)
-    return _exit_code(report, errors, asked)
+    for error in errors:
+        show_error(error)
+    return max(map(exit_code, errors), default=FINDINGS if asked.told.fails(report) else DONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """What the command line and the configuration together ask for."""
 
-    reward: bool
+    rules: RuleChoice
+    told: Reporting
+    task: str | None
     num_labels: int | None
     deep: bool | None
-    rules: RuleChoice
     servers: frozenset[Server]
-    strict: bool
-    form: Form
-    files: tuple[ReportFile, ...]
     quiet: bool
 
 
 def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configuration) -> _Asked:
     """Return the options, with the configuration's where the command line has none. Raises `click.UsageError`."""
-    reward, num_labels = options["reward"], options["num_labels"]
+    reward, num_labels, deep = options["reward"], options["num_labels"], options["deep"]
     if reward and num_labels not in (None, 1):
         raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
 
@@ -136,21 +122,19 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
         silent = ctx.get_parameter_source(name) in (ParameterSource.DEFAULT, None)
         return setting if silent and setting is not None else options[name]
 
-    folder = configured.path.parent if configured.path else None
-    files = [report_file(value) for value in options["reports"]]
-    files = files or [report_file(value, folder) for value in configured.reports]
-    require_different(files)
-    strict = bool(chosen("strict", configured.strict))
+    strict, rules = bool(chosen("strict", configured.strict)), rule_choice(ctx, configured)
     return _Asked(
-        reward=reward,
+        rules=rules,
+        told=Reporting(
+            form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
+            files=report_files(options["reports"], configured),
+            fail_on=rules.fail_on,
+            strict=strict,
+        ),
+        task="reward" if reward else None,
         num_labels=num_labels,
-        # strict means that everything is checked
-        deep=True if strict and options["deep"] is None else options["deep"],
-        rules=rule_choice(ctx, options, configured),
+        deep=True if strict and deep is None else deep,  # strict means that everything is checked
         servers=frozenset(map(Server, options["servers"] or configured.servers)),
-        strict=strict,
-        form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
-        files=tuple(files),
         quiet=options["quiet"],
     )
 
@@ -164,8 +148,8 @@ def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tup
             checkpoint,
             base=base,
             adapters=adapters,
-            num_labels=1 if asked.reward else asked.num_labels,
-            task="reward" if asked.reward else None,
+            num_labels=asked.num_labels,
+            task=asked.task,
             select=asked.rules.select,
             ignore=asked.rules.ignore,
             deep=asked.deep,
@@ -198,28 +182,9 @@ def _open_adapter(reference: str) -> AdapterDir:
 
 
 def _show(report: Report, asked: _Asked) -> None:
-    pages = {code: rule.page for code, rule in RULES.items()}
-
-    def text(form: Form, *, color: bool = False) -> str:
-        return rendered(report, form, pages=pages, fail_on=asked.rules.fail_on, color=color)
-
-    nothing = not report.subjects and asked.form is Form.TEXT  # the errors on stderr say all there is
-    quiet = asked.quiet and not report.findings and asked.form in (Form.TEXT, Form.GITHUB)
+    told, form = asked.told, asked.told.form
+    nothing = not report.subjects and form is Form.TEXT  # the errors on stderr say all there is
+    quiet = asked.quiet and not report.findings and form in (Form.TEXT, Form.GITHUB)
     if not nothing and not quiet:
-        click.echo(text(asked.form, color=asked.form is Form.TEXT and wants_colour()))
-    for file in asked.files:
-        try:
-            file.write(text(file.form))
-        except OSError as error:
-            raise LoraToolError(f"{file.path}: the report cannot be written: {error.strerror}") from error
-
-
-def _exit_code(report: Report, errors: list[LoraToolError], asked: _Asked) -> int:
-    for error in errors:
-        show_error(error)
-    if errors:
-        return max(map(exit_code, errors), default=CANNOT)
-    failed = report.at_least(Severity.WARNING if asked.strict else asked.rules.fail_on) or (
-        asked.strict and report.skipped
-    )
-    return FINDINGS if failed else DONE
+        click.echo(report_text(report, form, told.least, color=wants_colour()))
+    told.write_files(lambda form: report_text(report, form, told.least))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,18 +12,15 @@ from lora_tool.cli.exit_codes import DONE, FAILED_CHECK
 from lora_tool.cli.options import (
     UserPath,
     base_option,
-    fail_on_option,
     format_option,
-    ignore_option,
     jobs_option,
     json_option,
     quiet_option,
     report_option,
-    select_option,
+    rule_options,
 )
-from lora_tool.cli.progress import progress_bar
-from lora_tool.cli.reporting import report_file, require_different
-from lora_tool.cli.terminal import wants_colour
+from lora_tool.cli.reporting import Reporting, report_files, report_text
+from lora_tool.cli.terminal import progress_bar, wants_colour
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
@@ -50,9 +47,7 @@ if TYPE_CHECKING:
     help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
 )
 @click.option("--tensors", is_flag=True, help="A line for each tensor.")
-@select_option
-@ignore_option()
-@fail_on_option
+@rule_options
 @click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
 @jobs_option
 @format_option
@@ -61,21 +56,19 @@ if TYPE_CHECKING:
 @quiet_option("Print nothing unless there are findings.")
 def command(
     merged: Path,
+    *,
     adapters: tuple[str, ...],
     base: str | None,
-    sample: bool,  # noqa: FBT001 - click passes flags by name
-    logits: bool,  # noqa: FBT001
+    sample: bool,
     prompts: Path | None,
-    tensors: bool,  # noqa: FBT001
-    select: tuple[str, ...],
-    ignore: tuple[str, ...],
+    tensors: bool,
     fail_on: str,
-    strict: bool,  # noqa: FBT001
-    jobs: int | None,
+    strict: bool,
     form: str,
     reports: tuple[str, ...],
-    as_json: bool,  # noqa: FBT001
-    quiet: bool,  # noqa: FBT001
+    as_json: bool,
+    quiet: bool,
+    **asked: Any,  # noqa: ANN401 - arguments of `verify`: select, ignore, logits and jobs
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whoever merged it.
 
@@ -87,46 +80,28 @@ def command(
     from lora_tool.verification.verifying import verify_inputs  # noqa: PLC0415
 
     printed = Form.JSON if as_json else Form(form)
-    files = [report_file(value) for value in reports]
-    require_different(files)
-    asked = None
+    told = Reporting(form=printed, files=report_files(reports), fail_on=Severity(fail_on), strict=strict)
     if prompts is not None:
-        if not logits:
+        if not asked["logits"]:
             raise click.UsageError("--prompts are for --logits")
         from lora_tool.verification.prompts import read_prompts  # noqa: PLC0415 - torch, only where asked for
 
-        asked = read_prompts(prompts)
+        asked["prompts"] = read_prompts(prompts)
     inputs = find_inputs(merged, base=base, adapters=adapters)
-    with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=quiet or sample or printed is Form.JSON) as bar:
-        verification = verify_inputs(
-            inputs,
-            level=Level.SAMPLE if sample else Level.FULL,
-            select=select,
-            ignore=ignore,
-            logits=logits,
-            prompts=asked,
-            jobs=jobs,
-            progress=bar,
-        )
-    failing = Severity.WARNING if strict else Severity(fail_on)
-    if not (quiet and not verification.report.findings):
-        click.echo(_text(verification, printed, failing, tensors=tensors, color=wants_colour()))
-    for file in files:
-        file.write(_text(verification, file.form, failing, tensors=tensors))
-    failed = verification.report.at_least(failing) or (strict and verification.report.skipped)
-    return FAILED_CHECK if failed else DONE
+    silent = quiet or sample or printed is Form.JSON
+    with progress_bar("comparing", inputs.merged.weights.nbytes, quiet=silent) as bar:
+        level = Level.SAMPLE if sample else Level.FULL
+        verification = verify_inputs(inputs, level=level, progress=bar, **asked)
+    if verification.report.findings or not quiet:
+        click.echo(_text(verification, printed, told.least, tensors=tensors, color=wants_colour()))
+    told.write_files(lambda form: _text(verification, form, told.least, tensors=tensors))
+    return FAILED_CHECK if told.fails(verification.report) else DONE
 
 
-def _text(
-    verification: Verification, form: Form, failing: Severity, *, tensors: bool = False, color: bool = False
-) -> str:
-    from lora_tool.report.forms import rendered  # noqa: PLC0415
-    from lora_tool.rules.engine.registry import RULES  # noqa: PLC0415
+def _text(verification: Verification, form: Form, fail_on: Severity, *, tensors: bool, color: bool = False) -> str:
     from lora_tool.verification.text import verification_json, verification_lines  # noqa: PLC0415
 
     if form is Form.JSON:
         return json.dumps(verification_json(verification), indent=2, allow_nan=False)
-    pages = {code: rule.page for code, rule in RULES.items()}
-    color = color and form is Form.TEXT
-    text = rendered(verification.report, form, pages=pages, fail_on=failing, color=color)
+    text = report_text(verification.report, form, fail_on, color=color)
     return "\n".join((*verification_lines(verification, tensors=tensors), text)) if form is Form.TEXT else text

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from lora_tool.choices import Choice, codes, flag, number_of_bytes, positive
-from lora_tool.cli.options import UserPath, codes_option, quiet_option
-from lora_tool.cli.progress import progress_bar
-from lora_tool.cli.terminal import warn
+from lora_tool.choices import Choice, codes, flag, positive
+from lora_tool.cli.options import Decorated, UserPath, codes_option, in_order, quiet_option
+from lora_tool.cli.terminal import progress_bar, show_findings, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.options import MergeOptions, Option, declared
-from lora_tool.report.findings import Finding
 
 if TYPE_CHECKING:
-    from lora_tool.pipeline.writing import Written
     from lora_tool.plan.core.plan import Plan
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Asked = TypeVar("Asked", bound=MergeOptions)
+Options = TypeVar("Options", bound=MergeOptions)
 
 _PLAN_LEVELS = 4
 """The plan, its shards, a shard, its steps: a step is a line."""
 
 
-class Word(click.Choice):  # type: ignore[type-arg] # generic since click 8.2
+class ChoiceOf(click.Choice):  # type: ignore[type-arg] # generic since click 8.2
     """A word of an enum, in whatever spelling the enum takes."""
 
     def __init__(self, words: type[Choice]) -> None:
@@ -63,7 +59,7 @@ def merge_options(options: type[MergeOptions]) -> Callable[[Decorated], Decorate
     """Add the declared options of a merge, in their order, and ``--rm``."""
     reward = click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
     typed = [_option(name, how, default) for name, (how, default) in declared(options).items()]
-    return lambda command: _with(command, [*typed[:2], reward, *typed[2:]])
+    return in_order(*typed[:2], reward, *typed[2:])
 
 
 def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decorated]:  # noqa: ANN401 - of any type
@@ -76,7 +72,7 @@ def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decor
     if how.parse is codes:
         return codes_option(typed, how.help)
     if isinstance(how.parse, type) and issubclass(how.parse, Choice):
-        kind: Any = Word(how.parse)
+        kind: Any = ChoiceOf(how.parse)
     elif how.parse is positive:
         kind = click.IntRange(min=1)
     else:
@@ -85,7 +81,7 @@ def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decor
     return click.option(*how.short, typed, name, type=kind, default=given, show_default=given is not None, **spelling)
 
 
-def asked(options: type[Asked], typed: Mapping[str, Any]) -> Asked:
+def asked(options: type[Options], typed: Mapping[str, Any]) -> Options:
     """Return the `options` that were typed, ``--rm`` as the task it means. Raises `click.UsageError`."""
     task, labels = typed["task"], typed["num_labels"]
     values = {name: typed[name] for name in declared(options)}
@@ -98,55 +94,43 @@ def asked(options: type[Asked], typed: Mapping[str, Any]) -> Asked:
     return options(**values)
 
 
-def size_option(default: str) -> Callable[[Decorated], Decorated]:
-    """Add ``--max-shard-size``; `default` says in words what happens without it."""
-    text = f"Largest weights file.  [default: {default}]"
-    return click.option("--max-shard-size", type=Parsed(number_of_bytes), metavar="SIZE", help=text)
+run_options = in_order(
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
+    quiet_option("No progress bar and no summary."),
+)
+"""How one run of a command that writes weights is shown: the keywords of `carry_out`."""
 
 
-def run_options(command: Decorated) -> Decorated:
-    """Add the options of every command that writes weights which say how one run is shown."""
-    options = (
-        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
-        quiet_option("No progress bar and no summary."),
-    )
-    return _with(command, options)
-
-
-def _with(command: Decorated, options: Sequence[Callable[[Decorated], Decorated]]) -> Decorated:
-    """Return the command with the options, in this order in its help."""
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def show_plan(plan: Plan, out: Path, *, as_json: bool) -> None:
-    """Print what would be written to `out`."""
-    if as_json:
+def carry_out(
+    plan: Plan,
+    out: Path,
+    *,
+    warnings: Iterable[str] = (),
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    **how: Any,  # noqa: ANN401 - the arguments of `write`
+) -> None:
+    """Write the folder `out` as `plan` says, or print the plan of a `dry_run`; what is found goes to stderr."""
+    show_findings(plan.findings)
+    for warning in (*plan.warnings, *warnings):
+        warn(warning)
+    if dry_run and as_json:
         click.echo(json_text({"output": str(out), **plan.to_json()}, spread=_PLAN_LEVELS))
-    else:
+    elif dry_run:
         click.echo(f"would write {printable(str(out))}\n{plan}")
-
-
-def written(plan: Plan, out: Path, *, quiet: bool, **how: Any) -> Written:  # noqa: ANN401 - the arguments of `write`
-    """Return what `write` does, with a progress bar unless `quiet`, and with what is found in it on stderr."""
+    if dry_run:
+        return
     from lora_tool.pipeline.writing import write  # noqa: PLC0415 - numpy, only now
 
-    def show(found: tuple[Finding, ...]) -> None:
-        from lora_tool.report.text import findings_lines  # noqa: PLC0415
-
-        for line in findings_lines(found):
-            click.echo(line, err=True)
-
-    done = write(plan, out, watch=lambda what, total: progress_bar(what, total, quiet=quiet), found=show, **how)
-    for late in done.warnings[len(plan.warnings) :]:
-        warn(late)
-    return done
-
-
-def show_written(done: Written, *, as_json: bool, quiet: bool) -> None:
-    """Print what was written."""
+    silent = quiet or as_json
+    done = write(
+        plan, out, watch=lambda what, total: progress_bar(what, total, quiet=silent), found=show_findings, **how
+    )
+    for late in done.warnings:
+        if late not in {*plan.warnings, *map(str, plan.findings)}:
+            warn(late)
     if as_json:
         click.echo(json.dumps(done.to_json(), indent=2))
     elif not quiet:

@@ -237,4 +237,4 @@ def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> W
     with planned(inputs, asked, out) as plan:
         if plan is None:
             raise AssertionError("only a dry run has no plan")
-        return write(plan, out, verify=asked.verify, jobs=asked.jobs, overwrite=asked.overwrite, resume=asked.resume)
+        return write(plan, out, **asked.writing())

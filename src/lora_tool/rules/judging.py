@@ -1,8 +1,8 @@
-"""Asking every rule about one subject: the judge that all commands share."""
+"""The judge that all commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.adapter.view import view_of
@@ -11,7 +11,7 @@ from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.progress import Watch
+from lora_tool.progress import Progress, Watch
 from lora_tool.report import Checked, Finding, Report, Skipped
 from lora_tool.report.model import joined
 from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
@@ -51,93 +51,136 @@ def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT1
     )
 
 
-def adapter_subject(
-    adapter: AdapterDir,
-    *,
-    base: ModelDir | None = None,
-    num_labels: int | None = None,
-    task: str | None = None,
-    servers: frozenset[Server] = frozenset(),
-) -> AdapterSubject:
-    """Return what the adapter's rules look at: its view, and its match with the base where names can tell."""
-    view = view_of(adapter)
-    match = None if base is None else match_base(base, view.config, [layer.target for layer in view.layers])
-    return AdapterSubject(
-        checkpoint=adapter,
-        view=view,
-        base=base,
-        match=match,
-        num_labels=num_labels,
-        task=task,
-        servers=servers,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judge:
+    """Who asks the rules about a folder, whether it is validated, merged, verified or pushed: all say the same.
 
-
-def judge_adapter(
-    adapter: AdapterDir,
-    rules: Iterable[Rule],
-    *,
-    base: ModelDir | None = None,
-    num_labels: int | None = None,
-    task: str | None = None,
-    servers: frozenset[Server] = frozenset(),
-    deep: bool | None = None,
-    progress: Callable[[int], None] | None = None,
-    watch: Watch | None = None,
-    why_no_base: str = NO_BASE,
-    ignored: bool = False,
-) -> Report:
-    """Return what the rules find in an adapter's folder: in the adapter, in a base that cannot be read, in rank files
-    beside. Whoever validates or merges an adapter asks this, so that all of them say the same.
-
-    `num_labels` and `task` ("reward", "seq-cls", …) are what is expected of it; `watch` is asked, with their number,
-    for what is told of the bytes of rank files; the others are those of `judge`.
+    Adapters and models are compared with `base`; `why_no_base` is what is said without one. `num_labels` and `task`
+    ("reward", "seq-cls", …) are what is expected of them, `servers` what is to serve an adapter unmerged. `deep` True
+    reads all weights, False none, None those of adapters; `progress` is called with the bytes that were read, `watch`
+    with the number of those that rank files have. `ignored`: a merge is to go on in spite of these rules, so that of
+    their findings only those are returned that leave it nothing to compute.
     """
-    asked = tuple(rules)
-    subject = adapter_subject(adapter, base=base, num_labels=num_labels, task=task, servers=servers)
-    own = judge(subject, asked, deep=deep, servers=servers, progress=progress, why_no_base=why_no_base, ignored=ignored)
-    beside = (
-        found if isinstance(found, Report) else judge(found, asked, deep=deep, progress=progress)
-        for found in rank_files_beside(adapter, asked, watch)
-    )
-    return joined([own, *([unreadable(base, asked)] if base else []), *beside])
 
+    rules: tuple[Rule, ...]
+    base: ModelDir | None = None
+    why_no_base: str = NO_BASE
+    num_labels: int | None = None
+    task: str | None = None
+    servers: frozenset[Server] = frozenset()
+    deep: bool | None = None
+    ignored: bool = False
+    progress: Progress | None = None
+    watch: Watch | None = None
 
-def judge_together(adapters: Sequence[AdapterDir], rules: Iterable[Rule]) -> Report:
-    """Return what the rules find in adapters that are to be merged into one base, beside what each is by itself."""
-    subjects = tuple(map(adapter_subject, adapters))
-    of_several = [rule for rule in rules if rule.on is SeveralAdapters]
-    if len(subjects) == 1 or not of_several:
-        return Report()
-    report = judge(SeveralAdapters(checkpoint=adapters[0], adapters=subjects), of_several)
-    return replace(report, subjects=())
+    @property
+    def labels(self) -> int | None:
+        """How many labels a head must have; a reward model has one."""
+        return 1 if self.task == "reward" and self.num_labels is None else self.num_labels
 
+    def adapter(self, adapter: AdapterDir) -> Report:
+        """Return what is found in an adapter's folder: in it, in a base that cannot be read, in rank files beside."""
+        own = self.folder(self.subject(adapter))
+        return joined([own, *([self.unreadable(self.base)] if self.base else []), *self.rank_files_beside(adapter)])
 
-def rank_files_beside(
-    checkpoint: AdapterDir | ModelDir, rules: tuple[Rule, ...], watch: Watch | None = None
-) -> Iterator[Subject | Report]:
-    """Yield the training checkpoint in the folder of an adapter or model, as HF Trainer writes it, or why it cannot be
-    opened.
-    """
-    if not piece_folders(checkpoint.folder):
-        return
-    try:
-        yield sharded_subject(open_sharded(checkpoint.root), watch=watch)
-    except NotACheckpoint:  # folders of that name without rank files
-        return
-    except (CheckpointError, UnsupportedCheckpoint) as error:
-        reason = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
-        yield Report(skipped=(reason,) if RULES["LT402"] in rules else ())
+    def together(self, adapters: Sequence[AdapterDir]) -> Report:
+        """Return what is found in adapters that are to be merged into one base, beside what each is by itself."""
+        rules = tuple(rule for rule in self.rules if rule.on is SeveralAdapters)
+        if len(adapters) == 1 or not rules:
+            return Report()
+        several = SeveralAdapters(checkpoint=adapters[0], views=tuple(map(view_of, adapters)))
+        return replace(replace(self, rules=rules).folder(several), subjects=())
 
+    def rank_files_beside(self, checkpoint: AdapterDir | ModelDir) -> Iterator[Report]:
+        """Yield what is found in the training checkpoint in the folder of an adapter or model, as HF Trainer writes it,
+        or why it cannot be opened.
+        """
+        if not piece_folders(checkpoint.folder):
+            return
+        try:
+            found = sharded_subject(open_sharded(checkpoint.root), watch=self.watch)
+        except NotACheckpoint:  # folders of that name without rank files
+            return
+        except (CheckpointError, UnsupportedCheckpoint) as error:
+            reason = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
+            yield Report(skipped=(reason,) if RULES["LT402"] in self.rules else ())
+        else:
+            yield self.folder(found)
 
-def unreadable(checkpoint: AdapterDir | ModelDir, rules: Iterable[Rule]) -> Report:
-    """Return the findings that keep a folder's config and weights from being believed, and nothing else about it."""
-    wrong = fatal_problems(checkpoint)
-    if not wrong:
-        return Report()
-    of_files = [rule for rule in rules if rule.code.startswith("LT1") or rule.code == "LT214"]
-    report = judge(Subject(checkpoint=replace(checkpoint, problems=wrong)), of_files, deep=False)
-    return replace(report, subjects=())
+    def unreadable(self, checkpoint: AdapterDir | ModelDir) -> Report:
+        """Return what keeps a folder's config and weights from being believed, and nothing else about it."""
+        wrong = fatal_problems(checkpoint)
+        if not wrong:
+            return Report()
+        of_files = tuple(rule for rule in self.rules if rule.code.startswith("LT1") or rule.code == "LT214")
+        subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
+        return replace(Judge(rules=of_files, deep=False).folder(subject), subjects=())
+
+    def subject(self, adapter: AdapterDir) -> AdapterSubject:
+        """Return what an adapter's rules look at: its view, and its match with the base where names can tell."""
+        view = view_of(adapter)
+        modules = [layer.target for layer in view.layers]
+        match = None if self.base is None else match_base(self.base, view.config, modules)
+        return AdapterSubject(
+            checkpoint=adapter,
+            view=view,
+            base=self.base,
+            match=match,
+            num_labels=self.labels,
+            task=self.task,
+            servers=self.servers,
+        )
+
+    def folder(self, subject: Subject) -> Report:
+        """Return what is found in one subject alone."""
+        subject.scans.progress = self.progress
+        path = str(subject.checkpoint.root)
+        findings: list[Finding] = []
+        skipped: list[Skipped] = []
+        ran: list[str] = []
+        for rule in self.rules:
+            if not self._concerns(rule, subject):
+                continue
+            reason = self._why_not(rule, subject)
+            if reason is None:
+                findings.extend(rule.run(subject, ignored=self.ignored))
+                ran.append(rule.code)
+                reason = _why_in_part(rule, subject)
+            if reason is not None:
+                skipped.append(Skipped(code=rule.code, path=path, reason=reason))
+        checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
+        return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
+
+    def _concerns(self, rule: Rule, subject: Subject) -> bool:
+        """Whether the rule is for such a folder, and was asked for."""
+        if not isinstance(subject, rule.on) or (self.ignored and not rule.unmergeable):
+            return False
+        if Need.SERVER in rule.needs and not self.servers:
+            return False
+        if Need.BASE in rule.needs and isinstance(subject, ModelSubject) and subject.base is None:
+            return False
+        if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
+            return False
+        has_values = bool(subject.tensors) or rule.on is ShardedSubject
+        return not rule.deep or (self.deep is not False and has_values)
+
+    def _why_not(self, rule: Rule, subject: Subject) -> str | None:
+        """Return why the rule would say nothing true about the subject; None if it can run."""
+        checkpoint = subject.checkpoint
+        if isinstance(subject, ShardedSubject) and rule.deep:
+            return subject.why_no_values or (_too_large(subject.nbytes) if self.deep is None else None)
+        if isinstance(checkpoint, AdapterDir | ModelDir):
+            if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
+                return "the weights cannot be read; that is reported above"
+            reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
+            if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
+                reason = self.why_no_base if subject.base is None else subject.why_no_match
+            if reason is None and isinstance(subject, MergedSubject):
+                reason = subject.why_not(rule.needs)
+            if reason is None and rule.deep and self.deep is None and isinstance(checkpoint, ModelDir):
+                return "a model's weights are read only with --deep"
+            return reason
+        return None
 
 
 def fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
@@ -146,79 +189,9 @@ def fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """How the weights may be read, and for whom the folder is meant."""
-
-    deep: bool | None
-    servers: frozenset[Server]
-    why_no_base: str
-
-
-def judge(
-    subject: Subject,
-    rules: Iterable[Rule],
-    *,
-    deep: bool | None = None,
-    servers: frozenset[Server] = frozenset(),
-    progress: Callable[[int], None] | None = None,
-    why_no_base: str = NO_BASE,
-    ignored: bool = False,
-) -> Report:
-    """Return what the rules find in one subject.
-
-    `deep` True reads all weights, False none, None those of adapters; `servers` switches on the rules of serving;
-    `progress` is called with the bytes that were read; `why_no_base` is why rules that compare with a base are skipped;
-    `ignored` that a merge is to go on in spite of these rules, so that only what it cannot go on with is found.
-    """
-    asked = _Asked(deep=deep, servers=servers, why_no_base=why_no_base)
-    subject.scans.progress = progress
-    path = str(subject.checkpoint.root)
-    findings: list[Finding] = []
-    skipped: list[Skipped] = []
-    ran: list[str] = []
-    for rule in rules:
-        if not _concerns(rule, subject, asked):
-            continue
-        reason = _why_not(rule, subject, asked)
-        if reason is None:
-            findings.extend(rule.run(subject, ignored=ignored))
-            ran.append(rule.code)
-        else:
-            skipped.append(Skipped(code=rule.code, path=path, reason=reason))
-    checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
-    return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
-
-
-def _concerns(rule: Rule, subject: Subject, asked: _Asked) -> bool:
-    """Whether the rule is for such a folder, and was asked for."""
-    if not isinstance(subject, rule.on) or (Need.SERVER in rule.needs and not asked.servers):
-        return False
-    if Need.BASE in rule.needs and isinstance(subject, ModelSubject) and subject.base is None:
-        return False
-    if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
-        return False
-    has_values = bool(subject.tensors) or rule.on is ShardedSubject
-    return not rule.deep or (asked.deep is not False and has_values)
-
-
-def _why_not(rule: Rule, subject: Subject, asked: _Asked) -> str | None:
-    """Return why the rule would say nothing true about the subject; None if it can run."""
-    checkpoint = subject.checkpoint
-    if isinstance(subject, ShardedSubject) and rule.deep:
-        return subject.why_no_values or (_too_large(subject.nbytes) if asked.deep is None else None)
-    if isinstance(checkpoint, AdapterDir | ModelDir):
-        if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
-            return "the weights cannot be read; that is reported above"
-        reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
-        if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
-            reason = asked.why_no_base if subject.base is None else subject.why_no_match
-        if reason is None and isinstance(subject, MergedSubject):
-            reason = subject.why_not(rule.needs)
-        if reason is None and rule.deep and asked.deep is None and isinstance(checkpoint, ModelDir):
-            return "a model's weights are read only with --deep"
-        return reason
-    return None
+def _why_in_part(rule: Rule, subject: Subject) -> str | None:
+    """Return why a rule that ran could not look at everything; None if it did."""
+    return subject.why_no_class if Need.CLASS in rule.needs and isinstance(subject, ModelSubject) else None
 
 
 def _too_large(nbytes: int) -> str | None:

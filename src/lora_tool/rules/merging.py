@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
-from lora_tool.rules.engine.registry import RULES, Need, Rule, chosen
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.rules.judging import judge, judge_adapter, judge_together, unreadable
+from lora_tool.rules.engine.registry import RULES, Need, chosen
+from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.judging import Judge
 from lora_tool.rules.shared.base_match import match_base
 
 _NO_HELP = "a merge has nothing to compute then, so ignoring the rule does not help"
@@ -38,24 +37,11 @@ class MergeJudge:
         Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
         """
 
-        def judged(rules: Sequence[Rule], *, ignored: bool) -> Report:
-            reports = [
-                judge_adapter(
-                    each,
-                    rules,
-                    base=base,
-                    num_labels=self._labels,
-                    task=self.task,
-                    deep=False if ignored else None,
-                    ignored=ignored,
-                )
-                for each in adapters
-            ]
-            files = [unreadable(each, self._ignored(of_files=True)) for each in adapters] if ignored else []
-            base_files = [unreadable(base, self._ignored(of_files=True))] if ignored else []
-            return joined([*reports, judge_together(adapters, rules), *files, *base_files])
+        def judged(judge: Judge) -> Report:
+            files = map(judge.unreadable, adapters) if judge.ignored else ()
+            return joined([*map(judge.adapter, adapters), judge.together(adapters), *files])
 
-        return self._refuse(judged)
+        return self._refuse(judged, base)
 
     def in_memory(self, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Report:
         """Return what the rules that compare with a base find where its names in memory are not those on disk.
@@ -63,37 +49,25 @@ class MergeJudge:
         Adapters and `base` are in the names of memory. Raises as `as_stored`.
         """
 
-        def judged(rules: Sequence[Rule], *, ignored: bool) -> Report:
-            del ignored
-            comparing = [rule for rule in rules if Need.BASE in rule.needs and not rule.deep]
-            subjects = (
-                AdapterSubject(
-                    checkpoint=each,
-                    view=view_of(each),
-                    base=base,
-                    match=BaseMatch(base=base, arch=arch),
-                    num_labels=self._labels,
-                    task=self.task,
-                )
-                for each in adapters
+        def judged(judge: Judge) -> Report:
+            comparing = replace(
+                judge, rules=tuple(each for each in judge.rules if Need.BASE in each.needs and not each.deep)
             )
-            return joined([judge_together(adapters, rules), *(judge(subject, comparing) for subject in subjects)])
+            subjects = (
+                replace(judge.subject(each), base=base, match=BaseMatch(base=base, arch=arch)) for each in adapters
+            )
+            return joined([judge.together(adapters), *map(comparing.folder, subjects)])
 
-        return self._refuse(judged)
+        return self._refuse(judged, None)
 
-    @property
-    def _labels(self) -> int | None:
-        return 1 if self.task == "reward" and self.num_labels is None else self.num_labels
-
-    def _ignored(self, *, of_files: bool = False) -> tuple[Rule, ...]:
+    def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
         rules = chosen(self.select, self.ignore)
-        return tuple(rule for rule in RULES.values() if rule not in rules and (of_files or rule.unmergeable))
-
-    def _refuse(self, judged: Callable[..., Report]) -> Report:
-        report = judged(chosen(self.select, self.ignore), ignored=False)
+        judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task)
+        report = judged(judge)
         report.raise_at(self.fail_on)
         if self.select or self.ignore:
-            judged(self._ignored(), ignored=True).raise_at(Severity.ERROR, hint=_NO_HELP)
+            left_out = tuple(each for each in RULES.values() if each not in rules)
+            judged(replace(judge, rules=left_out, deep=False, ignored=True)).raise_at(Severity.ERROR, hint=_NO_HELP)
         return report
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lora_tool.cores import available_cores
-from lora_tool.errors import FindingsFound
 from lora_tool.progress import Progress
-from lora_tool.report import Finding, Severity
+from lora_tool.report import Finding, Report, Severity
 
 
 class ValuePart(Protocol):
@@ -50,14 +49,12 @@ class ValueCheck:
         return [fault for part in found for fault in part]
 
 
-def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> list[Finding]:
-    """Return the findings that do not stop us. Raises `FindingsFound` with the errors whose codes begin with none of `ignored`."""
-    kept = list(found)
-    errors = [f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored))]
-    if errors:
-        others = sorted({error.code for error in errors[1:]})
-        more = f" (and {len(errors) - 1} more: {', '.join(others)}; validate shows all)" if others else ""
-        codes = ",".join(sorted({error.code for error in errors}))
-        hint = next((error.hint for error in errors if error.hint), "use another checkpoint")
-        raise FindingsFound(f"{errors[0]}{more}", hint=f'{hint}; to go on all the same: `ignore="{codes}"`')
+def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[Finding, ...]:
+    """Return the findings that do not stop us. Raises `FindingsFound` with the errors whose codes begin with none of
+    `ignored`.
+    """
+    kept = tuple(found)
+    errors = tuple(f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored)))
+    codes = ",".join(sorted({error.code for error in errors}))
+    Report(findings=errors).raise_at(Severity.ERROR, hint=f'to go on all the same: `ignore="{codes}"`')
     return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,15 @@ from lora_tool.checkpoint import (
     open_checkpoint,
 )
 from lora_tool.errors import LoraToolError, NotACheckpoint
+from lora_tool.exhaustive import assert_never
 from lora_tool.formats.files import inside
 from lora_tool.plan.base.task import Task
 from lora_tool.progress import Watch
 from lora_tool.report import Report
 from lora_tool.report.model import joined
-from lora_tool.rules.engine.registry import Rule, chosen
-from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server, Subject
-from lora_tool.rules.judging import NO_BASE, judge, judge_adapter, judge_together, rank_files_beside, unopened
+from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server
+from lora_tool.rules.judging import NO_BASE, Judge, unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.sources import Reference, opened, opened_adapter, opened_model
@@ -70,11 +71,10 @@ def validate(
     """
     checkpoint = opened(checkpoint)
     task = None if task is None else Task(task).expected
-    asked = _Asked(
+    judge = Judge(
         rules=chosen(select, ignore),
         base=None if base is None else opened_model(base, download=False),
-        adapters=tuple(map(opened_adapter, adapters)),
-        num_labels=1 if task == "reward" and num_labels is None else num_labels,
+        num_labels=num_labels,
         task=task,
         deep=deep,
         servers=frozenset(map(Server, servers)),
@@ -82,55 +82,19 @@ def validate(
         watch=watch,
         why_no_base=why_no_base,
     )
+    several = tuple(map(opened_adapter, adapters))
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
-        return _judged(checkpoint, asked)
-    inner = [_checkpoint_of_run(checkpoint.root / name, asked) for name in checkpoint.folder.checkpoints]
+        return _judged(checkpoint, judge, several)
+    inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
+    rows = [item for item, _ in inner]
     if isinstance(checkpoint, RunDir):
         whole = tuple(found for _, found in inner if found is not None)
-        own = _judge(RunSubject(checkpoint=checkpoint, inner=whole), asked)
-        rows = [item for item, _ in inner]
+        own = judge.folder(RunSubject(checkpoint=checkpoint, inner=whole))
     else:
-        own = _judged(checkpoint, asked)
-        finished = Judged(root=checkpoint.root, name=FINISHED, state=checkpoint.folder.trainer, report=own)
-        rows = [*(item for item, _ in inner), finished]
+        own = _judged(checkpoint, judge, several)
+        rows.append(Judged(root=checkpoint.root, name=FINISHED, state=checkpoint.folder.trainer, report=own))
     table = Report(runs=(run_table(checkpoint.root, rows),))
     return joined([own, *(item.report for item, _ in inner), table])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What was asked of one check."""
-
-    rules: tuple[Rule, ...]
-    base: ModelDir | None = None
-    adapters: tuple[AdapterDir, ...] = ()
-    num_labels: int | None = None
-    task: str | None = None
-    deep: bool | None = None
-    servers: frozenset[Server] = frozenset()
-    progress: Callable[[int], None] | None = None
-    watch: Watch | None = None
-    why_no_base: str = NO_BASE
-
-
-def _judged(checkpoint: Checkpoint, asked: _Asked) -> Report:
-    if isinstance(checkpoint, AdapterDir):
-        own = judge_adapter(
-            checkpoint,
-            asked.rules,
-            base=asked.base,
-            num_labels=asked.num_labels,
-            task=asked.task,
-            servers=asked.servers,
-            deep=asked.deep,
-            progress=asked.progress,
-            watch=asked.watch,
-            why_no_base=asked.why_no_base,
-        )
-        return joined([own, judge_together((checkpoint, *asked.adapters), asked.rules)])
-    return joined(
-        subject if isinstance(subject, Report) else _judge(subject, asked) for subject in _subjects(checkpoint, asked)
-    )
 
 
 def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> tuple[Judged, Checkpoint | None]:
@@ -138,59 +102,51 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
 
     Raises `UnknownRule` for `criteria` that mean no rule.
     """
-    asked = _Asked(
-        rules=chosen(criteria.select, criteria.ignore), base=base, deep=criteria.deep, servers=criteria.servers
-    )
-    return _checkpoint_of_run(path, asked)
+    rules = chosen(criteria.select, criteria.ignore)
+    return _checkpoint_of_run(path, Judge(rules=rules, base=base, deep=criteria.deep, servers=criteria.servers))
 
 
-def _checkpoint_of_run(path: Path, asked: _Asked) -> tuple[Judged, Checkpoint | None]:
+def _checkpoint_of_run(
+    path: Path, judge: Judge, adapters: tuple[AdapterDir, ...] = ()
+) -> tuple[Judged, Checkpoint | None]:
     if not inside(path.parent, path):
-        report = unopened(str(path), "is a link out of the run's folder", asked.rules, code="LT112")
+        report = unopened(str(path), "is a link out of the run's folder", judge.rules, code="LT112")
         return Judged(root=path, name=path.name, state=None, report=report), None
     try:
-        opened = open_checkpoint(path)
-        if isinstance(opened, RunDir):  # a link to the run itself would never end
+        found = open_checkpoint(path)
+        if isinstance(found, RunDir):  # a link to the run itself would never end
             raise NotACheckpoint(f"{path} is a run with checkpoints in it, and no checkpoint")
-        report = _judged(opened, asked)
+        report = _judged(found, judge, adapters)
     except (LoraToolError, PermissionError) as error:
         # a folder without weights, or a file that went away while it was read: the others are judged all the same
-        report = unopened(str(path), f"cannot be opened: {error}", asked.rules)
+        report = unopened(str(path), f"cannot be opened: {error}", judge.rules)
         return Judged(root=path, name=path.name, state=None, report=report), None
-    return Judged(root=path, name=path.name, state=opened.folder.trainer, report=report), opened
+    return Judged(root=path, name=path.name, state=found.folder.trainer, report=report), found
 
 
-def _subjects(checkpoint: Checkpoint, asked: _Asked) -> Iterator[Subject | Report]:
-    """Yield what is to be judged: the folder, and the rank files in it; what cannot be judged has its report."""
-    if isinstance(checkpoint, ModelDir) and asked.base is not None and asked.adapters:
-        # the planner, only for merged models: importing it takes a fifth of the time of a check
-        from lora_tool.plan.merge.provenance import Provenance  # noqa: PLC0415
-        from lora_tool.validation.merged import merged_subject  # noqa: PLC0415
+def _judged(checkpoint: Checkpoint, judge: Judge, adapters: tuple[AdapterDir, ...]) -> Report:
+    match checkpoint:
+        case AdapterDir():
+            return joined([judge.adapter(checkpoint), judge.together((checkpoint, *adapters))])
+        case ModelDir():
+            return joined([judge.folder(_model(checkpoint, judge, adapters)), *judge.rank_files_beside(checkpoint)])
+        case ShardedDir():
+            return judge.folder(sharded_subject(checkpoint, watch=judge.watch))
+        case RunDir():
+            raise AssertionError("the checkpoints of a run are judged one by one")
+        case other:
+            return assert_never(other)
 
-        provenance = Provenance(merged=checkpoint, base=asked.base, adapters=asked.adapters)
-        yield merged_subject(provenance, num_labels=asked.num_labels, task=asked.task, read=asked.deep is not False)
-    elif isinstance(checkpoint, ModelDir):
-        yield ModelSubject(
-            checkpoint=checkpoint,
-            num_labels=asked.num_labels,
-            task=asked.task,
-            base=asked.base,
-            whole=asked.deep is True,
+
+def _model(checkpoint: ModelDir, judge: Judge, adapters: tuple[AdapterDir, ...]) -> ModelSubject:
+    if judge.base is None or not adapters:
+        whole = judge.deep is True
+        return ModelSubject(
+            checkpoint=checkpoint, num_labels=judge.labels, task=judge.task, base=judge.base, whole=whole
         )
-    elif isinstance(checkpoint, ShardedDir):
-        yield sharded_subject(checkpoint, watch=asked.watch)
-    else:
-        yield Subject(checkpoint=checkpoint)
-    if isinstance(checkpoint, ModelDir):
-        yield from rank_files_beside(checkpoint, asked.rules, asked.watch)
+    # the planner, only for merged models: importing it takes a fifth of the time of a check
+    from lora_tool.plan.merge.provenance import Provenance  # noqa: PLC0415
+    from lora_tool.validation.merged import merged_subject  # noqa: PLC0415
 
-
-def _judge(subject: Subject, asked: _Asked) -> Report:
-    return judge(
-        subject,
-        asked.rules,
-        deep=asked.deep,
-        servers=asked.servers,
-        progress=asked.progress,
-        why_no_base=asked.why_no_base,
-    )
+    provenance = Provenance(merged=checkpoint, base=judge.base, adapters=adapters)
+    return merged_subject(provenance, num_labels=judge.labels, task=judge.task, read=judge.deep is not False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed
@@ -20,8 +21,8 @@ from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity, Skipped
 from lora_tool.rules.engine.registry import chosen
-from lora_tool.rules.judging import judge
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.rules.judging import Judge
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_tensors
@@ -127,7 +128,7 @@ def verify_inputs(
         base_name=str(inputs.base.root),
         inputs=inputs.fingerprints(),
     )
-    report = judge(subject, [rule for rule in rules if not rule.deep])
+    report = Judge(rules=rules, deep=False).folder(subject)
     if why_no_outputs:
         unanswered = Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs)
         report = replace(report, skipped=(*report.skipped, unanswered))
@@ -148,7 +149,7 @@ def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs
     written = _written(plan, folder)
     evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
     subject = MergedSubject(checkpoint=written, planned=expected(plan), evidence=evidence, recomputed=True)
-    report = judge(subject, [rule for rule in chosen(_OWN_RULES) if not rule.deep])
+    report = Judge(rules=chosen(_OWN_RULES), deep=False).folder(subject)
     return Verification(
         merged=folder,
         base="",

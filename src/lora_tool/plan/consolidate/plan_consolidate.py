@@ -62,12 +62,12 @@ def plan_consolidate(
     are LoRA tensors. `tag` is the saved step, by default the one that the checkpoint points at, `adapter_config` the
     file of that name or its folder, where it does not lie near the checkpoint. `dtype` None keeps each tensor's own:
     float32 for trained ones, the model's for frozen ones. `max_shard_bytes` None cuts files at 5 GB; `ignore` are the
-    codes of faults to go on in spite of. Whoever executes the plan looks once at every byte that it uses (CRC32, NaN,
+    codes of faults, or their beginnings, to go on in spite of: they are among the plan's findings. Whoever executes the plan looks once at every byte that it uses (CRC32, NaN,
     all-zero parts, rounding), unless all of that is ignored. Raises `FindingsFound` for faults that are errors, as the
-    execution does for those of the values; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together
+    execution does for those of the values; `UnknownRule` for a code that no rule has; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together
     at all.
     """
-    ignored = tuple(code.upper() for code in codes(ignore))
+    ignored = _rules(codes(ignore))
     dtype = None if dtype is None else float_type(dtype)
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
@@ -97,7 +97,8 @@ def plan_consolidate(
         ),
         inputs=_inputs(state, tensors.values(), side_files),
         precision=Precision.FLOAT32,
-        warnings=(*(str(fault) for fault in kept if fault.severity >= Severity.WARNING), *selection.warnings),
+        findings=kept,
+        warnings=selection.warnings,
         notes=(
             f"{decided} from {state.title}",
             *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
@@ -115,6 +116,16 @@ def plan_consolidate(
         },
         values=values,
     )
+
+
+def _rules(codes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the codes as reports write them. Raises `UnknownRule`."""
+    if codes:
+        import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules, which only this needs
+        from lora_tool.rules.engine.registry import expand  # noqa: PLC0415
+
+        expand(codes)
+    return tuple(code.upper() for code in codes)
 
 
 def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> Selection:
@@ -153,7 +164,7 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
             path=str(state.folder),
             subject=lost[0],
             message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen, and not saved",
-            hint="look for a tag that was saved without exclude_frozen_parameters; --what state writes what there is",
+            hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes what there is',
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lora_tool.formats.weights import Weights
 from lora_tool.plan.core.delta_retention import DeltaRetention, summary, warning
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.render import step_json
+from lora_tool.report.findings import Severity
 from lora_tool.version import __version__
 
 
@@ -67,6 +68,11 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
 
 
+def _gone_on(plan: Plan) -> Iterator[str]:
+    """Yield the errors that the plan was made in spite of."""
+    return (str(finding) for finding in plan.findings if finding.severity is Severity.ERROR)
+
+
 def _named(reason: str, plan: Plan) -> str:
     """Return the reason with an input's name in the manifest for its folder."""
     for folder, name in plan.input_names.items():
@@ -92,7 +98,7 @@ def manifest_bytes(
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "versions": _versions(plan.precision.packages),
-        "warnings": [*plan.warnings, *filter(None, [warning(fidelity, plan)])],
+        "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [warning(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),
         "counts": plan.counts(),

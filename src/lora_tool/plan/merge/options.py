@@ -124,6 +124,10 @@ class MergeArguments(MergeOptions):
     verify: bool = option(default=True, text="Read samples back and check them before publishing.", parse=flag)
     resume: bool = option(default=False, text="Take over the finished files of a run that was killed.", parse=flag)
 
+    def writing(self) -> dict[str, Any]:
+        """Return what is asked of the writing, as `write` takes it."""
+        return {"verify": self.verify, "jobs": self.jobs, "overwrite": self.overwrite, "resume": self.resume}
+
 
 def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:
     """Return the declared options by the names of their fields, each with its default."""

@@ -10,14 +10,14 @@ from lora_tool.adapter.view import AdapterView
 from lora_tool.formats.stored import same_values
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Subject
+from lora_tool.rules.engine.subjects import Subject
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeveralAdapters(Subject):
     """Adapters whose sum is to be merged into one base; the folder is the first one's."""
 
-    adapters: tuple[AdapterSubject, ...]
+    views: tuple[AdapterView, ...]
 
 
 @rule("LT512", Severity.ERROR, on=SeveralAdapters, unmergeable=True)
@@ -38,22 +38,22 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     ## What to do
     Merge one of them, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each adapter once.
     """
-    for one, other in combinations(subject.adapters, 2):
-        path, second = str(one.checkpoint.root), str(other.checkpoint.root)
+    for one, other in combinations(subject.views, 2):
+        path, second = str(one.adapter.root), str(other.adapter.root)
         tasks = (one.config.task_type, other.config.task_type)
         if None not in tasks and tasks[0] != tasks[1]:
             yield Fault(message=f"is {tasks[0]}, that of {second} is {tasks[1]}", subject="task_type", path=path)
         if _are_the_same(one, other):
             yield Fault(message=f"holds the same weights as {second}: they would be merged twice", path=path)
             continue
-        for name, what in _clashes(one.view, other.view):
+        for name, what in _clashes(one, other):
             yield Fault(message=f"{what}; the other is {second}", subject=name, path=path)
 
 
-def _are_the_same(one: AdapterSubject, other: AdapterSubject) -> bool:
+def _are_the_same(one: AdapterView, other: AdapterView) -> bool:
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import
 
-    return bool(one.tensors) and fingerprint(one.checkpoint.weights) == fingerprint(other.checkpoint.weights)
+    return bool(one.adapter.tensors) and fingerprint(one.adapter.weights) == fingerprint(other.adapter.weights)
 
 
 def _clashes(one: AdapterView, other: AdapterView) -> Iterator[tuple[str, str]]:
