@@ -25,11 +25,13 @@ def read(tmp_path: Path, text: str, *typed: str, method: str = "reward") -> RunC
 def test_every_flag_of_accelerate_is_one(tmp_path: Path) -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    flags = {action.dest for action in launch_command_parser()._actions if action.nargs == 0}
-    flags -= {"help", "module", "no_python"}
-    assert flags >= {"cpu", "multi_gpu", "use_deepspeed", "use_fsdp"}
-    run = read(tmp_path, "".join(f"{name}: true\n" for name in sorted(flags)))
-    assert sorted(run.launch) == sorted(f"--{name}" for name in flags)
+    parser = launch_command_parser()
+    flags = {action.option_strings[0] for action in parser._actions if action.nargs == 0}
+    flags -= {"-h", "--help", "-m", "--module", "--no_python"}
+    assert flags >= {"--cpu", "--multi_gpu", "--use_deepspeed", "--use_fsdp"}
+    lines = "".join(f"    {flag[2:].replace('-', '_')}: true\n" for flag in sorted(flags))
+    run = read(tmp_path, f"lora_tool:\n  launch:\n{lines}")
+    assert {word.replace("-", "_") for word in run.launch} == {word.replace("-", "_") for word in flags}
 
 
 @pytest.mark.parametrize(
