@@ -125,11 +125,11 @@ def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpo
     return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
 
 
-def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
+def opened_model(model: Reference, *, near: Path | None = None, download: bool = True) -> ModelDir:
     """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
     hint = "give a model: `base=MODEL`"
     if isinstance(model, str | os.PathLike):
-        return open_model(resolve(model, download=download).path, hint=hint)
+        return open_model(resolve(model, near=near, download=download).path, hint=hint)
     if not isinstance(model, ModelDir):
         raise unexpected(model, "a model", hint=hint)
     return model
