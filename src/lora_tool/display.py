@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import unicodedata
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,11 @@ def four_digits(value: float | None) -> str:
 def counted(n: int, what: str) -> str:
     """Return how many there are, in words: "1 file", "2,048 files", "no files"."""
     return f"{f'{n:,}' if n else 'no'} {what}{'' if n == 1 else 's'}"
+
+
+def some(items: Collection[object], most: int = 8) -> str:
+    """Return the first of the items with commas between, and dots where there are more than `most`."""
+    return ", ".join(map(str, itertools.islice(items, most))) + (", …" if len(items) > most else "")
 
 
 def finite(value: float | None) -> float | None:

@@ -3,8 +3,9 @@
     LoraToolError
     ├── CheckpointError            what was given cannot be used
     │   ├── NotACheckpoint         nothing there, or nothing we know
-    │   ├── CorruptFile            a file breaks its own format
-    │   ├── BadConfig              a JSON field is missing or has the wrong type
+    │   ├── BrokenFile             one file is at fault
+    │   │   ├── CorruptFile        it breaks its own format
+    │   │   └── BadConfig          a JSON field is missing or has the wrong type
     │   └── IncompleteCheckpoint   files that belong together are not all there
     ├── PlanError                  what was asked for cannot be done exactly
     │   ├── UnsupportedAdapter     a feature we refuse by name
@@ -38,7 +39,11 @@ from __future__ import annotations
 import enum
 import sys
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @enum.unique
@@ -105,20 +110,25 @@ class NotACheckpoint(CheckpointError):
     """The path does not exist, or holds nothing that we know."""
 
 
-class CorruptFile(CheckpointError):
-    """A file breaks its own format; `problem` says how."""
+class BrokenFile(CheckpointError):
+    """One file is at fault; `problem` says which, and how."""
 
     def __init__(self, problem: Problem, *, hint: str | None = None) -> None:
         super().__init__(str(problem), hint=hint)
         self.problem = problem
 
+    @classmethod
+    def of(cls, path: Path | str, defect: Defect, message: str, subject: str | None = None) -> Self:
+        """Return the error about the file `path`, and about `subject` in it: a tensor, key or field."""
+        return cls(Problem(defect=defect, path=str(path), message=message, subject=subject))
 
-class BadConfig(CheckpointError):
-    """A JSON file has a missing field or one of the wrong type; `problem` says which."""
 
-    def __init__(self, problem: Problem, *, hint: str | None = None) -> None:
-        super().__init__(str(problem), hint=hint)
-        self.problem = problem
+class CorruptFile(BrokenFile):
+    """A file breaks its own format."""
+
+
+class BadConfig(BrokenFile):
+    """A JSON file has a missing field or one of the wrong type."""
 
 
 class IncompleteCheckpoint(CheckpointError):

@@ -17,9 +17,9 @@ from lora_tool.checkpoint import (
     ModelDir,
     RunDir,
     adapters_below,
+    as_adapter,
+    as_model,
     open_checkpoint,
-    open_model,
-    unexpected,
 )
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.files import is_folder
@@ -127,21 +127,16 @@ def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpo
 
 def opened_model(model: Reference, *, near: Path | None = None, download: bool = True) -> ModelDir:
     """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
-    hint = "give a model: `base=MODEL`"
     if isinstance(model, str | os.PathLike):
-        return open_model(resolve(model, near=near, download=download).path, hint=hint)
-    if not isinstance(model, ModelDir):
-        raise unexpected(model, "a model", hint=hint)
-    return model
+        model = open_checkpoint(resolve(model, near=near, download=download).path)
+    return as_model(model, hint="give a model: `base=MODEL`")
 
 
 def opened_adapter(adapter: Reference) -> AdapterDir:
     """Return the adapter that is given, or the one at a path or of a Hub id, downloaded. Raises `CheckpointError`."""
     if isinstance(adapter, str | os.PathLike):
         return open_adapter_at(resolve(adapter, download=True, wanted=Wanted.ADAPTER).path)
-    if not isinstance(adapter, AdapterDir):
-        raise unexpected(adapter, "an adapter", hint=_merge_instead(adapter))
-    return adapter
+    return as_adapter(adapter, hint=_merge_instead(adapter))
 
 
 def open_adapter_at(path: Path) -> AdapterDir:
@@ -157,9 +152,7 @@ def open_adapter_at(path: Path) -> AdapterDir:
             hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
         )
     found = open_checkpoint(inner[0] if inner else path)
-    if not isinstance(found, AdapterDir):
-        raise unexpected(found, "an adapter", hint=_merge_instead(found))
-    return found
+    return as_adapter(found, hint=_merge_instead(found))
 
 
 def _merge_instead(opened: Checkpoint) -> str | None:

@@ -15,7 +15,7 @@ import pytest
 from lora_tool.checkpoint import open_sharded
 from lora_tool.execution import worker
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
-from lora_tool.sharded import value_checks
+from lora_tool.sharded import file_values
 from tests.cli.calling import FIXTURES, Caller
 
 REWARD, FULL, HEADLESS = (f"fixtures/zero/stage3-{name}" for name in ("reward", "full", "headless"))
@@ -25,11 +25,11 @@ import os, signal, sys, time
 from lora_tool.cli import consolidate
 from lora_tool.cli.main import main
 from lora_tool.checkpoint import open_sharded
-from lora_tool.sharded import value_checks
+from lora_tool.sharded import file_values
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
-value_checks.BLOCK_BYTES = 64
-look = value_checks._Values.look_at
+file_values.BLOCK_BYTES = 64
+look = file_values._Values.look_at
 def slowly(*arguments):
     if not seen:
         os.kill(os.getpid(), signal.SIGINT)
@@ -37,7 +37,7 @@ def slowly(*arguments):
     time.sleep(0.01)
     look(*arguments)
 seen = []
-value_checks._Values.look_at = slowly
+file_values._Values.look_at = slowly
 try:
     main(sys.argv[1:])
 finally:
@@ -50,7 +50,7 @@ finally:
 def test_a_dry_run_reads_no_values_and_writes_nothing(
     checkpoint: str, call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(value_checks.FileValues, "run", None)  # calling it would fail
+    monkeypatch.setattr(file_values.FileValues, "run", None)  # calling it would fail
     called = call("consolidate", checkpoint, "-o", "out", "--dry-run")
     assert called.code == 0
     assert "would write out" in called.out
@@ -151,7 +151,7 @@ def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:
 def test_an_existing_output_is_refused_before_values_are_read(
     call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(value_checks.FileValues, "run", None)
+    monkeypatch.setattr(file_values.FileValues, "run", None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     assert call("consolidate", REWARD, "-o", tmp_path / "out").code == 6

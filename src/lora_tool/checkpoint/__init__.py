@@ -20,6 +20,8 @@ from lora_tool.checkpoint.kinds import unexpected as unexpected
 from lora_tool.checkpoint.models import BASE_MODEL as BASE_MODEL
 from lora_tool.checkpoint.models import MERGED_MODEL as MERGED_MODEL
 from lora_tool.checkpoint.models import TRAINED_MODEL as TRAINED_MODEL
+from lora_tool.checkpoint.opening import as_adapter as as_adapter
+from lora_tool.checkpoint.opening import as_model as as_model
 from lora_tool.checkpoint.opening import open_adapter as open_adapter
 from lora_tool.checkpoint.opening import open_checkpoint as open_checkpoint
 from lora_tool.checkpoint.opening import open_model as open_model

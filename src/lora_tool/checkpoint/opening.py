@@ -136,7 +136,11 @@ def require_whole(checkpoint: Checkpoint) -> None:
 
 def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> ModelDir:
     """Return the model folder `path`. Raises `NotACheckpoint` where it is something else, with the `hint` if given."""
-    checkpoint = open_checkpoint(path)
+    return as_model(open_checkpoint(path), hint=hint)
+
+
+def as_model(checkpoint: Checkpoint, *, hint: str | None = None) -> ModelDir:
+    """Return the checkpoint, which is a model. Raises `NotACheckpoint` where it is something else."""
     if not isinstance(checkpoint, ModelDir):
         raise unexpected(checkpoint, "a model", hint=hint)
     return checkpoint
@@ -144,7 +148,11 @@ def open_model(path: str | os.PathLike[str], *, hint: str | None = None) -> Mode
 
 def open_adapter(path: str | os.PathLike[str], *, hint: str | None = None) -> AdapterDir:
     """Return the adapter folder `path`. Raises `NotACheckpoint` where it is something else, with the `hint` if given."""
-    checkpoint = open_checkpoint(path)
+    return as_adapter(open_checkpoint(path), hint=hint)
+
+
+def as_adapter(checkpoint: Checkpoint, *, hint: str | None = None) -> AdapterDir:
+    """Return the checkpoint, which is an adapter. Raises `NotACheckpoint` where it is something else."""
     if not isinstance(checkpoint, AdapterDir):
         raise unexpected(checkpoint, "an adapter", hint=hint)
     return checkpoint

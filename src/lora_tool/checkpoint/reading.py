@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lora_tool.checkpoint.folders import Folder
-from lora_tool.errors import BadConfig, CorruptFile, Defect, Problem
+from lora_tool.errors import BrokenFile, Defect, Problem
 from lora_tool.formats.files import inside
 from lora_tool.formats.weights import Weights
 
@@ -24,7 +24,7 @@ def read_config(folder: Folder, name: str, read: Callable[[Path], Config]) -> tu
         return None, (Problem(defect=Defect.NOT_A_FILE, path=str(path), message="is a link out of its folder"),)
     try:
         return read(path), ()
-    except (CorruptFile, BadConfig) as error:
+    except BrokenFile as error:
         return None, (error.problem,)
 
 

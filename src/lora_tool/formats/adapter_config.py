@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.choices import Choice
-from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import read_object
 from lora_tool.formats.patterns import Patterns, compiled, is_path
 from lora_tool.keys import is_under
 
@@ -73,7 +73,7 @@ INITS_RECOMPUTED = frozenset({"pissa", "olora"})
 """Values after which they are not, by a computation that gives the same on every load: a merge does it again."""
 
 
-_TASK_TYPES = frozenset({"SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"})
+_TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
 """PEFT's `TaskType`: of another one it builds a plain model, or none."""
 
 
@@ -197,9 +197,7 @@ def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
 
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    raw = read_object(path)
     return _config(raw, path)
 
 
@@ -222,7 +220,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),
-        task_type=_task_type(fields),
+        task_type=fields.text("task_type", _TASK_TYPES),
         base_model=fields.text("base_model_name_or_path"),
         revision=fields.text("revision"),
         r=fields.integer("r", 8, least=1),
@@ -230,7 +228,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         use_rslora=fields.boolean("use_rslora"),
         use_dora=fields.boolean("use_dora"),
         lora_bias=fields.boolean("lora_bias"),
-        bias=_bias(fields),
+        bias=fields.text("bias", ("none", "all", "lora_only")) or "none",
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
         init_lora_weights=_init(fields),
         target_modules=None if "target_modules" in broken else targets,
@@ -262,14 +260,6 @@ def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
             fields.note(name, f"{error}{instead}")
 
 
-def _task_type(fields: Fields) -> str | None:
-    value = fields.text("task_type")
-    if value is not None and value not in _TASK_TYPES:
-        fields.expected("task_type", f"one of {', '.join(sorted(_TASK_TYPES))}", value)
-        return None
-    return value
-
-
 def _trained_class(mapping: object) -> str | None:
     """Return the class that `auto_mapping` names, if transformers has it; one of the user's own code says nothing."""
     if not isinstance(mapping, dict):
@@ -279,43 +269,28 @@ def _trained_class(mapping: object) -> str | None:
     return name if own and isinstance(name, str) else None
 
 
-def _bias(fields: Fields) -> str:
-    value = fields.text("bias") or "none"
-    if value not in ("none", "all", "lora_only"):
-        fields.expected("bias", "none, all or lora_only", value)
-        return "none"
-    return value
-
-
 def _init(fields: Fields) -> str:
-    value = fields.table.get("init_lora_weights", True)
-    value = False if value is None else value  # as PEFT does
-    if not isinstance(value, bool | str):
-        fields.expected("init_lora_weights", "true, false or a string", value)
-        return "true"
-    return str(value).lower()
+    def fits(value: object) -> bool:
+        return isinstance(value, bool | str | None)
+
+    value = fields.typed("init_lora_weights", "true, false or a string", fits, default=True, null=False)
+    return str(False if value is None else value).lower()  # as PEFT does
 
 
 def _layers(fields: Fields) -> tuple[int, ...] | None:
-    value = fields.table.get("layers_to_transform")
-    if value is None:
-        return None
-    layers = [value] if type(value) is int else value
-    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        fields.expected("layers_to_transform", "int or list of ints", value)
-        return None
-    return tuple(layers)
+    def fits(value: object) -> bool:
+        return type(value) is int or (isinstance(value, list) and all(type(layer) is int for layer in value))
+
+    value = fields.typed("layers_to_transform", "int or list of ints", fits)
+    return (value,) if type(value) is int else None if value is None else tuple(value)
 
 
 def _token_indices(fields: Fields) -> dict[str, tuple[int, ...]]:
-    value = fields.table.get("trainable_token_indices")
-    if not value:
-        return {}
-    table = {"": value} if isinstance(value, list) else value
-    if not isinstance(table, dict) or not all(_is_rows(rows) for rows in table.values()):
-        fields.expected("trainable_token_indices", "list of ints, or object of such lists", value)
-        return {}
-    return {module: tuple(rows) for module, rows in table.items()}
+    def fits(value: object) -> bool:
+        return not value or _is_rows(value) or (isinstance(value, dict) and all(map(_is_rows, value.values())))
+
+    value = fields.typed("trainable_token_indices", "list of ints, or object of such lists", fits) or {}
+    return {module: tuple(rows) for module, rows in ({"": value} if isinstance(value, list) else value).items()}
 
 
 def _is_rows(value: object) -> bool:

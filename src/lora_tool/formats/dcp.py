@@ -7,17 +7,16 @@ MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `tor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
-from lora_tool.formats.files import inside, open_regular, read_at
+from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
-from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file, refuse
+from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
@@ -71,16 +70,12 @@ def read_dcp(folder: Path) -> DcpFolder:
     along another dimension, and compressed chunks.
     """
     path = folder / METADATA
-    with open_regular(path) as fd:
-        size = os.fstat(fd).st_size
-        if size > MAX_PICKLE_BYTES:
-            refuse(path, Defect.PICKLE, f"is {size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
-        data = read_at(path, fd, 0, size)
+    data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
         found = load(data, known=KNOWN, persistent=_no_storage)
         return _interpret(folder, found)
     except ValueError as error:
-        raise CorruptFile(Problem(defect=Defect.PICKLE, path=str(path), message=str(error))) from error
+        raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
 
 
 def _no_storage(_: object) -> NoReturn:
@@ -272,12 +267,13 @@ def missing_files(found: DcpFolder) -> tuple[str, ...]:
 
 def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
     path = folder / chunk.filename
-    if not inside(folder, path):
-        refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
+    require_inside(folder, path)
     file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
     lazy = file.value
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
-        refuse(path, Defect.WRONG_SIZE, f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}", name)
+        raise CorruptFile.of(
+            path, Defect.WRONG_SIZE, f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}", name
+        )
     return Piece(file.stored(lazy, name), file.record(lazy))
 
 

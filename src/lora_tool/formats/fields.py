@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -46,67 +46,63 @@ class Fields:
             if name not in known:
                 self.note(name, f"unknown key. {suggestion(str(name), known)}")
 
+    def typed(
+        self, name: str, what: str, fits: Callable[[Any], bool], default: object = None, *, null: bool = True
+    ) -> Any:  # noqa: ANN401 - what `fits` lets through
+        """Return the field `name`; the default where it is absent, or no `what`, which is noted: `fits` tells.
+
+        With `null` it is absent, too, where JSON has a null.
+        """
+        value = self.table.get(name)
+        if value is None and (null or name not in self.table):
+            return default
+        if fits(value):
+            return value
+        self.expected(name, what, value)
+        return default
+
     def inner(self, name: str) -> Fields:
         """Return the table in the field `name`, {} if absent; what is wrong in it is noted here."""
-        value = self.table.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            self.expected(name, "table", value)
-            value = None
-        inner = Fields(value or {}, self.path, f"{self.context}{name}.")
+        table = self.typed(name, "table", lambda value: isinstance(value, Mapping), {})
+        inner = Fields(table, self.path, f"{self.context}{name}.")
         inner.problems = self.problems
         return inner
 
     def integer(self, name: str, default: int, *, least: int | None = None) -> int:
-        value = self.table.get(name, default)
-        if type(value) is not int:
-            self.expected(name, "int", value)
-            return default
-        if not (-_LARGEST <= value <= _LARGEST) or (least is not None and value < least):
-            self.expected(name, "int" if least is None else f"int of at least {least}", value)
-            return default
-        return value
+        value: int = self.typed(name, "int", _is_int, default, null=False)
+        if -_LARGEST <= value <= _LARGEST and (least is None or value >= least):
+            return value
+        self.expected(name, "int" if least is None else f"int of at least {least}", value)
+        return default
 
     def optional_integer(self, name: str) -> int | None:
-        value = self.table.get(name)
-        if value is not None and type(value) is not int:
-            self.expected(name, "int", value)
-            return None
-        return value
+        found: int | None = self.typed(name, "int", _is_int)
+        return found
 
     def number(self, name: str, default: float) -> float:
-        value = self.table.get(name, default)
-        if not is_number(value):
-            self.expected(name, "number", value)
-            return default
-        return value
+        found: float = self.typed(name, "number", is_number, default, null=False)
+        return found
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
-        value = self.table.get(name, default)
-        if not isinstance(value, bool):
-            if value is not None:
-                self.expected(name, "true or false", value)
-            return default
-        return value
+        found: bool = self.typed(name, "true or false", lambda value: isinstance(value, bool), default)
+        return found
 
     def optional_boolean(self, name: str) -> bool | None:
         return None if self.table.get(name) is None else self.boolean(name)
 
-    def text(self, name: str) -> str | None:
-        value = self.table.get(name)
-        if value is not None and not isinstance(value, str):
-            self.expected(name, "string", value)
-            return None
-        return value
+    def text(self, name: str, known: Sequence[str] = ()) -> str | None:
+        """Return the string, with `known` one of those, or None."""
+        value: str | None = self.typed(name, "string", lambda value: isinstance(value, str))
+        if value is None or not known or value in known:
+            return value
+        *others, last = known
+        self.expected(name, f"{', '.join(others)} or {last}", value)
+        return None
 
     def names(self, name: str) -> tuple[str, ...] | None:
         """Return a list of strings, or None."""
-        value = self.table.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.expected(name, "list of strings", value)
-            return None
-        return tuple(value)
+        found = self.typed(name, "list of strings", is_strings)
+        return None if found is None else tuple(found)
 
     def listed(self, name: str, known: Collection[str] = ()) -> tuple[str, ...]:
         """Return one string or a list of strings as a tuple, () if absent; with `known` each has to be one of those."""
@@ -132,20 +128,23 @@ class Fields:
 
         With `least` they are to be ints, as those of `rank_pattern` are.
         """
-        value = self.table.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            self.expected(name, "object of numbers", value)
-            return {}
+        what = "number" if least is None else f"int of at least {least}"
         numbers = {}
-        for key, number in value.items():
+        for key, number in self.typed(name, "object of numbers", lambda value: isinstance(value, dict), {}).items():
             if not is_number(number) or (least is not None and (number < least or type(number) is not int)):
-                what = "number" if least is None else f"int of at least {least}"
                 self.expected(f"{name}[{shown(key)}]", what, number)
             else:
                 numbers[key] = number
         return numbers
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def is_strings(value: object) -> bool:
+    """Return whether `value` is a list of strings."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

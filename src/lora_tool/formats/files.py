@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.errors import BadConfig, CorruptFile, Defect
 
 MAX_JSON_BYTES = 100_000_000
 """A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""
@@ -41,10 +41,10 @@ def opened_regular(path: Path) -> int:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise _not_a_file(path, f"cannot be opened: {error.strerror}") from error
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, f"cannot be opened: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _not_a_file(path, "is not a regular file")
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is not a regular file")
     return fd
 
 
@@ -107,19 +107,26 @@ def instead_of_weights(beginning: bytes) -> str | None:
     return None
 
 
-def _not_a_file(path: Path, message: str) -> CorruptFile:
-    return CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
-
-
 def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:  # noqa: ANN401 - JSON is anything until it is typed
     """Return the parsed JSON file. Raises `CorruptFile`: unreadable, too large, not JSON, too deep, duplicate keys."""
+    return parse_json(read_all(path, limit=limit, too_large=Defect.BAD_JSON), path)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file. Raises as `read_json`, and `BadConfig` where it holds something else."""
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise BadConfig.of(path, Defect.BAD_FIELD, "expected a JSON object")
+    return raw
+
+
+def read_all(path: Path, *, limit: int, too_large: Defect = Defect.NOT_A_FILE) -> bytes:
+    """Return the content of a regular file. Raises `CorruptFile`: unreadable, or `too_large` beyond `limit` bytes."""
     with open_regular(path) as fd:
         size = os.fstat(fd).st_size
         if size > limit:
-            message = f"is {size:,} bytes, more than the {limit:,} we read"
-            raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
-        data = read_at(path, fd, 0, size)
-    return parse_json(data, path)
+            raise CorruptFile.of(path, too_large, f"is {size:,} bytes, more than the {limit:,} we read")
+        return read_at(path, fd, 0, size)
 
 
 def json_bytes(table: Mapping[str, Any], *, indent: int, sort_keys: bool = False) -> bytes:
@@ -148,25 +155,19 @@ def parse_json(data: bytes, path: Path) -> Any:  # noqa: ANN401 - JSON is anythi
         parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:  # ValueError: JSON, UTF-8 and integers of absurd length
         reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
-        raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=reason)) from error
+        raise CorruptFile.of(path, Defect.BAD_JSON, reason) from error
     if repeated:
         message = f"key appears more than once ({len(repeated)} repeated)" if len(repeated) > 1 else "key appears twice"
-        raise CorruptFile(Problem(defect=Defect.DUPLICATE_KEY, path=str(path), subject=repeated[0], message=message))
+        raise CorruptFile.of(path, Defect.DUPLICATE_KEY, message, repeated[0])
     return parsed
 
 
 def read_text(path: Path, *, limit: int) -> str:
     """Return the text of a file. Raises `CorruptFile`: unreadable, more than `limit` bytes, not UTF-8."""
-    with open_regular(path) as fd:
-        size = os.fstat(fd).st_size
-        data = read_at(path, fd, 0, min(size, limit))
-    if size > limit:
-        message = f"is {size:,} bytes, more than the {limit:,} we read"
-        raise CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))
     try:
-        return data.decode()
+        return read_all(path, limit=limit).decode()
     except UnicodeDecodeError as error:
-        raise CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message="is not UTF-8")) from error
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is not UTF-8") from error
 
 
 def broken_json(path: Path) -> str | None:
@@ -199,10 +200,15 @@ def same_content(first: Path, second: Path) -> bool:
 
 def require_own_file(root: Path, path: Path) -> None:
     """Return if `path` is a regular file inside the folder `root`, links followed. Raises `CorruptFile`."""
-    if not inside(root, path):
-        raise _not_a_file(path, "is a link out of its folder")
+    require_inside(root, path)
     with open_regular(path):
         return
+
+
+def require_inside(root: Path, path: Path) -> None:
+    """Return if `path`, all links followed, is `inside` the folder `root`. Raises `CorruptFile`."""
+    if not inside(root, path):
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is a link out of its folder")
 
 
 def inside(root: Path, path: Path) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from pathlib import Path
 
-from lora_tool.formats.files import read_at
+from lora_tool.formats.stored import read_part
 from lora_tool.formats.weights import Weights
 
 _SAMPLES = 256
@@ -24,16 +22,7 @@ def fingerprint(weights: Weights) -> str:
     for spec in (tensor.spec for tensor in tensors):
         digest.update(f"{spec.name}\0{spec.dtype}\0{spec.shape}\n".encode("utf-8", "surrogatepass"))
     for tensor in tensors[:: max(1, len(tensors) // _SAMPLES)]:
-        if tensor.nbytes:
-            digest.update(_sample(tensor.spans[0].path, tensor.spans[0].offset, tensor.spans[0].nbytes))
+        # from the middle, where embeddings have trained rows and padding is rare
+        start = max(0, tensor.nbytes - _SAMPLE_BYTES) // 2
+        digest.update(read_part(tensor, start, min(_SAMPLE_BYTES, tensor.nbytes)))
     return digest.hexdigest()
-
-
-def _sample(path: Path, offset: int, nbytes: int) -> bytes:
-    """4 KiB from the middle, where embeddings have trained rows and padding is rare."""
-    start = offset + max(0, nbytes - _SAMPLE_BYTES) // 2
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return read_at(path, descriptor, start, min(_SAMPLE_BYTES, nbytes))
-    finally:
-        os.close(descriptor)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, Defect, Problem
-from lora_tool.formats.files import read_json
+from lora_tool.errors import BadConfig, Defect
+from lora_tool.formats.files import read_object
 from lora_tool.tensors import DType, TensorSpec
 
 FILE_NAME = "lora_tool.json"
@@ -48,9 +48,8 @@ class Manifest:
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest in the file `path`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    merged = raw.get("merged_adapters", []) if isinstance(raw, dict) else None
-    if not isinstance(raw, dict) or not isinstance(merged, list) or not all(isinstance(m, str) for m in merged):
-        message = "expected an object with a list `merged_adapters`"
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message=message))
+    raw = read_object(path)
+    merged = raw.get("merged_adapters", [])
+    if not isinstance(merged, list) or not all(isinstance(item, str) for item in merged):
+        raise BadConfig.of(path, Defect.BAD_FIELD, "expected a list of strings", "merged_adapters")
     return Manifest(path=path, raw=raw, merged_adapters=tuple(merged))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, Defect, Problem
+from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import read_object
 
 FILE_NAME = "config.json"
 
@@ -40,16 +40,12 @@ class ModelConfig:
 
 def read_model_config(path: Path) -> ModelConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    raw = read_object(path)
     fields = Fields(raw, path)
     if "model_type" not in raw:
         fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")
-    nested = raw.get("text_config")
-    text = Fields(nested, path, "text_config.") if isinstance(nested, dict) else fields
-    # read before `problems` is collected: every getter may add one
-    values: dict[str, Any] = dict(  # noqa: C408 - reads as the constructor's arguments
+    text = fields.inner("text_config") if raw.get("text_config") else fields
+    return ModelConfig(
         path=path,
         raw=raw,
         model_type=fields.text("model_type"),
@@ -61,23 +57,17 @@ def read_model_config(path: Path) -> ModelConfig:
         tie_word_embeddings=fields.optional_boolean("tie_word_embeddings"),
         quantization=_quantization(fields),
         custom_code=bool(raw.get("auto_map")),
+        problems=tuple(fields.problems),  # the last: every getter may add one
     )
-    problems = fields.problems + (text.problems if text is not fields else [])
-    return ModelConfig(**values, problems=tuple(problems))
 
 
 def _num_labels(fields: Fields) -> int | None:
-    labels = fields.table.get("id2label")
-    if labels is not None and not isinstance(labels, dict):
-        fields.expected("id2label", "object of labels", labels)
-        labels = None
+    labels = fields.typed("id2label", "object of labels", lambda value: isinstance(value, dict))
     if labels is not None and not all(map(_is_label, labels.items())):
         fields.expected("id2label", "object of numbers to labels", labels)
         labels = None
     explicit = fields.optional_integer("num_labels")
-    if labels is not None:
-        return len(labels)
-    return explicit
+    return explicit if labels is None else len(labels)
 
 
 def _is_label(entry: tuple[str, object]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from lora_tool.formats.pickle_objects import BUILT_IN, DICT, MOST_DIMENSIONS, SET, Global, Known, Stub, stub_class
 
@@ -90,31 +90,29 @@ class Machine:
                 at = self._at
         raise Refused("that ends without its STOP: truncated?")
 
-    def _take(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes of the program, and go on behind them."""
         self._at += count
         if self._at > len(self._data):
             raise Refused("that ends without its STOP: truncated?")
         return self._data[self._at - count : self._at]
 
     def _number(self, width: int) -> int:
-        return int.from_bytes(self._take(width), "little")
+        return int.from_bytes(self.take(width), "little")
 
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 1000)
         if end < 0:
             raise Refused("with a name that has no end")
-        return self._take(end + 1 - self._at)[:-1].decode()
+        return self.take(end + 1 - self._at)[:-1].decode()
 
     # numbers and texts
 
     def push(self, value: object) -> None:
         self._stack.append(value)
 
-    def skip(self, width: int) -> None:
-        self._take(width)
-
     def integer(self, width: int, *, signed: bool = False) -> None:
-        self._stack.append(int.from_bytes(self._take(width), "little", signed=signed))
+        self._stack.append(int.from_bytes(self.take(width), "little", signed=signed))
 
     def long(self, width: int) -> None:
         size = self._number(width)
@@ -123,13 +121,13 @@ class Machine:
         self.integer(size, signed=True)
 
     def double(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
+        self._stack.append(struct.unpack(">d", self.take(8))[0])
 
     def text(self, width: int, errors: str = "surrogatepass") -> None:
-        self._stack.append(self._take(self._number(width)).decode("utf-8", errors))
+        self._stack.append(self.take(self._number(width)).decode("utf-8", errors))
 
     def binary(self, width: int) -> None:
-        self._stack.append(self._take(self._number(width)))
+        self._stack.append(self.take(self._number(width)))
 
     # the stack and the memo
 
@@ -138,9 +136,11 @@ class Machine:
             raise Refused(f"that is nested more than {DEEPEST} deep")
         self._marks.append(len(self._stack))
 
-    def _to_mark(self) -> list[Any]:
-        """Take everything off the stack that lies above the last mark."""
-        at = self._marks.pop()
+    def taken(self, count: int | None = None) -> list[Any]:
+        """Take the last `count` objects off the stack, by default all that lie above the last mark."""
+        at = self._marks.pop() if count is None else len(self._stack) - count
+        if at < 0:
+            raise Refused("that takes more off its stack than there is")
         items = self._stack[at:]
         del self._stack[at:]
         return items
@@ -150,9 +150,6 @@ class Machine:
             self._marks.pop()
         else:
             self._stack.pop()
-
-    def pop_mark(self) -> None:
-        self._to_mark()
 
     def memoize(self) -> None:
         if len(self._memo) >= _MOST_MEMOIZED:
@@ -167,50 +164,27 @@ class Machine:
             raise Refused(f"of more than {MOST_CONTAINERS:,} objects")
         self._stack.append(container)
 
-    def empty_list(self) -> None:
-        self._new([])
-
-    def empty_dict(self) -> None:
-        self._new({})
-
-    def empty_set(self) -> None:
-        self._new(set())
+    def empty(self, kind: type[object]) -> None:
+        self._new(kind())
 
     def new_list(self) -> None:
-        self._new(self._to_mark())
+        self._new(self.taken())
+
+    def new_tuple(self, count: int | None = None) -> None:
+        self._new(tuple(self.taken(count)))
 
     def new_dict(self) -> None:
-        items = self._to_mark()
+        items = self.taken()
         self._new({})
-        self._put_all(items)
+        self._put(items)
 
     def new_set(self) -> None:
-        items = self._to_mark()
+        items = self.taken()
         self._new(set())
-        self._add_all(items)
+        self._add(items)
 
-    def new_tuple(self) -> None:
-        self._new(tuple(self._to_mark()))
-
-    def tuple1(self) -> None:
-        self._new((self._stack.pop(),))
-
-    def tuple2(self) -> None:
-        last = self._stack.pop()
-        self._new((self._stack.pop(), last))
-
-    def tuple3(self) -> None:
-        last, middle = self._stack.pop(), self._stack.pop()
-        self._new((self._stack.pop(), middle, last))
-
-    def append(self) -> None:
-        self._append_all([self._stack.pop()])
-
-    def appends(self) -> None:
-        self._append_all(self._to_mark())
-
-    def _append_all(self, items: Iterable[Any]) -> None:
-        found = self._stack[-1]
+    def append(self, count: int | None = None) -> None:
+        items, found = self.taken(count), self._stack[-1]
         if type(found) is list:
             found.extend(items)
         elif isinstance(found, Stub):
@@ -218,14 +192,10 @@ class Machine:
         else:
             raise Refused("that appends to what is no list")
 
-    def setitem(self) -> None:
-        value = self._stack.pop()
-        self._put_all([self._stack.pop(), value])
+    def setitem(self, count: int | None = None) -> None:
+        self._put(self.taken(count))
 
-    def setitems(self) -> None:
-        self._put_all(self._to_mark())
-
-    def _put_all(self, items: Sequence[Any]) -> None:
+    def _put(self, items: Sequence[Any]) -> None:
         """Put keys and values, which take turns, into what is on the top of the stack."""
         found = self._stack[-1]
         if type(found) is dict:
@@ -239,9 +209,9 @@ class Machine:
             raise Refused("that sets items of what is no dictionary")
 
     def additems(self) -> None:
-        self._add_all(self._to_mark())
+        self._add(self.taken())
 
-    def _add_all(self, items: Iterable[Any]) -> None:
+    def _add(self, items: Iterable[Any]) -> None:
         found = self._stack[-1]
         if type(found) is not set:
             raise Refused("that adds to what is no set")
@@ -275,7 +245,7 @@ class Machine:
         self._stack.append(self._named(module, self._line()))
 
     def stack_name(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        module, name = self.taken(2)
         if type(name) is not str or type(module) is not str:
             raise Refused("with a name that is no text")
         self._stack.append(self._named(module, name))
@@ -289,29 +259,28 @@ class Machine:
             self._names[key] = stub_class(module, name) if found is None else found
         return self._names[key]
 
-    def reduce(self) -> None:
-        args = self._stack.pop()
-        self._make(self._stack.pop(), args)
-
     def reduce_with_keywords(self) -> None:
         self._stack.pop()
         self.reduce()
 
-    def _make(self, what: object, args: object) -> None:
+    def reduce(self) -> None:
+        what, args = self.taken(2)
         if type(args) is not tuple:
             raise Refused("that calls something without arguments")
         if isinstance(what, type) and issubclass(what, Stub):
             self._new(what.made_with(args))
         elif what is DICT or what is SET:
-            items = _listed(args)
+            items: Sequence[Any] = args[0] if args else ()
+            if type(items) not in (list, tuple):
+                raise Refused("of a dictionary or set that is made of something odd")
             # one long list can be given again and again
             self._containers += 10 * len(items)
             if what is DICT:
                 self._new({})
-                self._put_all([part for pair in items for part in _pair(pair)])
+                self._put([part for pair in items for part in _pair(pair)])
             else:
                 self._new(set())
-                self._add_all(items)
+                self._add(items)
         elif isinstance(what, Known):
             self._new(what.build(*args[: 2 * MOST_DIMENSIONS]))
         else:
@@ -331,9 +300,9 @@ class Machine:
 
 _MARK, _STOP, _BININT1, _BINUNICODE = b"(.KX"
 _BINPUT, _LONG_BINPUT, _BINGET, _LONG_BINGET = b"qrhj"
-_INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
-    0x80: partial(Machine.skip, width=1),  # PROTO
-    0x95: partial(Machine.skip, width=8),  # FRAME
+_INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
+    0x80: partial(Machine.take, count=1),  # PROTO
+    0x95: partial(Machine.take, count=8),  # FRAME
     ord("N"): partial(Machine.push, value=None),
     0x88: partial(Machine.push, value=True),
     0x89: partial(Machine.push, value=False),
@@ -352,24 +321,24 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
     0x8E: partial(Machine.binary, width=8),
     0x96: partial(Machine.binary, width=8),
     ord("0"): Machine.pop,
-    ord("1"): Machine.pop_mark,
+    ord("1"): Machine.taken,
     0x94: Machine.memoize,
-    ord("]"): Machine.empty_list,
+    ord("]"): partial(Machine.empty, kind=list),
     ord("l"): Machine.new_list,
-    ord("a"): Machine.append,
-    ord("e"): Machine.appends,
-    ord("}"): Machine.empty_dict,
+    ord("a"): partial(Machine.append, count=1),
+    ord("e"): Machine.append,
+    ord("}"): partial(Machine.empty, kind=dict),
     ord("d"): Machine.new_dict,
-    ord("s"): Machine.setitem,
-    ord("u"): Machine.setitems,
-    0x8F: Machine.empty_set,
+    ord("s"): partial(Machine.setitem, count=2),
+    ord("u"): Machine.setitem,
+    0x8F: partial(Machine.empty, kind=set),
     0x90: Machine.additems,
     0x91: Machine.new_set,
     ord(")"): partial(Machine.push, value=()),
     ord("t"): Machine.new_tuple,
-    0x85: Machine.tuple1,
-    0x86: Machine.tuple2,
-    0x87: Machine.tuple3,
+    0x85: partial(Machine.new_tuple, count=1),
+    0x86: partial(Machine.new_tuple, count=2),
+    0x87: partial(Machine.new_tuple, count=3),
     ord("c"): Machine.name,
     0x93: Machine.stack_name,
     ord("R"): Machine.reduce,
@@ -379,13 +348,6 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
     ord("Q"): Machine.persistent,
 }
 """What else pickles of protocol 2 to 5 are made of, than what `run` does by itself. DUP is not here: nothing writes it, and it is good for bombs alone."""
-
-
-def _listed(args: tuple[object, ...]) -> Sequence[Any]:
-    """Return what a dictionary or a set is made of."""
-    if args and type(args[0]) not in (list, tuple):
-        raise Refused("of a dictionary or set that is made of something odd")
-    return cast("Sequence[Any]", args[0]) if args else ()
 
 
 def _pair(pair: object) -> Sequence[Any]:

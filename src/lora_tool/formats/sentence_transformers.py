@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import inside, read_json, require_own_file
+from lora_tool.errors import CorruptFile, Defect
+from lora_tool.formats.files import read_json, require_inside, require_own_file
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
@@ -58,15 +58,21 @@ def read_modules(root: Path) -> Modules:
     require_own_file(root, path)
     listed = read_json(path)
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise _bad(path, "is no list of modules")
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is no list of modules")
     folders = [item.get("path", "") for item in listed]
     types = [str(item.get("type", "")) for item in listed]
     for folder in folders:
         if not isinstance(folder, str) or (folder and not _BARE_NAME.match(folder)):
-            raise _bad(path, f"names the folder {folder!r}, which is no plain name of a folder beside it")
+            raise CorruptFile.of(
+                path, Defect.NOT_A_FILE, f"names the folder {folder!r}, which is no plain name of a folder beside it"
+            )
     if "" not in folders:
         first = folders[0] if folders else "nowhere"
-        raise _bad(path, f"says that the transformer lies in {first!r}, not beside it: that one would be loaded")
+        raise CorruptFile.of(
+            path,
+            Defect.NOT_A_FILE,
+            f"says that the transformer lies in {first!r}, not beside it: that one would be loaded",
+        )
     return Modules(
         root=root,
         folders=tuple(dict.fromkeys(folder for folder in folders if folder)),
@@ -93,8 +99,7 @@ def files_of(root: Path, name: str) -> ModuleFiles:
     """
     if not (root / name).is_dir():
         return ModuleFiles()
-    if not inside(root, root / name):
-        raise _bad(root / name, "is a link out of its folder")
+    require_inside(root, root / name)
     kept: list[str] = []
     left: list[str] = []
     for folder, below, files in os.walk(root / name):
@@ -108,7 +113,3 @@ def files_of(root: Path, name: str) -> ModuleFiles:
     for each in kept:
         require_own_file(root, root / each)
     return ModuleFiles(kept=tuple(kept), left=tuple(left))
-
-
-def _bad(path: Path, message: str) -> CorruptFile:
-    return CorruptFile(Problem(defect=Defect.NOT_A_FILE, path=str(path), message=message))

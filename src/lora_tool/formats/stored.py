@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.tensors import StoredTensor, TransposedSpan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _READ_BYTES = 4 << 20
 
@@ -35,12 +39,23 @@ def fill(buffer: memoryview, tensor: StoredTensor, start: int, read: Callable[[P
     for span in tensor.part(start, len(buffer)):
         part = buffer[filled : filled + span.nbytes]
         if isinstance(span, TransposedSpan):
-            from lora_tool.formats.transposed import read_turned  # noqa: PLC0415 - numpy, for few checkpoints
-
-            part[:] = read_turned(span, partial(read, span.path)).data
+            part[:] = _read_transposed(span, partial(read, span.path)).data
         else:
             read(span.path, span.offset, part)
         filled += span.nbytes
+
+
+def _read_transposed(span: TransposedSpan, read: Callable[[int, memoryview], None]) -> NDArray[Any]:
+    """Return the bytes of the span: the whole matrix is read, and some of its columns are taken."""
+    import numpy as np  # noqa: PLC0415 - for few checkpoints
+
+    stored = np.empty(span.stored_bytes, np.uint8)
+    read(span.offset, stored.data)
+    row_bytes = span.columns * span.itemsize
+    first, last = span.start // row_bytes, -(-(span.start + span.nbytes) // row_bytes)
+    matrix = stored.view(f"u{span.itemsize}").reshape(span.columns, span.rows)
+    rows = np.ascontiguousarray(matrix[:, first:last].T).reshape(-1).view(np.uint8)
+    return rows[span.start - first * row_bytes :][: span.nbytes]
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

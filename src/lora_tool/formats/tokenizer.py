@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,30 +60,37 @@ def read_pad_token(folder: Path, names: Iterable[str]) -> tuple[PadToken | None,
 
     Reads `tokenizer.json`, which may be tens of MB, only where the small files do not tell the id.
     """
-    present = set(names)
     problems: list[Problem] = []
+    load = _reader(folder, frozenset(names), problems)
+    for source in (CONFIG, SPECIAL_MAP):
+        token = _content(load(source).get("pad_token"))
+        token_id = None if token is None else next((found for found in _ids(load, token) if found is not None), None)
+        if token is not None and type(token_id) is int:
+            return PadToken(token=token, id=token_id, path=folder / source), tuple(problems)
+    return None, tuple(problems)
 
+
+def _reader(folder: Path, names: frozenset[str], problems: list[Problem]) -> Callable[[str], dict[str, Any]]:
+    """Return what reads one of the files `names` once, {} for another; what is wrong with it is put into `problems`."""
+
+    @functools.cache
     def load(name: str) -> dict[str, Any]:
-        if name not in present:
-            return {}
         try:
-            loaded = read_json(folder / name)
+            loaded = read_json(folder / name) if name in names else {}
         except CorruptFile as error:
             problems.append(error.problem)
             return {}
         return loaded if isinstance(loaded, dict) else {}
 
-    for source in (CONFIG, SPECIAL_MAP):
-        token = _content(load(source).get("pad_token"))
-        if token is None:
-            continue
-        token_id = _id_in_config(load(CONFIG), token)
-        token_id = load(ADDED).get(token) if token_id is None else token_id
-        token_id = _id_in_fast(load(FAST), token) if token_id is None else token_id
-        token_id = load("vocab.json").get(token) if token_id is None else token_id
-        if type(token_id) is int:
-            return PadToken(token=token, id=token_id, path=folder / source), tuple(problems)
-    return None, tuple(problems)
+    return load
+
+
+def _ids(load: Callable[[str], dict[str, Any]], token: str) -> Iterator[object]:
+    """Yield the token's id as each file has it, the small files first, None where it has none."""
+    yield _id_in_config(load(CONFIG), token)
+    yield load(ADDED).get(token)
+    yield _id_in_fast(load(FAST), token)
+    yield load("vocab.json").get(token)
 
 
 def added_pad_token(folder: Path, names: Iterable[str]) -> PadToken | None:
@@ -90,25 +98,17 @@ def added_pad_token(folder: Path, names: Iterable[str]) -> PadToken | None:
 
     Reads the small files, and of `tokenizer.json` the beginning, where the list is. None where they do not tell.
     """
-    present = [name for name in (CONFIG, SPECIAL_MAP, FAST) if name in names and inside(folder, folder / name)]
-    small = {name: _object(folder / name) for name in present if name != FAST}
-    token = next((text for table in small.values() if (text := _content(table.get("pad_token"))) is not None), None)
+    present = {name for name in (CONFIG, SPECIAL_MAP, FAST) if name in names and inside(folder, folder / name)}
+    load = _reader(folder, frozenset(present), [])
+    tokens = (_content(load(name).get("pad_token")) for name in (CONFIG, SPECIAL_MAP))
+    token = next((text for text in tokens if text is not None), None)
     if token is None:
         return None
-    found = _id_in_config(small.get(CONFIG, {}), token)
-    path = folder / CONFIG
+    found, path = _id_in_config(load(CONFIG), token), folder / CONFIG
     if found is None and FAST in present:
         path = folder / FAST
         found = _id_among(_listed_first(path), token)
     return None if found is None else PadToken(token=token, id=found, path=path)
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        loaded = read_json(path)
-    except CorruptFile:
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _listed_first(path: Path) -> object:

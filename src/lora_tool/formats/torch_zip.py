@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.errors import CorruptFile, Defect
 from lora_tool.formats.files import instead_of_weights, open_regular, read_at
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
@@ -51,13 +51,15 @@ class Record(NamedTuple):
             raw = read_at(self.path, fd, self.header_at, _LOCAL_HEADER.size + len(os.fsencode(self.name)))
             size = os.fstat(fd).st_size
         if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
-            refuse(self.path, Defect.BAD_HEADER, "has no local header where the directory says", self.name)
+            raise CorruptFile.of(
+                self.path, Defect.BAD_HEADER, "has no local header where the directory says", self.name
+            )
         fields = _LOCAL_HEADER.unpack_from(raw)
         if raw[_LOCAL_HEADER.size :] != self.name.encode() or fields[9] != len(self.name.encode()):
-            refuse(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
         start: int = self.header_at + _LOCAL_HEADER.size + fields[9] + fields[10]
         if start + self.nbytes > size:
-            refuse(
+            raise CorruptFile.of(
                 self.path, Defect.TRUNCATED, f"ends at byte {start + self.nbytes:,}, the file at {size:,}", self.name
             )
         return start
@@ -79,10 +81,7 @@ class LazyTensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
     @property
     def is_contiguous(self) -> bool:
@@ -122,7 +121,7 @@ class TorchFile:
             message = (
                 f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: only contiguous is read"
             )
-            refuse(self.path, Defect.BAD_HEADER, message, name)
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, name)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         offset = self.record(tensor).data_at() + tensor.start * tensor.dtype.bits // 8
         return StoredTensor(spec=spec, spans=(Span(path=self.path, offset=offset, nbytes=spec.nbytes),))
@@ -161,21 +160,15 @@ def read_torch_file(
         stamp = FileStamp.from_stat(path, os.fstat(fd))
         length = stamp.size - offset if nbytes is None else nbytes
         if offset < 0 or length < 0 or offset + length > stamp.size:
-            refuse(
-                path, Defect.TRUNCATED, f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
-            )
+            message = f"should hold {length:,} bytes at {offset:,}, it is {stamp.size:,} bytes long"
+            raise CorruptFile.of(path, Defect.TRUNCATED, message)
         window = io.BufferedReader(_Window(path, fd, offset, length), 1 << 16)
         _require_zip(path, read_at(path, fd, offset, max(16, len(_LEGACY_MAGIC))), length)
         try:
             with zipfile.ZipFile(window) as archive:
                 return _read_archive(archive, stamp, offset, memory or PickleMemory())
         except _ZIP_ERRORS as error:
-            refuse(path, Defect.TRUNCATED, f"is no whole torch file ({error}): truncated?")
-
-
-def refuse(path: Path, defect: Defect, message: str, subject: str | None = None) -> NoReturn:
-    """Raise `CorruptFile` about `path`."""
-    raise CorruptFile(Problem(defect=defect, path=str(path), message=message, subject=subject))
+            raise CorruptFile.of(path, Defect.TRUNCATED, f"is no whole torch file ({error}): truncated?") from error
 
 
 class _Window(io.RawIOBase):
@@ -206,38 +199,40 @@ class _Window(io.RawIOBase):
 
 
 def _require_zip(path: Path, head: bytes, length: int) -> None:
+    if head.startswith(b"PK"):
+        return
     if length == 0:
-        refuse(path, Defect.TRUNCATED, "is empty: it was never written")
+        raise CorruptFile.of(path, Defect.TRUNCATED, "is empty: it was never written")
+    defect, message = Defect.BAD_HEADER, instead_of_weights(head) or "is not a torch file; it is not read"
     if head.startswith(_LEGACY_MAGIC):
-        message = "is in torch's format from before 1.6, no zip archive: it cannot be read without running its pickle"
-        refuse(path, Defect.PICKLE, message)
-    if not head.startswith(b"PK"):
-        instead = instead_of_weights(head)
-        if instead is not None:
-            refuse(path, Defect.BAD_HEADER, instead)
-        what = "a safetensors file" if head[8:10] == b'{"' else "no torch file"
-        what = "a bare pickle, which can run code when it is loaded" if head[:1] == b"\x80" else what
-        refuse(path, Defect.PICKLE if head[:1] == b"\x80" else Defect.BAD_HEADER, f"is {what}; it is not read")
+        defect = Defect.PICKLE
+        message = "is in torch's format from before 1.6, not a zip archive: reading it would mean running its pickle"
+    elif head.startswith(b"\x80"):
+        defect, message = Defect.PICKLE, "is a bare pickle, which can run code when it is loaded; it is not read"
+    elif head[8:10] == b'{"':
+        message = "is a safetensors file; it is not read"
+    raise CorruptFile.of(path, defect, message)
 
 
 def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memory: PickleMemory) -> TorchFile:
     path, infos = stamp.path, archive.infolist()
     members = {info.filename: info for info in infos}
     if len(members) != len(infos):
-        refuse(path, Defect.DUPLICATE_KEY, "holds two members of one name")
+        raise CorruptFile.of(path, Defect.DUPLICATE_KEY, "holds two members of one name")
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            refuse(path, Defect.BAD_HEADER, "is compressed, which torch never does", info.filename)
+            raise CorruptFile.of(path, Defect.BAD_HEADER, "is compressed, which torch never does", info.filename)
         if info.flag_bits & _ENCRYPTED:
-            refuse(path, Defect.BAD_HEADER, "is encrypted", info.filename)
+            raise CorruptFile.of(path, Defect.BAD_HEADER, "is encrypted", info.filename)
     roots = [name.removesuffix("/data.pkl") for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
-        refuse(path, Defect.BAD_HEADER, "is a zip archive without one data.pkl: not written by torch.save")
+        message = "is a zip archive without one data.pkl: not written by torch.save"
+        raise CorruptFile.of(path, Defect.BAD_HEADER, message)
     root = roots[0]
     if f"{root}/constants.pkl" in members:
-        refuse(path, Defect.PICKLE, "is a TorchScript program, not a checkpoint")
+        raise CorruptFile.of(path, Defect.PICKLE, "is a TorchScript program, not a checkpoint")
     if _text(archive, members, f"{root}/byteorder") not in (None, "little"):
-        refuse(path, Defect.BAD_HEADER, "was written on a big-endian machine")
+        raise CorruptFile.of(path, Defect.BAD_HEADER, "was written on a big-endian machine")
     data = f"{root}/data/"
     records = {
         name[len(data) :]: Record(path, name, offset + info.header_offset, info.file_size, info.CRC)
@@ -263,13 +258,12 @@ def _unpickled(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record], memory: PickleMemory
 ) -> Any:  # noqa: ANN401
     if info.file_size > MAX_PICKLE_BYTES:
-        refuse(
-            path, Defect.PICKLE, f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
-        )
+        message = f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
+        raise CorruptFile.of(path, Defect.PICKLE, message)
     try:
         return memory.value(archive.read(info), records)
     except ValueError as error:
-        refuse(path, Defect.PICKLE, str(error))
+        raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
 
 
 _DEVICE = re.compile(rb"X[\x05\x06]\0\0\0[a-z]{3,4}:\d")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, CorruptFile, Defect, Problem
+from lora_tool.errors import BrokenFile, Problem
 from lora_tool.formats.fields import Fields
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import read_object
 
 FILE_NAME = "trainer_state.json"
 
@@ -40,9 +40,7 @@ def without_history(state: TrainerState) -> TrainerState:
 
 def read_trainer_state(path: Path) -> TrainerState:
     """Return the state in the file `path`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="expected a JSON object"))
+    raw = read_object(path)
     fields = Fields(raw, path)
     log = tuple(_entries(raw.get("log_history")))
     losses = [entry["loss"] for entry in log if "loss" in entry]
@@ -91,6 +89,6 @@ def try_trainer_state(path: Path) -> tuple[TrainerState | None, tuple[Problem, .
     """Return the state and its problems; (None, problems) where the file cannot be read."""
     try:
         state = read_trainer_state(path)
-    except (CorruptFile, BadConfig) as error:
+    except BrokenFile as error:
         return None, (error.problem,)
     return state, state.problems

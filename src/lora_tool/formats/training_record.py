@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lora_tool.errors import BadConfig, Defect, Problem
-from lora_tool.formats.files import read_json
+from lora_tool.errors import BadConfig, Defect
+from lora_tool.formats.fields import Fields
+from lora_tool.formats.files import read_object
 
 FILE_NAME = "lora_tool_train.json"
 
@@ -25,19 +25,13 @@ class TrainingRecord:
 
 def read_training_record(path: Path) -> TrainingRecord:
     """Return the record in the file `path`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_json(path)
-    base: Any = raw.get("base") if isinstance(raw, dict) else None
+    base = read_object(path).get("base")
     if not isinstance(base, dict):
-        message = "expected an object with an object `base`"
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message=message))
-
-    def text(name: str) -> str | None:
-        value = base.get(name)
-        return value if isinstance(value, str) and value else None
-
+        raise BadConfig.of(path, Defect.BAD_FIELD, "expected an object with an object `base`")
+    fields = Fields(base, path)
     return TrainingRecord(
         path=path,
-        base_id=text("hub_id"),
-        base_revision=text("revision"),
-        base_fingerprint=text("fingerprint"),
+        base_id=fields.text("hub_id") or None,
+        base_revision=fields.text("revision") or None,
+        base_fingerprint=fields.text("fingerprint") or None,
     )

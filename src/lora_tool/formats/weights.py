@@ -136,7 +136,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], object]:
     weight_map: Any = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         message = "has no `weight_map` of tensor names to file names"
-        raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(index), subject="weight_map", message=message))
+        raise CorruptFile.of(index, Defect.BAD_JSON, message, "weight_map")
     metadata = raw.get("metadata")
     return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
 

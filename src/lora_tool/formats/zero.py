@@ -18,36 +18,55 @@ from typing import Any, TypeVar
 from lora_tool import keys
 from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.fields import is_number
-from lora_tool.formats.files import inside
+from lora_tool.formats.files import require_inside
 from lora_tool.formats.pickle_objects import Stub, as_json
-from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file, refuse
+from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 Shape = tuple[int, ...]
 States = TypeVar("States")
 Value = TypeVar("Value")
+Default = TypeVar("Default")
 
 _RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
 _MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
-_REFUSED = (
-    (re.compile(r"layer_\d+_expert_\d+_|expp_rank_"), "holds the experts of a mixture (MoE) in files of their own"),
-    (re.compile(r"layer_\d+-model_"), "was trained with pipeline parallelism: every layer has its own files"),
-    (re.compile(r"offloaded_tensors\Z"), "keeps optimizer state in NVMe swap files"),
-)
 _MAX_RANKS = 1_000_000
 _USE_DEEPSPEED = "convert it with DeepSpeed's own ds_to_universal.py, on the machine it was trained on"
+_NOT_UNIVERSAL = "take the one that it was made from, whose tag has no `_universal` at its end"
+_REFUSED = (
+    (r"zero\Z", "is a universal one (ds_to_universal.py), with a folder for every parameter", _NOT_UNIVERSAL),
+    (r"layer_\d+_expert_\d+_|expp_rank_", "holds the experts of a mixture (MoE) in files of their own", _USE_DEEPSPEED),
+    (r"layer_\d+-model_", "was trained with pipeline parallelism: every layer has its own files", _USE_DEEPSPEED),
+    (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", _USE_DEEPSPEED),
+    (r".*mp_rank_0*[1-9]\d*_(model|optim)_states\.pt\Z", "was trained with tensor parallelism", _USE_DEEPSPEED),
+)
+"""Pattern of a file's name, what the checkpoint is in words, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelStates:
-    """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
+class RankFile:
+    """What every rank file says of itself and of the run."""
 
     file: TorchFile
     """Without the object that it holds, which may be of any class."""
     rank: int
     stage: int
-    """The ZeRO stage, as the file's name and the config in it tell."""
+    """The ZeRO stage, by the file's name and content."""
+    world_size: int | None
+    """How many ranks shared the parameters."""
+    config: str
+    """DeepSpeed's, as JSON."""
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates(RankFile):
+    """One `*_model_states.pt`: the names and shapes of everything, and the tensors that are not optimized."""
+
     module: Mapping[str, LazyTensor]
     """Stage 1 and 2: the weights in the model's type. Stage 3: placeholders of shape [0], and real buffers."""
     buffer_names: frozenset[str]
@@ -59,24 +78,16 @@ class ModelStates:
     shared: Mapping[str, str]
     """Tied parameters: other name → the name it is stored under. Filled on rank 0 only."""
     global_steps: int | None
-    dp_world_size: int | None
     version: str | None
-    config: str
-    """DeepSpeed's, as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimStates:
+class OptimStates(RankFile):
     """One `*_optim_states.pt`: this rank's part of the float32 masters."""
 
-    file: TorchFile
-    rank: int
-    stage: int
     groups: tuple[LazyTensor, ...]
-    partition_count: int | None
     step: float | None
     """How many steps the optimizer took, where it counts them."""
-    config: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +108,11 @@ class ZeroTag:
     problems: tuple[Problem, ...] = ()
 
     @property
+    def files(self) -> tuple[RankFile, ...]:
+        """The files that can be read."""
+        return (*self.model.values(), *self.optim.values())
+
+    @property
     def first(self) -> ModelStates | None:
         """The model file of the lowest rank, whose names count; None where none can be read."""
         return self.model[min(self.model)] if self.model else None
@@ -115,56 +131,42 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     optim = [(int(match["rank"]), match[0]) for match in map(_OPTIM.match, names) if match]
     if not model and not optim:
         raise NotACheckpoint(f"{folder} holds no DeepSpeed rank files")
-    reading = _Reading(folder)
-    models, optims = reading.all(model, _model_states), reading.all(optim, _optim_states)
+    problems: list[Problem] = []
+    models = _read_files(folder, model, _model_states, problems)
+    optims = _read_files(folder, optim, _optim_states, problems)
     first = models[min(models)] if models else None
     stage = next((states.stage for states in optims.values()), first.stage if first else 0)
     ranks = max(rank for rank, _ in (*model, *optim)) + 1
-    counts = Counter(states.partition_count for states in optims.values() if states.partition_count)
-    told = first.dp_world_size if first and stage else None
+    counts = Counter(states.world_size for states in optims.values() if states.world_size)
+    stated = first.world_size if first and stage else None
     return ZeroTag(
         folder=folder,
         name=name,
         stage=stage,
-        world_size=counts.most_common(1)[0][0] if counts else max(told or 1, ranks),
+        world_size=counts.most_common(1)[0][0] if counts else max(stated or 1, ranks),
         model=models,
         optim=optims,
         model_files=dict(model),
         optim_files=dict(optim),
-        problems=tuple(reading.problems),
+        problems=tuple(problems),
     )
 
 
 def _require_supported(folder: Path, names: Sequence[str]) -> None:
     for name in names:
-        if name == "zero":
-            raise UnsupportedCheckpoint(
-                f"{folder / name}: the checkpoint is a universal one (ds_to_universal.py), with a folder for every parameter",
-                hint="take the one that it was made from, whose tag has no `_universal` at its end",
-            )
-        for pattern, what in _REFUSED:
-            if pattern.match(name):
-                raise UnsupportedCheckpoint(f"{folder / name}: the checkpoint {what}", hint=_USE_DEEPSPEED)
-        match = _OPTIM.match(name) or _MODEL.match(name)
-        if match and int(match["mp"]):
-            raise UnsupportedCheckpoint(
-                f"{folder / name}: the checkpoint was trained with tensor parallelism (mp_rank {int(match['mp'])})",
-                hint=_USE_DEEPSPEED,
-            )
-    prefixes = {match["prefix"] or "" for match in map(_OPTIM.match, names) if match}
-    models = [match for match in map(_MODEL.match, names) if match]
+        for pattern, what, hint in _REFUSED:
+            if re.match(pattern, name):
+                raise UnsupportedCheckpoint(f"{folder / name}: the checkpoint {what}", hint=hint)
+    models, optims = ([match for match in map(pattern.match, names) if match] for pattern in (_MODEL, _OPTIM))
+    prefixes = {match["prefix"] or "" for match in optims}
+    held = None
     if len({match["rank"] is None for match in models}) > 1:
-        raise UnsupportedCheckpoint(
-            f"{folder} holds `{models[0][0]}` and `{models[-1][0]}`: "
-            "two runs, one with ZeRO-3 and one without, were saved into one folder",
-            hint="move the files of the other run away; their dates tell",
-        )
-    if len(prefixes) > 1:
-        raise UnsupportedCheckpoint(
-            f"{folder} holds optimizer files of two sorts, with and without `{max(prefixes)}` in front: "
-            "two runs were saved into one folder",
-            hint="move the files of the other run away; their dates tell",
-        )
+        held = f"`{models[0][0]}` and `{models[-1][0]}`: two runs, one with ZeRO-3 and one without,"
+    elif len(prefixes) > 1:
+        held = f"optimizer files of two sorts, with and without `{max(prefixes)}` in front: two runs"
+    if held:
+        message = f"{folder} holds {held} were saved into one folder"
+        raise UnsupportedCheckpoint(message, hint="move the files of the other run away; their dates tell")
 
 
 def _require_plain_data_parallel(file: TorchFile) -> None:
@@ -180,40 +182,30 @@ def _require_plain_data_parallel(file: TorchFile) -> None:
             )
 
 
-class _Reading:
-    """Reads rank files one by one and keeps what is wrong with them."""
+def _read_files(
+    folder: Path,
+    files: Iterable[tuple[int, str]],
+    interpret: Callable[[TorchFile, int, States | None], States],
+    problems: list[Problem],
+) -> dict[int, States]:
+    """Return rank → what `interpret` makes of its file; what is wrong with those that cannot be read is in `problems`.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.problems: list[Problem] = []
-
-    def all(
-        self, files: Iterable[tuple[int, str]], interpret: Callable[[TorchFile, int, States | None], States]
-    ) -> dict[int, States]:
-        """Return rank → what `interpret` makes of its file, without those that cannot be read.
-
-        It is also given the states of the rank before, where their files say the same.
-        """
-        found: dict[int, States] = {}
-        memory, before, value = PickleMemory(), None, None
-        for rank, name in files:
-            try:
-                file = self._file(name, memory)
-                found[rank] = before = interpret(file, rank, before if file.value is value else None)
-            except CorruptFile as error:
-                self.problems.append(error.problem)
-            else:
-                value = file.value
-        return found
-
-    def _file(self, name: str, memory: PickleMemory) -> TorchFile:
-        path = self._folder / name
-        if not inside(self._folder, path):
-            refuse(path, Defect.NOT_A_FILE, "is a link out of its folder")
-        file = read_torch_file(path, memory=memory)
-        if not isinstance(file.value, dict):
-            refuse(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
-        return file
+    It is also given the states of the rank before, where their files say the same.
+    """
+    found: dict[int, States] = {}
+    memory, before, value = PickleMemory(), None, None
+    for rank, name in files:
+        path = folder / name
+        try:
+            require_inside(folder, path)
+            file = read_torch_file(path, memory=memory)
+            if not isinstance(file.value, dict):
+                raise CorruptFile.of(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
+            found[rank] = before = interpret(file, rank, before if file.value is value else None)
+            value = file.value
+        except CorruptFile as error:
+            problems.append(error.problem)
+    return found
 
 
 def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> ModelStates:
@@ -222,18 +214,16 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
     table = file.value
     _require_plain_data_parallel(file)
     shapes = table.get("param_shapes")
-    if shapes is None:
-        shapes = []
-    groups = [shapes] if isinstance(shapes, dict) else shapes
+    groups = [shapes] if isinstance(shapes, dict) else [] if shapes is None else shapes
     if not isinstance(groups, list):
-        refuse(file.path, Defect.BAD_HEADER, "is no list of dictionaries of shapes", "param_shapes")
+        raise _corrupt(file, "is not a list of dictionaries of shapes", "param_shapes")
     frozen = table.get("frozen_param_fragments")
-    config = table["ds_config"] if isinstance(table.get("ds_config"), dict) else {}
+    config = _get(table, "ds_config", dict, {})
     module = _tensors(file, table.get("module") or {}, "module")
     frozen_shapes = table.get("frozen_param_shapes")
     if frozen_shapes is not None:
         frozen_shapes = _as_in(module, _shapes(file, frozen_shapes, "frozen_param_shapes"))
-    buffers = _as_in(module, {name: None for name in _listed(table.get("buffer_names")) if isinstance(name, str)})
+    buffers = _as_in(module, {name: None for name in _get(table, "buffer_names", list, []) if isinstance(name, str)})
     trained = tuple(_as_in(module, _shapes(file, group, "param_shapes")) for group in groups)
     stored = {*buffers, *(frozen_shapes or ()), *(name for group in trained for name in group)}
     return ModelStates(
@@ -252,49 +242,47 @@ def _model_states(file: TorchFile, rank: int, before: ModelStates | None) -> Mod
                 for name, real in _shared(table.get("shared_params")).items()
             },
         },
-        global_steps=_integer(table.get("global_steps")),
-        dp_world_size=_count_of_ranks(table.get("dp_world_size")),
-        version=table["ds_version"] if isinstance(table.get("ds_version"), str) else None,
+        global_steps=_get(table, "global_steps", int, None),
+        world_size=_count_of_ranks(table.get("dp_world_size")),
+        version=_get(table, "ds_version", str, None),
         config=as_json(config),
     )
 
 
 def _configured_stage(config: Mapping[str, Any]) -> int:
-    zero = config.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    # stage 3 would be in the file's name
-    return stage if type(stage) is int and stage in (1, 2) else 0
+    stage = _get(_get(config, "zero_optimization", dict, {}), "stage", int, 0)
+    return stage if stage in (1, 2) else 0  # stage 3 would be in the file's name
 
 
 def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStates:
     table = file.value.get("optimizer_state_dict")
     if not isinstance(table, dict):
-        refuse(file.path, Defect.BAD_HEADER, "has no `optimizer_state_dict`: not written by ZeRO")
+        raise _corrupt(file, "has no `optimizer_state_dict`: not written by ZeRO")
     # BF16_Optimizer writes no zero_stage; its parts are cut as stage 1 cuts them
     groups = table.get("fp32_flat_groups")
     stage = 3 if groups is not None else min(max(_stage(table.get("zero_stage")), 1), 2)
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
-        refuse(file.path, Defect.BAD_HEADER, "has no flat float32 groups: no masters are in it")
+        raise _corrupt(file, "has no flat float32 groups: no masters are in it")
     if not all(group.dtype.is_float for group in groups):
-        refuse(file.path, Defect.BAD_HEADER, f"holds masters of type {groups[0].dtype}, which are no weights")
-    if any(_nonzero(padding) for padding in _listed(table.get("param_alignment_paddings"))):
-        refuse(file.path, Defect.BAD_HEADER, "aligns single parameters (`parameter_alignment`), which is not read")
+        raise _corrupt(file, f"holds masters of type {groups[0].dtype}, which are not weights")
+    if any(_nonzero(padding) for padding in _get(table, "param_alignment_paddings", list, [])):
+        raise _corrupt(file, "aligns single parameters (`parameter_alignment`), which is not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
         file=replace(file, value=None),
         rank=rank,
         stage=stage,
         groups=tuple(groups),
-        partition_count=_count_of_ranks(table.get("partition_count")),
+        world_size=_count_of_ranks(table.get("partition_count")),
         step=_step(file, optimizer),
-        config=as_json(file.value["ds_config"] if isinstance(file.value.get("ds_config"), dict) else {}),
+        config=as_json(_get(file.value, "ds_config", dict, {})),
     )
 
 
 def _tensors(file: TorchFile, table: object, key: str) -> dict[str, LazyTensor]:
     if not isinstance(table, dict) or not all(isinstance(name, str) and is_tensor_name(name) for name in table):
-        refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of names", key)
+        raise _corrupt(file, "is not a dictionary of names", key)
     # `_extra_state` entries may be anything; only tensors are weights
     return {name: value for name, value in table.items() if isinstance(value, LazyTensor)}
 
@@ -333,14 +321,14 @@ def _in_one_place(module: Mapping[str, LazyTensor], stored: Container[str]) -> d
 
 def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
     if not isinstance(table, dict):
-        refuse(file.path, Defect.BAD_HEADER, "is not a dictionary of shapes", key)
+        raise _corrupt(file, "is not a dictionary of shapes", key)
     for name, shape in table.items():
         if not isinstance(name, str) or not is_tensor_name(name):
-            refuse(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, which is no tensor's name", key)
+            raise _corrupt(file, f"has the key {name!r:.80}, which is not a tensor's name", key)
         if not isinstance(shape, tuple) or any(type(n) is not int or n < 0 for n in shape):
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name:.80}` no shape: tensor parallel?", key)
+            raise _corrupt(file, f"gives `{name:.80}` no shape: tensor parallel?", key)
         if math.prod(max(n, 1) for n in shape) > MAX_BYTES:
-            refuse(file.path, Defect.BAD_HEADER, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
+            raise _corrupt(file, f"gives `{name}` the shape {shape!r:.60}, larger than any file", key)
     return table
 
 
@@ -354,12 +342,14 @@ def _shared(table: object) -> dict[str, str]:
     }
 
 
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _get(table: Mapping[str, Any], key: str, kind: type[Value], default: Default) -> Value | Default:
+    """Return what the pickle has under `key`, the default where that is of another type."""
+    value = table.get(key)
+    return value if type(value) is kind else default
 
 
-def _integer(value: object) -> int | None:
-    return value if type(value) is int else None
+def _corrupt(file: TorchFile, message: str, key: str | None = None) -> CorruptFile:
+    return CorruptFile.of(file.path, Defect.BAD_HEADER, message, key)
 
 
 def _stage(value: object) -> int:
@@ -384,9 +374,7 @@ def _step(file: TorchFile, optimizer: object) -> float | None:
     for part in parts:
         if not isinstance(part, dict):
             continue
-        state, groups = part.get("state"), part.get("param_groups")
-        entries = [*(state.values() if isinstance(state, dict) else ()), *(groups if isinstance(groups, list) else ())]
-        for entry in entries:
+        for entry in (*_get(part, "state", dict, {}).values(), *_get(part, "param_groups", list, [])):
             step = entry.get("step") if isinstance(entry, dict) else None
             if isinstance(step, LazyTensor):
                 return read_scalar(file, step)

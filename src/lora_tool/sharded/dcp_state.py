@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
-from lora_tool.errors import CorruptFile, NotACheckpoint
-from lora_tool.formats.dcp import DcpFolder, Pieces, assemble_dcp, read_dcp, read_pieces, stamps
+from lora_tool.errors import CorruptFile, NotACheckpoint, Problem
+from lora_tool.formats.dcp import (
+    METADATA,
+    DcpFolder,
+    Piece,
+    Pieces,
+    assemble_dcp,
+    missing_files,
+    read_dcp,
+    read_pieces,
+    stamps,
+    uncovered,
+)
+from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
-from lora_tool.sharded import dcp_checks, zero_checks
-from lora_tool.sharded.state import Tensors, TrainingState
-from lora_tool.tensors import Span, StoredTensor
+from lora_tool.sharded.faults import (
+    COPY,
+    base_layers_left_out,
+    copied_files,
+    fault,
+    frozen_left_out,
+    unreadable_files,
+)
+from lora_tool.sharded.state import TrainingState
+from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +48,7 @@ class DcpState(TrainingState):
         """See `assemble_dcp`."""
         return assemble_dcp(self.found, self.pieces, wanted)
 
-    def records(self, tensors: Tensors) -> frozenset[Record | Span]:
+    def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return the archive members that hold the tensors."""
         return frozenset(piece.record for name in tensors for piece in self.pieces[name])
 
@@ -43,32 +64,59 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         listed = ", ".join(checkpoint.rank_files)
         raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: `tag=FOLDER`")
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
+    unread: tuple[Problem, ...] = ()
     try:
         found = read_dcp(folder)
     except CorruptFile as error:
-        found = DcpFolder(folder=folder, tensors={})
-        faults = tuple(dcp_checks.unreadable([error.problem]))
-        return _dcp_state(checkpoint, parts[0], found, faults)
-    return _dcp_state(checkpoint, parts[0], found)
-
-
-def _dcp_state(checkpoint: ShardedDir, part: str, found: DcpFolder, faults: tuple[Finding, ...] = ()) -> TrainingState:
+        found, unread = DcpFolder(folder=folder, tensors={}), (error.problem,)
     pieces, problems = read_pieces(found)
-    lost = zero_checks.base_layers_left_out(found.tensors)
+    lost = base_layers_left_out(found.tensors)
     return DcpState(
         root=checkpoint.root,
-        folder=found.folder,
-        title=f"FSDP2 checkpoint {found.folder}, {len(found.filenames)} files",
+        folder=folder,
+        title=f"FSDP2 checkpoint {folder}, {len(found.filenames)} files",
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         beside=found.beside,
         without_values=lost,
-        faults=(
-            *faults,
-            *dcp_checks.structure_faults(found, pieces, problems),
-            *zero_checks.frozen_not_saved(found.folder, lost),
-        ),
+        faults=(*_faults(found, pieces, (*unread, *problems)), *frozen_left_out(folder, lost)),
         found=found,
         pieces=pieces,
         stamps=stamps(found),
-        facts={"format": "torch distributed checkpoint", "tag": part, "save_id": found.save_id},
+        facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
     )
+
+
+def _faults(found: DcpFolder, pieces: Pieces, problems: Iterable[Problem]) -> Iterator[Finding]:
+    """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408.
+
+    `pieces` and `problems` are those of the files that are there.
+    """
+    for name in missing_files(found):
+        yield fault("LT401", found.folder / name, "is missing: .metadata says that it holds weights", hint=COPY)
+    yield from unreadable_files(problems)
+    yield from copied_files(contents(pieces))
+    for name, tensor in found.tensors.items():
+        gap = uncovered(tensor)
+        if gap:
+            hint = "save it again, or use another step"
+            yield fault("LT408", found.folder / METADATA, gap, subject=name, hint=hint)
+
+
+def contents(pieces: Pieces) -> Iterator[tuple[Path, tuple[object, ...]]]:
+    """Yield each file and what it holds, in a form to compare; not those of a constant, which ranks may well share."""
+    held: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
+    for name, parts in pieces.items():
+        for piece in parts:
+            held[piece.record.path].append((name, piece))
+    for path, inside in held.items():
+        if any(_varies(piece.stored) for _, piece in inside):
+            yield path, tuple((name, piece.stored.spans[0].offset, piece.record.crc) for name, piece in inside)
+
+
+def _varies(tensor: StoredTensor) -> bool:
+    """Return whether the first elements differ from each other."""
+    (span,) = tensor.spans
+    with open_regular(span.path) as fd:
+        data = read_at(span.path, fd, span.offset, min(span.nbytes, 4096))
+    size = tensor.dtype.bits // 8
+    return data[size:] != data[:-size]

@@ -13,11 +13,9 @@ from typing import Any
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
+from lora_tool.sharded.file_values import FileValues
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.value_checks import FileValues
-from lora_tool.tensors import FileStamp, Span, StoredTensor
-
-Tensors = Mapping[str, StoredTensor]
+from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +47,12 @@ class TrainingState(abc.ABC):
         Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
         """
 
-    def value_check(self, tensors: Tensors) -> ValueCheck:
+    def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the look at the values of `tensors`, which are some of its own, that is still to be taken."""
         masters = frozenset(name for name in tensors if self.entries[name].role is Role.TRAINED)
         return check_of_files(tensors, self.records(tensors), masters=masters)
 
-    def records(self, tensors: Tensors) -> frozenset[Record | Span]:
+    def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
         return frozenset(span for tensor in tensors.values() for span in tensor.spans)
 
@@ -69,7 +67,7 @@ class TrainingState(abc.ABC):
         return tuple(dict.fromkeys((self.root, self.folder, self.root.absolute().parent)))
 
 
-def check_of_files(tensors: Tensors, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:
+def check_of_files(tensors: TensorTable, records: Collection[Record | Span], *, masters: frozenset[str]) -> ValueCheck:
     """Return the check of each file's values; `records` hold the tensors, `masters` are the trained ones."""
     by_path: dict[Path, list[Record | Span]] = defaultdict(list)
     for record in records:

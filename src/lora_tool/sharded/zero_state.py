@@ -9,14 +9,13 @@ from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
-from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag, read_tag
-from lora_tool.progress import Progress
-from lora_tool.report import Finding
-from lora_tool.sharded import zero_checks
-from lora_tool.sharded.master_copies import SavedCopies, saved_copies
-from lora_tool.sharded.state import Tensors, TrainingState
+from lora_tool.formats.zero import ZeroTag, read_tag
+from lora_tool.sharded.faults import base_layers_left_out, frozen_left_out
+from lora_tool.sharded.master_rounding import master_rounding
+from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.tensors import Span, StoredTensor
+from lora_tool.sharded.zero_checks import frozen_unknown, older_than_newest, tag_faults
+from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +28,14 @@ class ZeroState(TrainingState):
         """See `partitions.assemble`."""
         return assemble(self.tag, self.entries, wanted)
 
-    def value_check(self, tensors: Tensors) -> ValueCheck:
+    def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the look at the values of `tensors`, and at the weights that were saved with the masters."""
         of_files = TrainingState.value_check(self, tensors)
         trained = {name: tensor for name, tensor in tensors.items() if self.entries[name].role is Role.TRAINED}
-        saved = saved_copies(self.root, self.tag, trained)
-        return replace(of_files, parts=(*of_files.parts, MasterRounding(saved))) if saved.copies else of_files
+        rounding = master_rounding(self.root, self.tag, trained)
+        return replace(of_files, parts=(*of_files.parts, rounding)) if rounding.copies else of_files
 
-    def records(self, tensors: Tensors) -> frozenset[Record | Span]:
+    def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return the archive members that hold the tensors."""
         tag, names = self.tag, set(tensors)
         records = []
@@ -54,11 +53,11 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     name = _choose_tag(checkpoint, tag, or_newest=or_newest)
     folder = checkpoint.root if name == "." else checkpoint.root / name
     found = read_tag(folder, name)
-    older = zero_checks.latest_tag(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
-    first = found.first
-    known = entries(found)
-    lost = tuple(dict.fromkeys((*unaccounted(found, known), *zero_checks.base_layers_left_out(known))))
-    files: list[ModelStates | OptimStates] = [*found.model.values(), *found.optim.values()]
+    first, known = found.first, entries(found)
+    lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
+    left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
+    older = older_than_newest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
+    files = [states.file for states in found.files]
     steps = first.global_steps if first else None
     return ZeroState(
         root=checkpoint.root,
@@ -67,24 +66,16 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         entries=known,
         shared=first.shared if first else {},
         without_values=lost,
-        faults=(
-            *zero_checks.structure_faults(found),
-            *older,
-            *(
-                zero_checks.frozen_not_saved(first.file.path if first else folder, lost)
-                if lost
-                else zero_checks.frozen_unknown(found)
-            ),
-        ),
+        faults=(*tag_faults(found), *older, *left_out),
         tag=found,
-        stamps={states.file.path: states.file.stamp for states in files},
+        stamps={file.path: file.stamp for file in files},
         facts={
             "format": f"DeepSpeed ZeRO-{found.stage}",
             "tag": name,
             "world_size": found.world_size,
             "global_steps": steps,
             "deepspeed": first.version if first else None,
-            "serialization_ids": {states.file.path.name: states.file.serialization_id for states in files},
+            "serialization_ids": {file.path.name: file.serialization_id for file in files},
         },
     )
 
@@ -92,30 +83,14 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
 def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
     tags = tuple(checkpoint.rank_files)
     wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
-    listed = ", ".join(tags)
     if wanted in tags:
         return str(wanted)
     if or_newest:
         return tags[-1]
+    listed = ", ".join(tags)
     if wanted is None:
-        raise NotACheckpoint(
-            f"{checkpoint.root} has several tags and no file `latest`: {listed}", hint="choose: `tag=T`"
-        )
+        message = f"{checkpoint.root} has several tags and no file `latest`: {listed}"
+        raise NotACheckpoint(message, hint="choose: `tag=T`")
     says = "" if tag else "`latest` names "
-    raise NotACheckpoint(
-        f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}",
-        hint=f'`tag="{tags[-1]}"`',
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MasterRounding:
-    """The check of masters against the weights saved with them: see `rounding_faults`."""
-
-    saved: SavedCopies
-
-    def run(self, _: Progress) -> list[Finding]:
-        """See `ValuePart`."""
-        from lora_tool.sharded.master_checks import rounding_faults  # noqa: PLC0415 - numpy, only where it is needed
-
-        return list(rounding_faults(self.saved))
+    message = f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}"
+    raise NotACheckpoint(message, hint=f'`tag="{tags[-1]}"`')

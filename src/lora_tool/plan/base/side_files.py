@@ -215,5 +215,5 @@ def another_dtype(base: ModelDir) -> Iterator[str]:
         found, wanted = ", ".join(sorted(dtype.value for dtype in held)), FLOAT_NAMES[named]
         yield (
             f"{base.root / model_config.FILE_NAME} says {wanted}, the weights are {found}: they keep their type; "
-            f"--dtype {wanted} merges what transformers and PEFT would load"
+            f'`dtype="{wanted}"` merges what transformers and PEFT would load'
         )

@@ -164,7 +164,7 @@ def _lacking(state: TrainingState) -> Iterator[Finding]:
             path=str(state.folder),
             subject=lost[0],
             message=f"the model would lack it{f' and {len(lost) - 1} more' if lost[1:] else ''}: frozen, and not saved",
-            hint="look for a tag that was saved without exclude_frozen_parameters; --what state writes what there is",
+            hint='look for a tag that was saved without exclude_frozen_parameters; `what="state"` writes what there is',
         )
 
 

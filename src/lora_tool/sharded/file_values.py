@@ -16,7 +16,8 @@ from typing import NamedTuple
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
-from lora_tool.report import Finding, Severity
+from lora_tool.report import Finding
+from lora_tool.sharded.faults import ANOTHER_TAG, fault
 from lora_tool.tensors import DType, Span, StoredTensor
 
 try:
@@ -74,7 +75,8 @@ def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, 
                 message = (
                     f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
                 )
-                yield _error("LT411", path, message, record.name, "copy the file again from where it was saved")
+                hint = f"copy the file again from where it was saved, or {ANOTHER_TAG}"
+                yield fault("LT411", path, message, subject=record.name, hint=hint)
 
 
 def _blocks(path: Path, fd: int, start: int, nbytes: int) -> Iterator[tuple[int, bytearray, int]]:
@@ -112,10 +114,10 @@ class _Values:
     def faults(self, path: Path) -> Iterator[Finding]:
         """Yield LT412 and LT413 for what was seen."""
         for name in self._not_finite:
-            hint = "the run had diverged; take an earlier tag: --tag T"
-            yield _error("LT412", path, "holds NaN or infinity", name, hint)
+            hint = "the run had diverged; take an earlier tag: lora-tool consolidate CKPT --tag T"
+            yield fault("LT412", path, "holds NaN or infinity", subject=name, hint=hint)
         if self._trained and not self._nonzero:
-            yield _error("LT413", path, "every master weight of this rank is zero: it was never written", None, None)
+            yield fault("LT413", path, "every master weight of this rank is zero: it was never written")
 
 
 def _overlapping(pieces: list[_Piece], at: int, end: int) -> Iterator[_Piece]:
@@ -123,10 +125,6 @@ def _overlapping(pieces: list[_Piece], at: int, end: int) -> Iterator[_Piece]:
         if pieces[at].end > pieces[at].begin:
             yield pieces[at]
         at += 1
-
-
-def _error(code: str, path: Path, message: str, subject: str | None, hint: str | None) -> Finding:
-    return Finding(code=code, severity=Severity.ERROR, path=str(path), message=message, subject=subject, hint=hint)
 
 
 class _Exponent(NamedTuple):

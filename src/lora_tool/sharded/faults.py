@@ -1,0 +1,70 @@
+"""What is wrong with rank files of any kind, as findings: what DeepSpeed's and torch's checks have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from lora_tool.errors import Problem
+from lora_tool.report import Finding, Severity
+
+COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
+ANOTHER_TAG = "use another tag: lora-tool consolidate CKPT --tag T"
+
+_LORA = re.compile(r"\.lora_(embedding_)?A\.")
+_BASE = re.compile(r"\.base_layer(?=\.)")
+
+
+def fault(
+    code: str,
+    path: Path | str,
+    message: str,
+    *,
+    subject: str | None = None,
+    hint: str | None = None,
+    severity: Severity = Severity.ERROR,
+) -> Finding:
+    """Return the finding of the rule `code` about a file or folder, an error unless another `severity` is given."""
+    return Finding(code=code, severity=severity, path=str(path), subject=subject, message=message, hint=hint)
+
+
+def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
+    """LT402: yield each file that is truncated, empty or of another format."""
+    for problem in problems:
+        yield fault(
+            "LT402", problem.path, problem.message, subject=problem.subject, hint=f"copy it again, or {ANOTHER_TAG}"
+        )
+
+
+def copied_files(contents: Iterable[tuple[Path, Hashable]]) -> Iterator[Finding]:
+    """LT405: yield files of different ranks with the same content, which `contents` has in a form to compare."""
+    seen: dict[Hashable, Path] = {}
+    for path, content in contents:
+        other = seen.setdefault(content, path)
+        if other != path:
+            yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
+
+
+def frozen_left_out(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
+    """LT410: yield a finding if there are parameters, `lost`, that the module has and the checkpoint has not.
+
+    HF Trainer saves PEFT models with `exclude_frozen_parameters=True`; DeepSpeed before 0.9.1 never saved them.
+    """
+    if lost:
+        more = f" and {len(lost) - 1} more were" if len(lost) > 1 else " was"
+        hint = "the adapter can still be taken out; a new head that was frozen is lost"
+        yield fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint, severity=Severity.INFO)
+
+
+def has_lora_factor(name: str) -> bool:
+    """Return whether it is the name of a lora_A, of a matrix or an embedding."""
+    return _LORA.search(name) is not None
+
+
+def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
+    adapted = {name[: match.start()] for name in names if (match := _LORA.search(name))}
+    # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
+    held = {name[: match.start()] for name in names if ".lora_" not in name for match in _BASE.finditer(name)}
+    return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))

@@ -1,0 +1,87 @@
+"""LT414: float32 masters against the weights that were saved together with them, which must be these, rounded.
+
+Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights beside it. A sample of
+every rank's part is compared: it proves order, step and run of the ranks, where names and counters show nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool import keys
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
+from lora_tool.formats.stored import read_part
+from lora_tool.formats.zero import ZeroTag
+from lora_tool.progress import Progress
+from lora_tool.report import Finding, Severity
+from lora_tool.sharded.faults import ANOTHER_TAG, fault
+from lora_tool.tensors import DType, StoredTensor, TensorTable
+
+_SAMPLE = 1 << 14
+"""Elements that are compared at the beginning of each rank's part of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterRounding:
+    """The check of masters against their copies, by the masters' names: a `ValuePart`."""
+
+    masters: TensorTable
+    copies: TensorTable
+    """Of some of them, of the same shape, each in one piece."""
+    severity: Severity
+    """What it is if they disagree: a file of which nobody knows when it was written proves less."""
+
+    def run(self, _: Progress) -> list[Finding]:
+        """Return LT414 for trained tensors whose masters do not round to the weights saved with them."""
+        return list(self._faults())
+
+    def _faults(self) -> Iterator[Finding]:
+        from lora_tool.sharded.rounding import rounds_to  # noqa: PLC0415 - numpy, only where it is needed
+
+        for name, copy in self.copies.items():
+            master, at = self.masters[name], 0
+            for span in master.spans:
+                count, size = min(_SAMPLE, span.nbytes // 4), copy.dtype.bits // 8
+                held = read_part(copy, at * size, count * size)
+                if not rounds_to(read_part(master, at * 4, count * 4), held, copy.dtype):
+                    message = f"does not round to the {copy.dtype} weights in {copy.path}: of another run or step"
+                    hint = f"copy this rank's file again, or {ANOTHER_TAG}"
+                    yield fault("LT414", span.path, message, subject=name, hint=hint, severity=self.severity)
+                    break
+                at += span.nbytes // 4
+
+
+def master_rounding(root: Path, tag: ZeroTag, trained: TensorTable) -> MasterRounding:
+    """Return the check of the float32 masters among `trained` tensors that have copies in the checkpoint or beside it."""
+    masters = {name: tensor for name, tensor in trained.items() if tensor.dtype is DType.F32}
+    copies: TensorTable = {}
+    severity = Severity.ERROR
+    if tag.stage in (1, 2) and tag.first is not None:
+        file, held = tag.first.file, tag.first.module
+        copies = {
+            name: file.stored(held[name], name)
+            for name, master in masters.items()
+            if name in held and held[name].shape == master.shape
+        }
+    elif tag.stage == 3:  # noqa: PLR2004 - the stage
+        copies, same_step = _gathered_beside(root, tag, masters)
+        severity = Severity.ERROR if same_step else Severity.WARNING
+    return MasterRounding(masters=masters, copies=copies, severity=severity)
+
+
+def _gathered_beside(root: Path, tag: ZeroTag, masters: TensorTable) -> tuple[dict[str, StoredTensor], bool]:
+    """Return the masters' names → their copies in the adapter or model in `root`; whether it is of the same step."""
+    try:
+        beside = open_checkpoint(root)
+    except (CheckpointError, UnsupportedCheckpoint):
+        return {}, False
+    if not isinstance(beside, AdapterDir | ModelDir) or any(problem.fatal for problem in beside.weights.problems):
+        return {}, False
+    held = {keys.parse(name).canonical: tensor for name, tensor in beside.tensors.items()}
+    found = {name: held.get(keys.parse(name).canonical) for name in masters}
+    trainer, first = beside.folder.trainer, tag.first
+    same_step = trainer is not None and first is not None and trainer.global_step == first.global_steps
+    return {name: copy for name, copy in found.items() if copy and copy.shape == masters[name].shape}, same_step
