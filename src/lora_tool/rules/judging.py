@@ -30,7 +30,7 @@ from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_outputs, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_turn_end, lt3_vocabulary  # noqa: F401
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401

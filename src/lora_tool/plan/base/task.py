@@ -68,6 +68,8 @@ _TASK_TYPES = {
 }
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+GENERATING_CLASSES = (*_CAUSAL, "ForConditionalGeneration")
+"""How the names of classes that write text end."""
 
 
 def is_classifier(class_names: tuple[str, ...]) -> bool:
