@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lora_tool.display import printable, size
+from lora_tool.display import four_digits, printable, size
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule, grouped
 from lora_tool.report.words import Ignored, Run, RunCheckpoint, Skipped
@@ -78,18 +77,11 @@ def run_cells(row: RunCheckpoint) -> tuple[str, ...]:
     """Return step, epoch, loss, metric, size and verdict of a run's checkpoint, as all tables show them."""
     codes = f" {', '.join(row.codes)}" if row.codes else ""
     step = "-" if row.step is None else str(row.step)
-    return (step, *map(_logged, (row.epoch, row.loss, row.metric)), size(row.nbytes), f"{row.verdict}{codes}")
+    return (step, *map(four_digits, (row.epoch, row.loss, row.metric)), size(row.nbytes), f"{row.verdict}{codes}")
 
 
 def _verdict_colour(row: RunCheckpoint) -> str:
     return "red" if row.errors else "yellow" if row.warnings else "green"
-
-
-def _logged(value: float | None) -> str:
-    """Return a logged number with four significant digits, ``-`` for none."""
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
 def ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
