@@ -237,6 +237,13 @@ def whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, 
             yield item.tensor, module, leaf
 
 
+def whole_ends(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str]]:
+    """Yield the matrices of embeddings and output layers among them, with their module paths."""
+    for tensor, module, leaf in whole_tensors(subject):
+        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX:
+            yield tensor, module
+
+
 @rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer that the base does not reach.

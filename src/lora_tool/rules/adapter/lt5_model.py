@@ -13,7 +13,7 @@ from lora_tool.display import counted
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.report import Severity
-from lora_tool.rules.adapter.lt5_base import whole_tensors
+from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.heads import (
@@ -86,19 +86,14 @@ def _left_as_it_was(subject: AdapterSubject, match: BaseMatch, vocabulary: Vocab
 def _rows_of_ends(subject: AdapterSubject, match: BaseMatch) -> set[int]:
     """Return the numbers of rows that the whole ends in the adapter have for the base's one vocabulary."""
     size = match.base.config.vocab_size if match.base.config else None
-    ends = (item for item in whole_tensors(subject) if item[2] == "weight" and is_end(item[1]))
-    held = ((tensor, match.tensor(module)) for tensor, module, _ in ends if len(tensor.shape) == MATRIX)
+    held = ((tensor, match.tensor(module)) for tensor, module in whole_ends(subject))
     return {tensor.shape[0] for tensor, base in held if base is None or base.shape == (size, *tensor.shape[1:])}
 
 
 def _is_extended(subject: AdapterSubject) -> bool:
     """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
     match = subject.matched
-    whole = {
-        match.name(module): tensor.shape[0]
-        for tensor, module, leaf in whole_tensors(subject)
-        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX
-    }
+    whole = {match.name(module): tensor.shape[0] for tensor, module in whole_ends(subject)}
     held = {
         name.removesuffix(".weight"): tensor.shape[0]
         for name, tensor in match.base.tensors.items()
@@ -110,9 +105,8 @@ def _is_extended(subject: AdapterSubject) -> bool:
 
 
 def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
-    for tensor, module, leaf in whole_tensors(subject):
-        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX:
-            yield tensor, module, tensor.shape[0]
+    for tensor, module in whole_ends(subject):
+        yield tensor, module, tensor.shape[0]
     for layer in subject.layers:
         pair = layer.pair
         if pair is not None and is_end(layer.target) and layer.rank is not None:

@@ -34,8 +34,12 @@ def _state(subject: Subject) -> TrainerState | None:
     return None if isinstance(subject, RunSubject) else subject.checkpoint.folder.trainer
 
 
-def _losses(state: TrainerState) -> list[Entry]:
-    return [entry for entry in state.log if "loss" in entry]
+def _losses(state: TrainerState | None) -> list[Entry]:
+    return [entry for entry in state.log if "loss" in entry] if state else []
+
+
+def _logged(state: TrainerState | None, name: str) -> list[float]:
+    return [entry[name] for entry in state.log if name in entry] if state else []
 
 
 def _is_online(state: TrainerState) -> bool:
@@ -117,7 +121,7 @@ def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
     What to do: Use a checkpoint from before that step; train in bf16, and set `logging_nan_inf_filter=False`.
     """
     state = _state(subject)
-    losses = _losses(state) if state else []
+    losses = _losses(state)
     if state is None or not losses:
         return
     masked = [entry for entry in losses if _is_masked(entry)]
@@ -154,7 +158,7 @@ def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     What to do: Look at what the message names: the rewards, the truncation, or the parameters that should train.
     """
     state = _state(subject)
-    losses = _losses(state) if state else []
+    losses = _losses(state)
     if state is None or not losses:
         return
     norms = [entry["grad_norm"] for entry in losses if "grad_norm" in entry]
@@ -302,11 +306,7 @@ def run_never_ends(subject: Subject) -> Iterator[Fault]:
     What to do: Raise `max_completion_length`, or look whether the tokenizer has the right end-of-text token.
     """
     state = _state(subject)
-    ratios = [
-        entry["completions/clipped_ratio"]
-        for entry in (state.log if state else ())
-        if "completions/clipped_ratio" in entry
-    ]
+    ratios = _logged(state, "completions/clipped_ratio")
     if state is not None and len(ratios) > 1 and min(ratios) >= 1:
         message = f"is 1 in all {len(ratios)} log entries"
         yield Fault(subject="completions/clipped_ratio", message=message, path=str(state.path))
