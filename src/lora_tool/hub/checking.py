@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import sha_fileobj
 
 from lora_tool.errors import VerificationFailed
-from lora_tool.hub.hashing import content_sha256, git_oid_of
-from lora_tool.hub.model import FileChange, PushFile, PushPlan, RemoteFile
-
-_CHUNK = 1 << 20
+from lora_tool.hub.hashing import content_sha256, hashes_of
+from lora_tool.hub.model import FileChange, PushFile, PushPlan
 
 
-def mismatches(plan: PushPlan, tree: Mapping[str, RemoteFile]) -> list[str]:
-    """Return what in a commit's tree is not as the plan wants it, one sentence per file; none means it is all there.
-
-    Files outside of git are compared by sha256, those inside by git's own hash of the whole content: the Hub lists
-    one for each. Both are computed from the files here.
-    """
+def mismatches(plan: PushPlan, tree: Mapping[str, RepoFile]) -> list[str]:
+    """Return what in a commit's tree is not as the plan wants it, one sentence per file; none means it is all there."""
     return [found for file in plan.files if (found := _mismatch(file, tree.get(file.name))) is not None]
 
 
-def check_tree(plan: PushPlan, tree: Mapping[str, RemoteFile], commit: str) -> None:
+def check_tree(plan: PushPlan, tree: Mapping[str, RepoFile], commit: str) -> None:
     """Return if the commit holds every file of the plan. Raises `VerificationFailed` naming the first that differs."""
     found = mismatches(plan, tree)
     if found:
@@ -44,7 +39,8 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
             continue
         expected = file.sha256 or content_sha256(file.content)
         path = Path(api.hf_hub_download(plan.remote.repo, file.name, revision=commit, local_dir=folder))
-        found = _sha256(path)
+        with path.open("rb") as read_back:
+            found = sha_fileobj(read_back).hex()
         path.unlink()
         if found != expected:
             raise VerificationFailed(
@@ -54,23 +50,12 @@ def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> Non
             )
 
 
-def _mismatch(file: PushFile, there: RemoteFile | None) -> str | None:
+def _mismatch(file: PushFile, there: RepoFile | None) -> str | None:
     if file.change is FileChange.REMOVE or file.content is None:
         return None if there is None else f"{file.name} is still there"
     if there is None:
         return f"{file.name} is missing"
     if there.size != file.size:
         return f"{file.name} has {there.size:,} bytes, expected {file.size:,}"
-    if there.sha256 is not None:
-        expected, found = file.sha256 or content_sha256(file.content), there.sha256
-    else:
-        expected, found = git_oid_of(file.content), there.oid
+    expected, found = hashes_of(file.content, there, file.sha256)
     return None if found == expected else f"{file.name} has hash {found[:16]}…, expected {expected[:16]}…"
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

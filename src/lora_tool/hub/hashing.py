@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from huggingface_hub.hf_api import RepoFile
+
 from lora_tool.errors import SourceChanged
 from lora_tool.hub.model import PushContent, PushFile, PushPlan
 from lora_tool.progress import Progress
 from lora_tool.tensors import FileStamp
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Job = TypeVar("Job")
+Made = TypeVar("Made")
 
 _CHUNK = 1 << 20
 _READERS = 4
@@ -36,9 +38,9 @@ def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
 
 
 def in_parallel(
-    work: Callable[[Item, Progress], Result], items: Iterable[Item], progress: Progress | None = None
-) -> tuple[Result, ...]:
-    """Return what `work` makes of each item, in order; it must tell its second argument the bytes it has read.
+    work: Callable[[Job, Progress], Made], items: Iterable[Job], progress: Progress | None = None
+) -> tuple[Made, ...]:
+    """Return what `work` makes of each item, in order; it calls its second argument with the bytes it has read.
 
     An interrupt of the caller ends the readers at their next chunk instead of their last.
     """
@@ -63,9 +65,15 @@ def content_sha256(content: PushContent, progress: Progress | None = None) -> st
     return _hashed(content, hashlib.sha256(), progress)
 
 
-def git_oid_of(content: PushContent) -> str:
-    """Return git's name of the content as a blob: sha1 of a header and the bytes."""
-    return _hashed(content, hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False), None)
+def hashes_of(content: PushContent, there: RepoFile, sha256: str | None = None) -> tuple[str, str]:
+    """Return the hash that the Hub would list if the file `there` held the content, and the hash that it lists.
+
+    The sha256 of files outside of git, for those inside git's own: sha1 of a header and the bytes.
+    """
+    if there.lfs is not None:
+        return sha256 or content_sha256(content), there.lfs.sha256
+    blob = hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False)
+    return _hashed(content, blob, None), there.blob_id
 
 
 def require_unchanged(content: PushContent) -> None:

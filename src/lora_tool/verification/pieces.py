@@ -83,10 +83,10 @@ def rows_at_once(width: int, weights: int = PRODUCT_WEIGHTS) -> int:
     return max(1, weights // max(1, width))
 
 
-def row_blocks(tensor: StoredTensor) -> Iterator[Rows]:
-    """Yield ranges of rows that cover the tensor, `PRODUCT_WEIGHTS` at a time."""
+def row_blocks(tensor: StoredTensor, weights: int = PRODUCT_WEIGHTS) -> Iterator[Rows]:
+    """Yield ranges of rows that cover the tensor, each of about so many weights."""
     height, width = rows_and_columns(tensor.shape)
-    step = rows_at_once(width)
+    step = rows_at_once(width, weights)
     for first in range(0, height, step):
         yield [(first, min(first + step, height))]
 
