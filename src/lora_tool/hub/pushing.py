@@ -12,8 +12,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
-from lora_tool.hub.checking import check_download, check_tree, mismatches
-from lora_tool.hub.hashing import require_unchanged, with_hashes
+from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
 from lora_tool.hub.model import MAIN, PushCheck, Pushed, PushFile, PushPlan, Remote
 from lora_tool.hub.remote import head_commit, read_remote, read_tree
 from lora_tool.hub.session import Session, session

@@ -10,7 +10,7 @@ from typing import TypeVar
 from lora_tool.plan.core.ops import Cast, Copy, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.files import Rows, rows_and_columns
+from lora_tool.verification.elements import Rows, rows_and_columns
 
 Piece = TypeVar("Piece")
 

@@ -17,9 +17,7 @@ from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import StoredTensor
-from lora_tool.verification.elements import FLOATS, Array, decode
-from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import row_blocks, split
 
