@@ -23,7 +23,7 @@ from lora_tool.checkpoint import (
     open_checkpoint,
 )
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
-from lora_tool.formats.files import is_folder
+from lora_tool.formats.files import is_file, is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
@@ -176,12 +176,7 @@ def _local(reference: str, near: Path | None) -> Path | None:
 
 def _require_no_file(reference: str) -> None:
     """Raise `NotACheckpoint` for a file, which is often named where its folder is meant."""
-    path = Path(reference).expanduser()
-    try:
-        is_file = path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or has a NUL in it
-        return
-    if is_file:
+    if is_file(Path(reference).expanduser()):
         raise not_a_folder(reference)
 
 

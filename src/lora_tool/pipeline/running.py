@@ -230,7 +230,7 @@ class _Running:
         counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
         summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
         named = opened.config.base_model if opened.config else None
-        warnings = (*another_base(named, self._root, base), *notes, *written.warnings)
+        warnings = tuple(map(as_options, (*another_base(named, self._root, base), *notes, *written.warnings)))
         self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 
