@@ -29,6 +29,7 @@ from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_me
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
 """How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_IN_CACHE = re.compile(r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[^/]+)")
 _URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
@@ -59,14 +60,12 @@ class Source:
 
 def source_of(path: Path, reference: str | None = None) -> Source:
     """Return the source that a local folder is; a path into the Hub cache tells Hub id and commit."""
-    real = Path(os.path.realpath(path))  # models--owner--name/snapshots/<commit>
-    repo = real.parent.parent.name
-    in_cache = real.parent.name == "snapshots" and repo.startswith("models--")
+    cached = _IN_CACHE.search(os.path.realpath(path))
     return Source(
         path=path,
         reference=reference or str(path),
-        hub_id=repo.removeprefix("models--").replace("--", "/", 1) if in_cache else None,
-        revision=real.name if in_cache else None,
+        hub_id=cached["repo"].replace("--", "/", 1) if cached else None,
+        revision=cached["commit"] if cached else None,
     )
 
 

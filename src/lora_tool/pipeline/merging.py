@@ -21,7 +21,6 @@ from lora_tool.display import size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.build_plan import HubOrigin
 from lora_tool.plan.merge.in_memory import InMemory, ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -147,7 +146,7 @@ def planned(
     else:
         yield plan
         return
-    with _merged_by_peft(inputs, asked, options, out, reason, dry_run=dry_run) as plan_of_result:
+    with _merged_by_peft(asked, options, out, reason, dry_run=dry_run) as plan_of_result:
         yield plan_of_result
 
 
@@ -162,19 +161,13 @@ def _plan(inputs: FoundInputs, options: MergeOptions) -> Plan:
         untie=options.untie,
         max_shard_bytes=options.max_shard_bytes,
         expert_layout=options.expert_layout,
-        base_origin=_origin(inputs.base_source),
-        adapter_origin=[_origin(source) for source in inputs.sources],
         **options.rules(),
     )
 
 
-def _origin(source: Source) -> HubOrigin:
-    return HubOrigin(hub_id=source.hub_id, revision=source.revision)
-
-
 @contextlib.contextmanager
 def _merged_by_peft(
-    inputs: FoundInputs, asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
+    asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
 ) -> Iterator[Plan | None]:
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
@@ -190,8 +183,6 @@ def _merged_by_peft(
             open_model(folder),
             why=why,
             max_shard_bytes=options.max_shard_bytes,
-            base_origin=_origin(inputs.base_source),
-            adapter_origin=[_origin(source) for source in inputs.sources],
         )
 
 
