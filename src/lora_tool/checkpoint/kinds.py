@@ -114,6 +114,14 @@ class _WithWeights(_Opened):
     def tensors(self) -> TensorTable:
         return self.weights.tensors
 
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ModelDir(_WithWeights):
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    config: ModelConfig | None
+    manifest: Manifest | None = None
+
     @property
     def whole_config(self) -> ModelConfig:
         """The config of a model that the rules found whole."""
@@ -126,14 +134,6 @@ class _WithWeights(_Opened):
         """The type that `from_pretrained(dtype="auto")` gives the model: the config's, else that of the first float."""
         first = next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
         return (self.config.dtype if self.config else None) or first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelDir(_WithWeights):
-    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
-
-    config: ModelConfig | None
-    manifest: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
