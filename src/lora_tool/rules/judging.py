@@ -22,6 +22,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt3_head,
     lt5_base,
     lt5_hazards,
+    lt5_model,
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
