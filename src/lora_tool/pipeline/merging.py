@@ -28,7 +28,6 @@ from lora_tool.sources import (
     Reference,
     Source,
     Wanted,
-    another_base,
     located,
     open_adapter_at,
     opened_adapter,
@@ -53,12 +52,6 @@ class FoundInputs:
     def paths(self) -> tuple[Path, ...]:
         """The folders that are read."""
         return (*(source.path for source in self.sources), self.base_source.path)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """A warning for each adapter that names another base."""
-        named = [(each.config.base_model if each.config else None, each.root) for each in self.adapters]
-        return tuple(text for name, root in named for text in another_base(name, root, self.base_source))
 
     @property
     def default_output(self) -> Path:
