@@ -91,7 +91,7 @@ class _Asking:
                 raise
             streamed = False
             runs = self._runs(streamed=False)
-        return _compared(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
+        return _evidence(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
 
     def _can_stream(self) -> bool:
         """Whether the base is stored as it is in memory, and PEFT does not change it when it builds its layers."""
@@ -191,7 +191,7 @@ def _shake(model: Any, dtype: Any) -> None:  # noqa: ANN401
             parameter.copy_(shaken(parameter, dtype, generator))
 
 
-def _compared(
+def _evidence(
     unmerged: torch.Tensor, merged: torch.Tensor, moved: torch.Tensor, *, what: str, inputs: Inputs, streamed: bool
 ) -> OutputEvidence:
     apart, explained = (merged - unmerged).abs(), (moved - unmerged).abs()
