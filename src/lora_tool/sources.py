@@ -23,7 +23,7 @@ from lora_tool.checkpoint import (
     open_checkpoint,
 )
 from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
-from lora_tool.formats.files import is_folder
+from lora_tool.formats.files import is_file, is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
@@ -126,10 +126,11 @@ def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpo
     return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
 
 
-def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
+def opened_model(model: Reference, *, near: Path | None = None, download: bool = True) -> ModelDir:
     """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
-    found = open_checkpoint(resolve(model, download=download).path) if isinstance(model, str | os.PathLike) else model
-    return as_model(found, hint="give a model: `base=MODEL`")
+    if isinstance(model, str | os.PathLike):
+        model = open_checkpoint(resolve(model, near=near, download=download).path)
+    return as_model(model, hint="give a model: `base=MODEL`")
 
 
 def opened_adapter(adapter: Reference) -> AdapterDir:
@@ -175,12 +176,7 @@ def _local(reference: str, near: Path | None) -> Path | None:
 
 def _require_no_file(reference: str) -> None:
     """Raise `NotACheckpoint` for a file, which is often named where its folder is meant."""
-    path = Path(reference).expanduser()
-    try:
-        is_file = path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or has a NUL in it
-        return
-    if is_file:
+    if is_file(Path(reference).expanduser()):
         raise not_a_folder(reference)
 
 

@@ -149,9 +149,7 @@ class AdapterConfig:
 
     def targets(self, module: str) -> bool:
         """Return whether PEFT would put LoRA on the module (`tuners_utils.check_target_module_exists`)."""
-        if self._excluded(module):
-            return False
-        if self.target_modules is None:
+        if self.target_modules is None or self._excluded(module):
             return False
         if isinstance(self.target_modules, str):
             return compiled(self.target_modules).fullmatch(module) is not None
@@ -236,7 +234,7 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         exclude_modules=None if "exclude_modules" in broken else excluded,
         modules_to_save=fields.names("modules_to_save") or (),
         layers_to_transform=_layers(fields),
-        layers_pattern=_one_or_many(fields, "layers_pattern"),
+        layers_pattern=fields.listed("layers_pattern"),
         rank_pattern={} if "rank_pattern" in broken else ranks,
         alpha_pattern={} if "alpha_pattern" in broken else alphas,
         token_indices=_token_indices(fields),
@@ -295,8 +293,3 @@ def _token_indices(fields: Fields) -> dict[str, tuple[int, ...]]:
 
 def _is_rows(value: object) -> bool:
     return isinstance(value, list) and all(type(row) is int and row >= 0 for row in value)
-
-
-def _one_or_many(fields: Fields, name: str) -> tuple[str, ...]:
-    value = fields.names_or_pattern(name)
-    return (value,) if isinstance(value, str) else value or ()

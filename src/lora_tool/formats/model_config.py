@@ -82,10 +82,8 @@ def _pad_token_id(fields: Fields, text: Fields) -> int | None:
 
 def _layers(text: Fields) -> int | None:
     # GPT-2 and its like write n_layer, Bloom writes n_layer too; MPT n_layers
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-        if name in text.table:
-            return text.optional_integer(name)
-    return None
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return next((text.optional_integer(name) for name in names if name in text.table), None)
 
 
 def _quantization(fields: Fields) -> str | None:
