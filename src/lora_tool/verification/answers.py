@@ -60,7 +60,7 @@ def ask(provenance: Provenance, plan: Plan | None, *, prompts: Sequence[str] | N
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UnsupportedAdapter(f"{provenance.merged.root} cannot be asked: {reason}") from error
+            raise UnsupportedAdapter(f"{provenance.merged.root} cannot be run for --logits: {reason}") from error
 
 
 class _Asking:
@@ -74,7 +74,9 @@ class _Asking:
         classes = provenance.merged.config.architectures if provenance.merged.config else ()
         self._classifier = is_classifier(classes)
         if classes and not self._classifier and classes[0] not in _CAUSAL:
-            raise UnsupportedAdapter(f"{merged}: a {classes[0]} answers in its own way, which is not compared here")
+            raise UnsupportedAdapter(
+                f"{merged}: --logits compares language models and classifiers, this is a {classes[0]}"
+            )
         self._auto = AutoModelForSequenceClassification if self._classifier else AutoModelForCausalLM
         text = self._config.get_text_config()
         if getattr(text, "pad_token_id", None) is None:
