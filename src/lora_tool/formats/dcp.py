@@ -8,7 +8,7 @@ MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `tor
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -49,12 +49,26 @@ class DcpTensor:
     chunks: tuple[Chunk, ...]
 
 
+class Piece(NamedTuple):
+    """What one chunk holds: its bytes, and the record that they are in."""
+
+    stored: StoredTensor
+    record: Record
+
+
+Pieces = Mapping[str, tuple[Piece, ...]]
+"""Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpFolder:
-    """What one `.metadata` says: the module's tensors by their own names."""
+    """What one `.metadata` says of the module's tensors, by their own names, and what the files hold that are there."""
 
     folder: Path
     tensors: Mapping[str, DcpTensor]
+    pieces: Pieces = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    """The first of each broken file."""
     beside: tuple[str, ...] = ()
     """Keys of the other states in the checkpoint: the optimizer's, or averaged weights."""
     save_id: str | None = None
@@ -74,10 +88,11 @@ def read_dcp(folder: Path) -> DcpFolder:
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
-        found = load(data, known=KNOWN, persistent=_no_storage)
-        return _interpret(folder, found)
+        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage))
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
+    pieces, problems = _read_pieces(found)
+    return replace(found, pieces=pieces, problems=problems)
 
 
 def _no_storage(_: object) -> NoReturn:
@@ -214,19 +229,7 @@ def uncovered(tensor: DcpTensor) -> str | None:
     return None if row == rows or 0 in tensor.shape else f"rows {row} to {rows} are in no file"
 
 
-class Piece(NamedTuple):
-    """What one chunk holds: its bytes, and the record that they are in."""
-
-    stored: StoredTensor
-    record: Record
-
-
-Pieces = Mapping[str, tuple[Piece, ...]]
-"""Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
-
-
-def read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
-    """Return the tensors inside the `.distcp` files that are there, and the first problem of each broken file."""
+def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     pieces: dict[str, tuple[Piece, ...]] = {}
     problems: dict[str, Problem] = {}
     missing = set(missing_files(found))
@@ -261,7 +264,7 @@ def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
     return Piece(file.stored(lazy, name), file.record(lazy))
 
 
-def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> dict[str, StoredTensor]:
+def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors whose names are in `wanted`, as spans.
 
     Raises `IncompleteCheckpoint` for a tensor of which a part is missing or cannot be read.
@@ -270,10 +273,10 @@ def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> di
     for name, tensor in found.tensors.items():
         if name not in wanted:
             continue
-        if name not in pieces or uncovered(tensor):
+        if name not in found.pieces or uncovered(tensor):
             hint = "copy the .distcp files from the machines that wrote them: every node writes its own ranks"
             raise IncompleteCheckpoint(f"{found.folder}: `{name}` {list(tensor.shape)} is not whole", hint=hint)
-        spans = tuple(span for piece in pieces[name] for span in piece.stored.spans)
+        spans = tuple(span for piece in found.pieces[name] for span in piece.stored.spans)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         tensors[name] = StoredTensor(
             spec=spec, spans=spans or (Span(path=found.folder / METADATA, offset=0, nbytes=0),)
