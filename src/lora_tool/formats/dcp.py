@@ -49,14 +49,14 @@ class DcpTensor:
     chunks: tuple[Chunk, ...]
 
 
-class Piece(NamedTuple):
+class StoredChunk(NamedTuple):
     """What one chunk holds: its bytes, and the record that they are in."""
 
     stored: StoredTensor
     record: Record
 
 
-Pieces = Mapping[str, tuple[Piece, ...]]
+Pieces = Mapping[str, tuple[StoredChunk, ...]]
 """Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
 
 
@@ -77,6 +77,11 @@ class DcpFolder:
     def filenames(self) -> tuple[str, ...]:
         """The `.distcp` files that hold the tensors."""
         return tuple(dict.fromkeys(chunk.filename for tensor in self.tensors.values() for chunk in tensor.chunks))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Those of them that are not there."""
+        return tuple(name for name in self.filenames if not (self.folder / name).exists())
 
 
 def read_dcp(folder: Path) -> DcpFolder:
@@ -230,11 +235,11 @@ def uncovered(tensor: DcpTensor) -> str | None:
 
 
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
-    missing = set(missing_files(found))
+    missing = set(found.missing)
     for name, tensor in found.tensors.items():
-        read: list[Piece] = []
+        read: list[StoredChunk] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
@@ -248,12 +253,7 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     return pieces, tuple(problems.values())
 
 
-def missing_files(found: DcpFolder) -> tuple[str, ...]:
-    """Return the `.distcp` files that `.metadata` names and that are not there."""
-    return tuple(name for name in found.filenames if not (found.folder / name).exists())
-
-
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
     path = folder / chunk.filename
     require_inside(folder, path)
     file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
@@ -261,7 +261,7 @@ def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"
         raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
-    return Piece(file.stored(lazy, name), file.record(lazy))
+    return StoredChunk(file.stored(lazy, name), file.record(lazy))
 
 
 def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTensor]:

@@ -9,17 +9,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.errors import CorruptFile, NotACheckpoint
-from lora_tool.formats.dcp import (
-    METADATA,
-    DcpFolder,
-    Piece,
-    Pieces,
-    assemble_dcp,
-    missing_files,
-    read_dcp,
-    stamps,
-    uncovered,
-)
+from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, StoredChunk, assemble_dcp, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
@@ -27,9 +17,9 @@ from lora_tool.report import Finding
 from lora_tool.sharded.faults import (
     COPY,
     base_layers_left_out,
-    copied_files,
     fault,
     frozen_left_out,
+    repeated_files,
     unreadable_files,
 )
 from lora_tool.sharded.state import TrainingState
@@ -83,10 +73,10 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
 
 def _faults(found: DcpFolder) -> Iterator[Finding]:
     """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408."""
-    for name in missing_files(found):
+    for name in found.missing:
         yield fault("LT401", found.folder / name, "is missing: .metadata says that it holds weights", hint=COPY)
     yield from unreadable_files(found.problems)
-    yield from copied_files(contents(found.pieces))
+    yield from repeated_files(contents(found.pieces))
     for name, tensor in found.tensors.items():
         gap = uncovered(tensor)
         if gap:
@@ -96,7 +86,7 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
 
 def contents(pieces: Pieces) -> Iterator[tuple[Path, tuple[object, ...]]]:
     """Yield each file and what it holds, in a form to compare; not those of a constant, which ranks may well share."""
-    held: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
+    held: dict[Path, list[tuple[str, StoredChunk]]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:
             held[piece.record.path].append((name, piece))
