@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 
+from lora_tool.choices import TextEnum
+
 
 @enum.unique
-class TensorAction(str, enum.Enum):
+class TensorAction(TextEnum):
     """What became of a tensor of the inputs or the output."""
 
     COPIED = "copied"
@@ -17,16 +19,13 @@ class TensorAction(str, enum.Enum):
     DROPPED = "dropped"
     CONSUMED = "consumed"
 
-    def __str__(self) -> str:
-        return str(self.value)
-
 
 NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED})
 """What of an output the base did not have so: a writer looks at each value of it."""
 
 
 @enum.unique
-class Verdict(str, enum.Enum):
+class Verdict(TextEnum):
     """What a tensor of a merged model was found to be."""
 
     RIGHT = "right"
@@ -43,6 +42,3 @@ class Verdict(str, enum.Enum):
     """Changed in another direction than ΔW."""
     UNKNOWN = "unknown"
     """Not recomputed; `reason` says why."""
-
-    def __str__(self) -> str:
-        return str(self.value)

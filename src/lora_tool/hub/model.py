@@ -7,23 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lora_tool.choices import Choice
+from lora_tool.choices import Choice, TextEnum
 from lora_tool.tensors import FileStamp
 
 MAIN = "main"
 
 
 @enum.unique
-class FileChange(str, enum.Enum):
+class FileChange(TextEnum):
     """What a push does to one file of the repository."""
 
     ADD = "add"
     UPDATE = "update"
     SAME = "same"
     REMOVE = "remove"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @enum.unique

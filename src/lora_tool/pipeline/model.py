@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lora_tool.choices import TextEnum
 from lora_tool.errors import LoraToolError
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
@@ -61,7 +62,7 @@ class Job:
 
 
 @enum.unique
-class Status(str, enum.Enum):
+class Status(TextEnum):
     """What became of a stage."""
 
     PASSED = "passed"
@@ -69,9 +70,6 @@ class Status(str, enum.Enum):
     """It was done by an earlier run, from the same inputs, and its result is as it was left."""
     SKIPPED = "skipped"
     FAILED = "failed"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
