@@ -36,16 +36,6 @@ class Job:
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
 
     @property
-    def select(self) -> tuple[str, ...]:
-        """The codes of the only rules that judge, all where it is empty."""
-        return tuple(self.options.select)
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        """The codes of the rules that do not judge."""
-        return tuple(self.options.ignore)
-
-    @property
     def fail_on(self) -> Severity:
         """The severity at which a finding stops the pipeline."""
         return Severity(self.options.fail_on)
