@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import enum
 
-from lora_tool.choices import TextEnum
-
 
 @enum.unique
-class TensorAction(TextEnum):
+class TensorAction(str, enum.Enum):
     """What became of a tensor of the inputs or the output."""
 
     COPIED = "copied"
@@ -19,13 +17,16 @@ class TensorAction(TextEnum):
     DROPPED = "dropped"
     CONSUMED = "consumed"
 
+    def __str__(self) -> str:
+        return str(self.value)
+
 
 NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED})
 """What of an output the base did not have so: a writer looks at each value of it."""
 
 
 @enum.unique
-class Verdict(TextEnum):
+class Verdict(str, enum.Enum):
     """What a tensor of a merged model was found to be."""
 
     RIGHT = "right"
@@ -42,3 +43,6 @@ class Verdict(TextEnum):
     """Changed in another direction than ΔW."""
     UNKNOWN = "unknown"
     """Not recomputed; `reason` says why."""
+
+    def __str__(self) -> str:
+        return str(self.value)
