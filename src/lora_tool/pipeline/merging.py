@@ -7,9 +7,9 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -21,7 +21,6 @@ from lora_tool.display import size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.build_plan import HubOrigin
 from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -29,7 +28,6 @@ from lora_tool.sources import (
     Reference,
     Source,
     Wanted,
-    another_base,
     located,
     open_adapter_at,
     opened_adapter,
@@ -49,19 +47,11 @@ class FoundInputs:
     sources: tuple[Source, ...]
     base: ModelDir
     base_source: Source
-    near: Path | None = None
-    """Where a relative path of the base is looked for as well, where that is not the adapter's folder."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The folders that are read."""
         return (*(source.path for source in self.sources), self.base_source.path)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """A warning for each adapter that names another base."""
-        named = [(each.config.base_model if each.config else None, self.near or each.root) for each in self.adapters]
-        return tuple(text for name, root in named for text in another_base(name, root, self.base_source))
 
     @property
     def default_output(self) -> Path:
@@ -89,7 +79,7 @@ def merge_inputs(
     )
     found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
     model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
-    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, near=near)
+    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found)
 
 
 def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
@@ -127,17 +117,13 @@ def planned(
     dry_run: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Plan | None]:
-    """Yield the plan of the merge that is to be written to `out`, with the warnings of `inputs`.
+    """Yield the plan of the merge that is to be written to `out`. Raises as `plan_merge` does.
 
     What only PEFT can merge is merged by it, where `options` allow that: into a folder beside `out` that lasts as long
-    as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then. Raises as `plan_merge`.
+    as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then.
     """
-    origins: dict[str, Any] = {
-        "base_origin": _origin(inputs.base_source),
-        "adapter_origin": [_origin(source) for source in inputs.sources],
-    }
     try:
-        plan = plan_merge(inputs.base, inputs.adapters, **options.planning(), **origins)
+        plan = plan_merge(inputs.base, inputs.adapters, **options.planning())
     except OnlyInMemory as why:
         if not options.allow_in_memory:
             raise
@@ -152,7 +138,7 @@ def planned(
         note(f"PEFT merges it in memory, which takes about {size(asked.needed_bytes)}: {why}")
         reason = str(why)
     else:
-        yield replace(plan, warnings=(*plan.warnings, *inputs.warnings))
+        yield plan
         return
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
@@ -163,13 +149,7 @@ def planned(
         return
     with staging_folder(out) as folder:
         merge_with_peft(asked, folder)
-        merged = open_model(folder)
-        plan = plan_in_memory(asked, merged, why=reason, max_shard_bytes=options.max_shard_bytes, **origins)
-        yield replace(plan, warnings=(*plan.warnings, *inputs.warnings))
-
-
-def _origin(source: Source) -> HubOrigin:
-    return HubOrigin(hub_id=source.hub_id, revision=source.revision)
+        yield plan_in_memory(asked, open_model(folder), why=reason, max_shard_bytes=options.max_shard_bytes)
 
 
 def _called_with(
