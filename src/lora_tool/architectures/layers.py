@@ -135,6 +135,7 @@ def lost_everywhere(config: ModelConfig, tensors: Shapes) -> Iterator[str]:
         for module, held in modules.items():
             for together, needed in _TOGETHER:
                 lost = [name for name in together if not any(leaf.startswith(name) for leaf in held)]
-                if len(lost) == 1 and lost[0] in needed and ".experts." not in f".{module}.":
+                whole = held.issuperset(set(together).difference(lost))  # `query_layernorm` is no `query`
+                if whole and len(lost) == 1 and lost[0] in needed and ".experts." not in f".{module}.":
                     beside = " and ".join(f"`{name}`" for name in together if name not in lost)
                     yield f"no layer of `{stack}` has a `{lost[0]}` in its `{module}`, which has {beside}: it is lost"
