@@ -59,8 +59,7 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
     parsed = {name: known[name] for name in entries}
     chosen = _adapter_name(entries, parsed)
     names: dict[str, str] = {}
-    # accelerate and the Trainer save what PEFT calls the adapter: then nothing of the base is there to be left behind
-    alone = not any(key.part is Part.BASE_LAYER for key in known.values() if key.text in entries)
+    alone = bool(state.without_values)  # saved without the base, so that all that was saved is the adapter's
     for name, key in parsed.items():
         role = entries[name].role
         if key.part in _LORA and key.adapter_name in (chosen, None):
