@@ -299,7 +299,7 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     ## What it does
     Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for each index, an
-    index is not negative, and the embedding has no LoRA and is not in `modules_to_save` as well.
+    index is not negative and stands there once, and the embedding has no LoRA and is not in `modules_to_save` as well.
 
     ## Why it matters
     The rows are put at the indices in order. With another number loading fails; where the embedding was saved whole,
@@ -311,13 +311,19 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows, not both.
     """
+    wanted = subject.config.token_indices
+    if wanted and not subject.view.tokens:
+        message = "names tokens, and the file has no rows for them: what they learned is lost"
+        yield Fault(subject="trainable_token_indices", message=message, path=subject.config_path)
     for module, tokens in subject.view.tokens.items():
         rows, indices = tokens.rows, tokens.indices
-        if indices and rows.shape[:1] != (len(indices),):
+        if wanted and rows.shape[:1] != (len(indices),):
             message = f"has shape {list(rows.shape)}, `trainable_token_indices` lists {counted(len(indices), 'token')}"
             yield Fault(subject=rows.name, message=message)
         if any(index < 0 for index in indices):
             yield Fault(subject=rows.name, message=f"belongs to token {min(indices)}: an index counts from 0")
+        if len(set(indices)) < len(indices):
+            yield Fault(subject=rows.name, message="has several rows for one token of `trainable_token_indices`")
         if subject.config.saves(module):
             yield Fault(subject=rows.name, message=f"`{module}` is in `modules_to_save`, too: PEFT mixes them up")
         if any(layer.module == module for layer in subject.layers):

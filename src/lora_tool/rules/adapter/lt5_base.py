@@ -145,7 +145,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
         rows_only = weight is match.tensor(layer.target) and _is_vocabulary(layer.target)
         rows_only = rows_only and needed[1:] == weight.shape[1:]
-        if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
+        comparable = MATRIX in (len(needed), len(weight.shape))  # a kernel's inputs may be in groups
+        if comparable and needed != weight.shape and not rows_only:
             whose = "the base's" if weight is held else "the adapter's own"
             message = f"lora_B·lora_A is {list(needed)}, {whose} `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
@@ -372,8 +373,8 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     for tensor, module, leaf in _whole_tensors(subject):
         base = match.tensor(module, leaf)
         if base is None:
-            lost = targeting.is_saved_whole(subject.config, module) and not _may_be_absent(match, module)
-            lost = lost and not f".{module}".endswith(_TIED_DECODERS)
+            lost = leaf == "bias" or targeting.is_saved_whole(subject.config, module)
+            lost = lost and not _may_be_absent(match, module) and not f".{module}".endswith(_TIED_DECODERS)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
