@@ -73,7 +73,7 @@ def test_page_has_its_sections(code: str) -> None:
 
 def test_pages_are_different() -> None:
     assert len({found.title for found in RULES.values()}) == len(RULES)
-    assert len({found.doc for found in RULES.values()}) == len(RULES)
+    assert len({found.text for found in RULES.values()}) == len(RULES)
 
 
 def test_select_and_ignore_take_beginnings() -> None:

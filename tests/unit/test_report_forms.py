@@ -24,7 +24,7 @@ from lora_tool.validation.validating import validate  # noqa: F401 - registers t
 from tests.judging import judge
 from tests.mutations import CAUSAL, FIXTURES, MUTATIONS, break_, copy_of
 
-PAGES = {code: rule.page for code, rule in RULES.items()}
+PAGES = RULES
 SARIF = json.loads((Path(__file__).parents[1] / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 EVIL = [
     "\x1b[2Jgone",

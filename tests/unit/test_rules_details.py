@@ -135,6 +135,25 @@ def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) 
     assert {skip.code for skip in report.skipped} == {*(f"LT50{at}" for at in range(1, 7)), "LT508", "LT509"}
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("unknown architecture", {"no table has the tensors of a llava_new model"}),
+        ("quantised", {"the weights are quantised (gptq): names and shapes are not those of the class"}),
+        ("custom code", {"the model's class is code of its own, so its tensors are not known"}),
+        (None, set()),
+    ],
+)
+def test_a_class_whose_tensors_are_not_known_is_told(change: str | None, why: set[str], tmp_path: Path) -> None:
+    folder = copy_of(MODEL, tmp_path)
+    with fields(folder, "config.json") as config:
+        config.update(_INCOMPARABLE[change] if change else {})
+    told = [skip for skip in judge(folder).skipped if skip.code in ("LT317", "LT318", "LT319")]
+    assert {skip.reason for skip in told} == why
+    assert len(told) == (3 if change else 0)
+    assert not codes(judge(folder)) & {"LT317", "LT318", "LT319"}
+
+
 def test_a_new_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> None:
     folder = copy_of(REWARD, tmp_path)
     with tensors(folder) as table:

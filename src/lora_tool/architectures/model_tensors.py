@@ -52,15 +52,33 @@ class ModelTensors:
 def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors | None:
     """Return what the class of `config` has beside the tensors `names` of a checkpoint.
 
-    None where headers cannot tell: code of the checkpoint's own, quantised weights, a model type that is stored under
-    other names than in memory, or names of which less than half are the model's.
+    None where headers cannot tell: `why_unknown` says why.
     """
-    row = None if config.custom_code or config.quantization else _row(config.model_type or "")
-    if row is None or lists_layers(config.raw):
+    row = _row(config.model_type or "")
+    if row is None or _why_no_row(config) is not None:
         return None
     known = next((name for name in config.architectures[:1] if name in row["classes"]), None)
     found = _Compared(row, row["classes"].get(known), config, names)
     return found.result(known) if found.fits else None
+
+
+def why_unknown(config: ModelConfig) -> str:
+    """Return why `model_tensors` cannot tell what the class of `config` has, for a config of which it cannot."""
+    return _why_no_row(config) or "less than half of what its class has is in the weights under its name"
+
+
+def _why_no_row(config: ModelConfig) -> str | None:
+    if config.custom_code:
+        return "the model's class is code of its own, so its tensors are not known"
+    if config.quantization:
+        return f"the weights are quantised ({config.quantization}): names and shapes are not those of the class"
+    if _row(config.model_type or "") is None:
+        return f"no table has the tensors of a {config.model_type or 'model without a type'} model"
+    return (
+        "config.json lists layers of several kinds, so their tensors are not known"
+        if lists_layers(config.raw)
+        else None
+    )
 
 
 @cache

@@ -16,7 +16,7 @@ from lora_tool.cli.configuration import RuleChoice, configuration, rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option, rank_file_options, report_option
 from lora_tool.cli.push import pushed_to, repository, repository_options
-from lora_tool.cli.reporting import SUMMARY, ReportFile, report_files, report_text, rule_pages
+from lora_tool.cli.reporting import SUMMARY, ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, wants_colour
 from lora_tool.cli.writing import asked, merge_options
 from lora_tool.display import printable
@@ -25,6 +25,7 @@ from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Ignored, Report, Unread, joined
+from lora_tool.rules.engine.registry import RULES
 from lora_tool.validation.validating import Criteria
 
 _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
@@ -131,7 +132,7 @@ def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
     if form is Form.MARKDOWN:
         from lora_tool.pipeline.render import outcome_markdown  # noqa: PLC0415
 
-        return outcome_markdown(outcome, report, pages=rule_pages())
+        return outcome_markdown(outcome, report, pages=RULES)
     return report_text(report, form, job.fail_on)
 
 

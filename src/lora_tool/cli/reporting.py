@@ -15,7 +15,7 @@ from lora_tool.cli.configuration import Configuration
 from lora_tool.errors import LoraToolError
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form, rendered
-from lora_tool.report.model import Page, Report
+from lora_tool.report.model import Report
 from lora_tool.rules.engine.registry import RULES
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -110,9 +110,4 @@ def _report_file(value: str, folder: Path, option: str) -> ReportFile:
 
 def report_text(report: Report, form: Form, fail_on: Severity, *, color: bool = False) -> str:
     """Return the report in the form; only text is coloured."""
-    return rendered(report, form, pages=rule_pages(), fail_on=fail_on, color=color and form is Form.TEXT)
-
-
-def rule_pages() -> dict[str, Page]:
-    """Return what reports say about each rule, by its code."""
-    return {code: rule.page for code, rule in RULES.items()}
+    return rendered(report, form, pages=RULES, fail_on=fail_on, color=color and form is Form.TEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from lora_tool.report.findings import Severity
 
@@ -85,12 +86,16 @@ class Run:
     why_best: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class Page(Protocol):
     """What reports say about a rule itself."""
 
-    code: str
-    severity: Severity
-    title: str
-    text: str
-    hint: str | None
+    @property
+    def code(self) -> str: ...
+    @property
+    def severity(self) -> Severity: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def hint(self) -> str | None: ...

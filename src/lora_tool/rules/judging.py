@@ -54,7 +54,7 @@ def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT1
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judge:
     """Who asks the rules about a folder, whether it is validated, merged, verified or pushed: all say the same.
 
@@ -157,7 +157,8 @@ class Judge:
             if reason is None:
                 findings.extend(rule.run(subject, ignored=self.ignored))
                 ran.append(rule.code)
-            else:
+                reason = _why_in_part(rule, subject)
+            if reason is not None:
                 skipped.append(Skipped(code=rule.code, path=path, reason=reason))
         checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
@@ -198,6 +199,11 @@ def fatal_problems(checkpoint: AdapterDir | ModelDir) -> tuple[Problem, ...]:
     """Return the problems of config and weights after which nothing can be computed from them."""
     beside = checkpoint.folder.problems
     return tuple(problem for problem in checkpoint.problems if problem.fatal and problem not in beside)
+
+
+def _why_in_part(rule: Rule, subject: Subject) -> str | None:
+    """Return why a rule that ran could not look at everything; None if it did."""
+    return subject.why_no_class if Need.CLASS in rule.needs and isinstance(subject, ModelSubject) else None
 
 
 def _too_large(nbytes: int) -> str | None:

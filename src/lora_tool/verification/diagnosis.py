@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lora_tool.actions import TensorAction
+from lora_tool.actions import TensorAction, Verdict
 from lora_tool.plan.core.ops import LowRank
 from lora_tool.plan.core.steps import Step
-from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
+from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import Array, decode, half_ulps
 from lora_tool.verification.files import Files, Rows, rows_and_columns

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from lora_tool.actions import TensorAction
+from lora_tool.actions import TensorAction, Verdict
 from lora_tool.display import finite, printable
 from lora_tool.report.json import report_json
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.verification.checking import Level
 from lora_tool.verification.verifying import Verification, summary_json
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed
@@ -21,7 +22,7 @@ from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity, Skipped
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import Judge
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
+from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_tensors

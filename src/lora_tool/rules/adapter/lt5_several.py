@@ -13,7 +13,7 @@ from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeveralAdapters(Subject):
     """Adapters whose sum is to be merged into one base; the folder is the first one's."""
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from lora_tool.errors import UnknownRule
 from lora_tool.report import Finding, Severity
-from lora_tool.report.model import Page
 from lora_tool.rules.engine.subjects import Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
@@ -31,6 +30,8 @@ class Need(str, enum.Enum):
     """`adapter_config.json` can be read, has no wrong field, and is LoRA's."""
     BASE = "base"
     """A base model whose names can be compared with the adapter's."""
+    CLASS = "class"
+    """The tensors of the model's class; without them a rule looks at what it can, and that it could not at more is said."""
     VALUES = "values"
     """The weights themselves are read, not only their headers."""
     SERVER = "server"
@@ -67,14 +68,18 @@ class Rule:
     on: type[Subject]
     needs: frozenset[Need]
     check: Callable[[Any], Iterator[Fault]]
-    doc: str
     unmergeable: bool = False
     """Whether its errors leave a merge nothing to compute, so that ignoring the rule does not help one."""
 
     @property
+    def text(self) -> str:
+        """The whole page."""
+        return inspect.cleandoc(self.check.__doc__ or _page_in_source(self.check))
+
+    @property
     def title(self) -> str:
         """The first line of the page, without its full stop."""
-        return self.doc.partition("\n")[0].rstrip(".")
+        return self.text.partition("\n")[0].rstrip(".")
 
     @property
     def deep(self) -> bool:
@@ -87,14 +92,9 @@ class Rule:
         paragraph = self.sections().get(SECTIONS[-1], "").partition("\n\n")[0]
         return " ".join(paragraph.split()) or None
 
-    @property
-    def page(self) -> Page:
-        """What reports say about the rule itself."""
-        return Page(code=self.code, severity=self.severity, title=self.title, text=self.doc, hint=self.hint)
-
     def sections(self) -> Mapping[str, str]:
         """Return the page's sections: heading → text."""
-        parts = re.split(r"^## (.+)$", self.doc, flags=re.MULTILINE)[1:]
+        parts = re.split(r"^## (.+)$", self.text, flags=re.MULTILINE)[1:]
         return {heading.strip(): text.strip() for heading, text in zip(parts[::2], parts[1::2], strict=True)}
 
     def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding]:
@@ -136,10 +136,7 @@ def rule(
 
     def register(check: Callable[[S], Iterator[Fault]]) -> Callable[[S], Iterator[Fault]]:
         wanted = frozenset(needs) | (frozenset({Need.WEIGHTS, Need.VALUES}) if deep else frozenset())
-        doc = inspect.cleandoc(check.__doc__ or _page_in_source(check))
-        RULES[code] = Rule(
-            code=code, severity=severity, on=on, needs=wanted, check=check, doc=doc, unmergeable=unmergeable
-        )
+        RULES[code] = Rule(code=code, severity=severity, on=on, needs=wanted, check=check, unmergeable=unmergeable)
         return check
 
     return register

@@ -5,18 +5,23 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
-from lora_tool.architectures.layers import OddTensor, is_regular, lost_end, odd_tensors
-from lora_tool.architectures.model_tensors import ModelTensors, model_tensors
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.scan_model import WeightScan
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
+
+if TYPE_CHECKING:
+    from lora_tool.architectures.layers import OddTensor
+    from lora_tool.architectures.model_tensors import ModelTensors
 
 
 @enum.unique
@@ -28,12 +33,12 @@ class Server(Choice):
     SGLANG = "sglang"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
     """An opened folder of any kind. Its scans are kept, so that no weight is read twice."""
 
     checkpoint: Checkpoint
-    scans: Scans = field(default_factory=Scans, compare=False)
+    scans: Scans = field(default_factory=Scans)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -60,7 +65,7 @@ class Subject:
         return self.scans.of(tensor, self.tensors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSubject(Subject):
     """A run folder without finished weights, and those of its checkpoints that could be opened."""
 
@@ -68,7 +73,7 @@ class RunSubject(Subject):
     inner: tuple[Checkpoint, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept
 class ModelSubject(Subject):
     """A model folder."""
 
@@ -79,27 +84,49 @@ class ModelSubject(Subject):
     """The model that it is compared with, tensor by tensor."""
     whole: bool = False
     """Whether all bytes are compared with the base's, not only the first of each tensor."""
-    class_tensors: ModelTensors | None = field(init=False, repr=False, compare=False)
-    """The tensors beside those of the model's class; None where headers cannot tell them."""
-    odd_tensors: tuple[OddTensor, ...] = field(init=False, repr=False, compare=False)
-    """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like it.
-    """
 
-    def __post_init__(self) -> None:
-        config = self.checkpoint.config
-        usable = config is not None and not config.problems and self.tensors
-        found = model_tensors(config, self.tensors) if usable and config is not None else None
-        object.__setattr__(self, "class_tensors", found)
-        regular = usable and config is not None and found is None and self.base is None and is_regular(config)
-        object.__setattr__(self, "odd_tensors", tuple(odd_tensors(self.shapes)) if regular else ())
+    @cached_property
+    def class_tensors(self) -> ModelTensors | None:
+        """The tensors beside those of the model's class; None where headers cannot tell them."""
+        from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for models alone
+
+        return None if self._config is None else model_tensors(self._config, self.tensors)
+
+    @cached_property
+    def odd_tensors(self) -> tuple[OddTensor, ...]:
+        """Where neither headers nor a base tell: what one layer lacks, or has in another shape than those that are like
+        it.
+        """
+        from lora_tool.architectures.layers import is_regular, odd_tensors  # noqa: PLC0415 - for models alone
+
+        if self._config is None or self.class_tensors is not None or self.base is not None:
+            return ()
+        return tuple(odd_tensors(self.shapes)) if is_regular(self._config) else ()
 
     @property
     def lost_end(self) -> str | None:
         """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
+        from lora_tool.architectures.layers import is_regular, lost_end  # noqa: PLC0415 - for models alone
+
         config = self.checkpoint.config
         if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
             return None
         return lost_end(config, self.shapes)
+
+    @property
+    def why_no_class(self) -> str | None:
+        """Why the tensors of the model's class are not known; None where they are, or where all that it should hold is."""
+        from lora_tool.architectures.model_tensors import why_unknown  # noqa: PLC0415 - for models alone
+
+        if self._config is None or self.class_tensors is not None or self.expected:
+            return None
+        return why_unknown(self._config)
+
+    @property
+    def _config(self) -> ModelConfig | None:
+        """The config, where it and the weights can be believed."""
+        config = self.checkpoint.config
+        return config if config is not None and not config.problems and self.tensors else None
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -113,7 +140,7 @@ class ModelSubject(Subject):
         return None if manifest is None else manifest.tensors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BaseMatch:
     """A base model whose tensor names mean the adapter's modules: `strip` taken off a module path, `add` put before."""
 
@@ -131,7 +158,7 @@ class BaseMatch:
         return self.base.tensors.get(f"{self.name(module)}.{leaf}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterSubject(Subject):
     """An adapter folder, the view of what it holds, and the base it is compared with."""
 

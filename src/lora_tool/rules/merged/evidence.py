@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
-from lora_tool.actions import TensorAction
-
-
-@enum.unique
-class Verdict(str, enum.Enum):
-    """What a tensor of a merged model was found to be."""
-
-    RIGHT = "right"
-    """What the plan says: its source's bytes, or within the stated bound of the recomputation."""
-    DIFFERENT = "different"
-    """Not what the plan says, in none of the ways below."""
-    UNCHANGED = "unchanged"
-    """The base's own values, though the adapter changes it."""
-    SCALED = "scaled"
-    """W + factor · ΔW, with a factor that is not 1."""
-    TRANSPOSED = "transposed"
-    """W + ΔWᵀ."""
-    UNRELATED = "unrelated"
-    """Changed in another direction than ΔW."""
-    UNKNOWN = "unknown"
-    """Not recomputed; `reason` says why."""
-
-    def __str__(self) -> str:
-        return str(self.value)
+from lora_tool.actions import TensorAction, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from lora_tool.architectures import architecture_of, is_computed
 from lora_tool.architectures.ends import is_end, is_input
 from lora_tool.architectures.heads import head_of
-from lora_tool.architectures.model_tensors import model_tensors
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.stored import read_part
 from lora_tool.report import Severity
@@ -41,6 +40,8 @@ def _is_end(name: str, subject: ModelSubject) -> bool:
 
 def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> frozenset[str]:
     """Return which of the base's tensors the model's class has no place for."""
+    from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for models alone
+
     config = subject.checkpoint.config
     found = None if config is None or subject.class_tensors is None else model_tensors(config, names)
     return frozenset() if found is None else frozenset((*found.unexpected, *found.of_other_classes))

@@ -13,7 +13,6 @@ from lora_tool.architectures.heads import head_of
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import model_config
 from lora_tool.formats.files import parse_json, read_json
-from lora_tool.formats.sentence_transformers import root_files
 from lora_tool.formats.tokenizer import FILE_NAMES
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -250,6 +249,8 @@ def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
     ## What to do
     Copy the files that were trained with: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
+    from lora_tool.formats.sentence_transformers import root_files  # noqa: PLC0415 - for merged models alone
+
     files = set(subject.checkpoint.folder.files)
     if not isinstance(subject, MergedSubject):
         yield from _no_tokenizer(subject, files)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from lora_tool.actions import TensorAction
+from lora_tool.actions import TensorAction, Verdict
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.rules.merged.subject import MergedSubject
+
+if TYPE_CHECKING:
+    from lora_tool.rules.merged.evidence import TensorEvidence
 
 _COMPARED = frozenset({Need.WEIGHTS, Need.COMPARED})
 _RECOMPUTED = frozenset({Need.WEIGHTS, Need.RECOMPUTED})

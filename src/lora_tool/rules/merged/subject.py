@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from lora_tool.actions import TensorAction
+from lora_tool.actions import TensorAction, Verdict
 from lora_tool.checkpoint import MERGED_MODEL
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 
 
 class ExpectedFile(Protocol):
@@ -26,7 +28,7 @@ class ExpectedFile(Protocol):
     def content(self) -> bytes | None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expected:
     """What base and adapter give: the merged model's tensors by name, and the files beside them."""
 
@@ -34,7 +36,7 @@ class Expected:
     files: tuple[ExpectedFile, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MergedSubject(ModelSubject):
     """A merged model with the plan that base and adapter give, made now; `evidence` by tensor name."""
 

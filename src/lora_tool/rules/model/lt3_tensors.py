@@ -12,12 +12,12 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_vocabulary import vocabulary_without_rows
 
-_WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
+_CLASS = frozenset({Need.WEIGHTS, Need.CONFIG, Need.CLASS})
 _SCORE = "score.weight"
 _SUB_BYTE = 8
 
 
-@rule("LT317", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+@rule("LT317", Severity.ERROR, on=ModelSubject, needs=_CLASS)
 def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor does not have the shape that the config gives it.
 
@@ -76,7 +76,7 @@ def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
     return spec is not None and spec.shape != subject.tensors[name].shape
 
 
-@rule("LT318", Severity.ERROR, on=ModelSubject, needs=_WHOLE)
+@rule("LT318", Severity.ERROR, on=ModelSubject, needs=_CLASS)
 def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has is missing.
 
@@ -134,7 +134,7 @@ def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield first, f", nor in {len(others)} other layers" if others else ""
 
 
-@rule("LT319", Severity.WARNING, on=ModelSubject, needs=_WHOLE)
+@rule("LT319", Severity.WARNING, on=ModelSubject, needs=_CLASS)
 def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has no place for.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import is_input
-from lora_tool.architectures.layers import length, stacks
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import added_pad_token
@@ -112,6 +111,8 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
 
 
 def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
+    from lora_tool.architectures.layers import length, stacks  # noqa: PLC0415 - for models alone
+
     found = stacks(subject.shapes)
     lengths = {stack: count for stack, layers in found.items() if (count := length(config, stack, layers)) is not None}
     for stack, wanted in lengths.items():

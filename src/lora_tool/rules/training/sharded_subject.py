@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedSubject(Subject):
     """The state that would be used: of several tags the one that `latest` names, else the newest."""
 
     checkpoint: ShardedDir
     state: TrainingState
-    looks: list[tuple[Finding, ...]] = field(default_factory=list, compare=False)
+    looks: list[tuple[Finding, ...]] = field(default_factory=list)
     """What a look at the values has found; empty before it."""
-    watch: Watch | None = field(default=None, compare=False)
+    watch: Watch | None = None
     """Told of a look at the values."""
 
     @property
