@@ -658,6 +658,12 @@ def _unsaid_order_of_experts(folder: Path) -> None:
         config["auto_mapping"] = {"base_model_class": "MixtralForCausalLM", "unsloth_fixed": True}
 
 
+@_breaks("LT221 no order", CAUSAL)
+def _unknown_order_of_experts(folder: Path) -> None:
+    with fields(folder) as config:
+        config["lora_B_layout"] = "sideways"
+
+
 @_breaks("LT220 large", REWARD)
 def _large(folder: Path) -> None:
     with tensors(folder) as table:
@@ -948,6 +954,14 @@ def _absent_module(folder: Path) -> None:
         table.update(lora("model.layers.0.cross_attn.q_proj", rows=16, columns=16))
 
 
+@_breaks("LT501 output of a classifier", REWARD, with_base=True)
+def _lora_on_the_output_of_a_classifier(folder: Path) -> None:
+    with tensors(folder) as table:
+        table.update(lora("lm_head", rows=304, columns=16))
+    with fields(folder) as config:
+        config["target_modules"].append("lm_head")
+
+
 @_breaks("LT502", CAUSAL, with_base=True)
 def _other_width(folder: Path) -> None:
     with tensors(folder) as table:
@@ -1013,6 +1027,14 @@ def _ends_of_two_vocabularies(folder: Path) -> None:
         config["modules_to_save"] = ["embed_tokens", "lm_head"]
 
 
+@_breaks("LT504 one end", CAUSAL, with_base=True)
+def _new_rows_of_one_end(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.weight"] = raw(310, 16)
+    with fields(folder) as config:
+        config["modules_to_save"] = ["embed_tokens"]
+
+
 @_breaks("LT505", CAUSAL, with_base=True)
 def _layer_lost(folder: Path) -> None:
     with tensors(folder) as table:
@@ -1042,6 +1064,14 @@ def _bias_without_place(folder: Path) -> None:
         table[f"{Q_PROJ}.bias"] = raw(16)
     with fields(folder) as config:
         config["bias"] = "all"
+
+
+@_breaks("LT506 output of a classifier", REWARD, with_base=True)
+def _output_layer_beside_the_head(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}lm_head.weight"] = raw(304, 16, dtype="BF16")
+    with fields(folder) as config:
+        config["modules_to_save"] = ["score", "lm_head"]
 
 
 def _record(folder: Path, base: Path) -> None:
@@ -1107,6 +1137,65 @@ def _base_that_holds_it(folder: Path) -> None:
 @_breaks("LT512", CAUSAL, with_base=True, adapters=[open_checkpoint(FIXTURES / CAUSAL)])
 def _the_same_twice(folder: Path) -> None:
     assert folder.is_dir()
+
+
+@_breaks("LT512 tasks", REWARD, adapters=[open_checkpoint(FIXTURES / CAUSAL)])
+def _tasks_by_class(folder: Path) -> None:
+    with fields(folder) as config:
+        config["task_type"] = None
+        config["auto_mapping"] = {
+            "base_model_class": "Qwen2ForSequenceClassification",
+            "parent_library": "transformers.models.qwen2.modeling_qwen2",
+        }
+
+
+@_breaks("LT513", REWARD, with_base=True)
+def _head_under_another_name(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}classifier.weight"] = table.pop(SCORE)
+
+
+@_breaks("LT513 labels", REWARD, with_base=True)
+def _bias_of_other_labels(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}score.bias"] = raw(2)
+
+
+@_breaks("LT514", CAUSAL, with_base=True)
+def _two_ends_for_one(folder: Path) -> None:
+    _tie(folder.parent / "base")
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.embed_tokens.weight"] = raw(304, 16)
+        table[f"{PREFIX}lm_head.weight"] = edit.scaled(raw(304, 16), 2.0)
+
+
+@_breaks("LT514 tokens", CAUSAL, with_base=True)
+def _other_tokens_of_one_end(folder: Path) -> None:
+    _tie(folder.parent / "base")
+    with fields(folder) as config:
+        config["trainable_token_indices"] = {"embed_tokens": [1], "lm_head": [2]}
+    with tensors(folder) as table:
+        for end in ("model.embed_tokens", "lm_head"):
+            table[f"{PREFIX}{end}.token_adapter.trainable_tokens_delta"] = raw(1, 16)
+
+
+def _tie(base: Path) -> None:
+    """Make the base one whose embeddings are tied, and stored once."""
+    with fields(base, "config.json") as config:
+        config["tie_word_embeddings"] = True
+    _lose(base, "lm_head.weight")
+
+
+def _lose(base: Path, name: str) -> None:
+    with fields(base, INDEX) as index:
+        file = index["weight_map"].pop(name)
+    with tensors(base, file) as table:
+        del table[name]
+
+
+@_breaks("LT515", CAUSAL, with_base=True)
+def _base_without_a_norm(folder: Path) -> None:
+    _lose(folder.parent / "base", "model.norm.weight")
 
 
 # LT7xx, the training run

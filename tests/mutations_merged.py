@@ -314,6 +314,12 @@ def _of_no_manifest(folder: Path, *, unknown: bool = False) -> None:
             config.update(model_type="our_own", architectures=["OurModel"])
 
 
+@breaks("LT320", CAUSAL_MERGED)
+def forget_the_end_of_a_turn(folder: Path) -> None:
+    with fields(folder, "generation_config.json") as config:
+        config["eos_token_id"] = 2
+
+
 @breaks("LT317", MERGED)
 def _head_of_a_wider_model(folder: Path) -> None:
     _of_no_manifest(folder)

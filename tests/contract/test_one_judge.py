@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
-from lora_tool.errors import FindingsFound, LoraToolError, PlanError
+from lora_tool.errors import FindingsFound, LoraToolError, PlanError, WrongValue
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.report import Finding, Severity
 from tests import mutations
@@ -168,7 +168,7 @@ def test_a_merge_refuses_by_the_findings_of_validate(
             found = error.report.findings if isinstance(error, FindingsFound) and error.report else ()
             if _errors(found) != said or not str(error).startswith(said[0].code):
                 wrong[name] = (said, error)
-        elif error is not None and not isinstance(error, FindingsFound | PlanError):
+        elif error is not None and not isinstance(error, FindingsFound | PlanError | WrongValue):
             wrong[name] = (said, error)
     assert not wrong, wrong
     assert refused >= who.enough

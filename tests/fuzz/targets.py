@@ -20,7 +20,7 @@ from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.partitions import assemble, entries
 from lora_tool.formats.safetensors import scan_file
-from lora_tool.formats.tokenizer import read_pad_token
+from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.formats.zero import read_tag
@@ -163,7 +163,7 @@ def configs(data: bytes) -> None:
                 assert config.scaling("model.layers.1.mlp.down_proj") is not None
     for name in ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"):
         _file(name, data)
-    read_pad_token(path.parent, ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json"))
+    turn_end(read_tokenizer(path.parent, ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json")))
 
 
 def _file(name: str, data: bytes) -> Path:

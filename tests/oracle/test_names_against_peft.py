@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, PreTrainedModel
 
-from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
+from lora_tool.errors import FindingsFound, MissingDependency, UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.merge import read_base
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -157,7 +157,7 @@ def test_experts_without_lora_among_those_with_it_are_refused(tmp_path: Path) ->
     adapter = save_old_adapter(tmp_path / "adapter", base, ["w1", "w2", "w3"])
     kept = {name: tensor for name, tensor in saved_tensors(adapter).items() if "experts.3.w1" not in name}
     save_file(kept, adapter / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedAdapter, match=r"2 of them|1 of them have no LoRA, the first is .*experts\.3\.w1"):
+    with pytest.raises(FindingsFound, match=r"LT505 .*experts\.3\.w1`: `target_modules` names it"):
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")
 
 
@@ -205,7 +205,7 @@ def test_an_ambiguous_lora_b_is_refused(fields: Any, choices: Any, words: str, t
     base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
     grouped_by_expert(adapter, 4, **fields)
-    with pytest.raises(UnsupportedAdapter, match=words) as caught:
+    with pytest.raises((UnsupportedAdapter, FindingsFound, WrongValue), match=words) as caught:
         merge_with_ours(base, adapter, tmp_path / "ours", "peft", **choices)
     assert caught.value.hint or fields
 
@@ -241,7 +241,7 @@ def test_a_causal_lm_from_a_base_without_a_head(model_type: str, tmp_path: Path)
 def test_a_head_that_nobody_saved_is_refused(tmp_path: Path) -> None:
     base = save_trunk(tmp_path / "base", "qwen2")
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
-    with pytest.raises(IncompatibleBase, match=r"needs `lm_head.weight`, and neither base nor adapter has it"):
+    with pytest.raises(FindingsFound, match=r"LT515 .* has no `lm_head.weight`"):
         merge_with_ours(base, adapter, tmp_path / "ours", "peft")
 
 

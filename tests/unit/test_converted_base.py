@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.checkpoint import ModelDir
-from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
+from lora_tool.errors import FindingsFound, IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import LABELS, ModelFacts, RowMapping, RowSlice
 from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.merge.converted_base import ConvertedBase, converted_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
+from lora_tool.rules.merging import MergeJudge
 from tests.tiny_plans import HIDDEN, VOCABULARY, Array, context, facts, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base
@@ -94,15 +95,15 @@ SHAPES = {EMBED: (VOCABULARY, HIDDEN), f"{MLP}.weight": (8, HIDDEN)}
 
 
 def view(
-    on_disk: ModelDir, factors: dict[str, Array], mapping: Written | None = None, *, precision: str = "float32"
+    on_disk: ModelDir, factors: dict[str, Array], mapping: Written | None = None, **config: Any
 ) -> tuple[ConvertedBase, AdapterModules]:
     """Return the converted base, and what its adapter does to parameters in memory."""
     mapping = mapping or Written(facts=facts(SHAPES, output=None), made=FUSED)
-    saved = adapter(on_disk.root.parent / "adapter", factors)
+    saved = adapter(on_disk.root.parent / "adapter", factors, **config)
     told = cast("WeightMapping", mapping)
     found = converted_base(on_disk, [saved], told, ARCHITECTURES["llama"], Task.CAUSAL_LM)
     merge = context(found)
-    return found, found.parts_of_fused(merge.modules, Precision(precision))[0]
+    return found, found.parts_of_fused(merge.modules, Precision.FLOAT32)[0]
 
 
 def test_a_fused_parameter_is_the_bytes_of_its_parts(tmp_path: Path) -> None:
@@ -142,29 +143,13 @@ def test_what_the_class_computes_is_not_written(tmp_path: Path) -> None:
     assert "computes model.positions.weight, and does not save it" in found.leftovers[0].reason
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "error", "words"),
-    [
-        (
-            "model.norm.weight",
-            HIDDEN,
-            IncompatibleBase,
-            "needs `model.norm.weight`, and neither base nor adapter has it",
-        ),
-        ("score.weight", LABELS, UnsupportedAdapter, "the trained head of the TinyForCausalLM was not saved"),
-    ],
-)
-def test_a_parameter_that_nobody_has_is_refused(
-    name: str, size: int, error: type[Exception], words: str, tmp_path: Path
-) -> None:
-    found, _ = view(model(tmp_path), lora(MLP, rows=8))
-    lacking = Written(
-        facts=facts({**SHAPES, name: (size, HIDDEN)[: 2 if size == LABELS else 1]}, output=None), made=FUSED
-    )
-    told = cast("WeightMapping", lacking)
-    found = converted_base(model(tmp_path / "other"), found.adapters, told, found.arch, found.task)
-    with pytest.raises(error, match=words):
-        found.on_disk(tuple(base_steps(context(found))), {})
+@pytest.mark.parametrize(("name", "size"), [("model.norm.weight", HIDDEN), ("score.weight", LABELS)])
+def test_a_parameter_that_nobody_has_is_a_finding(name: str, size: int, tmp_path: Path) -> None:
+    shapes = {**SHAPES, name: (size, HIDDEN)[: 2 if size == LABELS else 1]}
+    found, _ = view(model(tmp_path), lora(MLP, rows=8), Written(facts=facts(shapes, output=None), made=FUSED))
+    with pytest.raises(FindingsFound, match=f"LT515 .*has no `{name}`, which a TinyForCausalLM needs") as caught:
+        MergeJudge().in_memory(found.adapters, found.in_memory())
+    assert ("modules_to_save" in (caught.value.hint or "")) == (size == LABELS)
 
 
 def test_parts_of_different_types_make_no_parameter(tmp_path: Path) -> None:
@@ -201,14 +186,13 @@ def test_lora_on_one_layer_in_several_places_is_refused(tmp_path: Path) -> None:
 EXPERTS = [f"old.experts.{number}.up" for number in range(2)]
 
 
-def experts(folder: Path, factors: dict[str, Array]) -> tuple[ConvertedBase, AdapterModules]:
+def experts(folder: Path, factors: dict[str, Array], **config: Any) -> tuple[ConvertedBase, AdapterModules]:
     """Return the view of a base with two experts, which are one stack in memory."""
     shapes = {**SHAPES, STACK: (2, 3, HIDDEN)}
     stack = tuple((f"{expert}.weight", 3) for expert in EXPERTS)
     weights = {f"{expert}.weight": numbers(3, HIDDEN, seed=at) for at, expert in enumerate(EXPERTS)}
-    return view(
-        model(folder, **weights), factors, Written(facts=facts(shapes, output=None), made={**FUSED, STACK: stack})
-    )
+    mapping = Written(facts=facts(shapes, output=None), made={**FUSED, STACK: stack})
+    return view(model(folder, **weights), factors, mapping, **config)
 
 
 def test_lora_on_single_experts_is_a_delta_on_the_tensors_on_disk_alone(tmp_path: Path) -> None:
@@ -223,6 +207,14 @@ def test_lora_on_single_experts_is_a_delta_on_the_tensors_on_disk_alone(tmp_path
         assert (op.source, op.rounded) == (found.disk[f"{expert}.weight"], True)
 
 
-def test_lora_on_some_of_the_experts_is_an_incomplete_adapter(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedAdapter, match=r"1 of them have no LoRA, the first is `old\.experts\.1\.up\.weight`"):
-        experts(tmp_path, lora(EXPERTS[0], rows=3))
+def test_experts_without_lora_are_named_and_keep_their_bytes(tmp_path: Path) -> None:
+    found, _ = experts(tmp_path, lora(EXPERTS[0], rows=3), target_modules=["up"])
+    with pytest.raises(FindingsFound, match=rf"LT505 .*`{EXPERTS[1]}`: `target_modules` names it"):
+        MergeJudge().in_memory(found.adapters, found.in_memory())
+    merge = context(found)
+    _, per_expert = found.parts_of_fused(merge.modules, Precision.FLOAT32)
+    steps = {step.out.name: step.op for step in found.on_disk(tuple(base_steps(merge)), per_expert)}
+    assert isinstance(steps[f"{EXPERTS[0]}.weight"], LoraDelta)
+    assert isinstance(steps[f"{EXPERTS[1]}.weight"], Copy)
+    with pytest.raises(UnsupportedAdapter, match="1 of the 2 tensors that make .* have no LoRA"):
+        replace(found, plain=True).parts_of_fused(merge.modules, Precision.PEFT)

@@ -148,7 +148,5 @@ def test_every_adapter_tensor_is_in_a_step_or_refused(tmp_path: Path) -> None:
     saved = adapter(tmp_path / "adapter", on_output, task_type="SEQ_CLS", modules_to_save=["score"])
     merge = context(base(tmp_path / "base", UNTIED), saved)
     made = tuple(steps(merge).values())
-    with pytest.raises(
-        LoraToolError, match=r"lora_A\.weight` belongs to `lm_head\.weight`, which a sequence classifier"
-    ):
+    with pytest.raises(LoraToolError, match=r"lora_A\.weight` belongs to `lm_head\.weight`, which"):
         require_all_consumed(merge, made, tuple(adapter_leftovers(merge)))

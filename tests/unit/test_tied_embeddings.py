@@ -93,12 +93,6 @@ def test_fewer_tokens_cut_the_end_that_the_adapter_does_not_hold(tmp_path: Path)
     assert merge.base.tensors[OUTPUT].spans[0].nbytes == 4 * HIDDEN * 4
 
 
-def test_more_tokens_without_their_rows_are_refused(tmp_path: Path) -> None:
-    held = adapter(tmp_path / "adapter", {**lora(Q), EMBED: numbers(8, HIDDEN)})
-    with pytest.raises(IncompatibleBase, match="its new rows were random"):
-        context(base(tmp_path / "base", llama(**{OUTPUT: OTHER})), held)
-
-
 def test_the_class_says_what_is_tied_where_transformers_was_asked(tmp_path: Path) -> None:
     model = base(tmp_path / "base", {"shared.weight": MATRIX, "encoder.weight": MATRIX, "decoder.weight": OTHER})
     tied = facts({}, tied={"encoder.weight": "shared.weight", "decoder.weight": "shared.weight"})

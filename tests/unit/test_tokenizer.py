@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.formats.tokenizer import PadToken, read_pad_token
+from lora_tool.formats.tokenizer import SpecialToken, read_tokenizer
 
 ADDED = {"id": 7, "content": "<pad>", "special": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,9 @@ def write(folder: Path, files: dict[str, Any]) -> list[str]:
 def test_the_pad_token_is_found(files: dict[str, Any], tmp_path: Path) -> None:
     names = write(tmp_path, files)
     source = "special_tokens_map.json" if "special_tokens_map.json" in files else "tokenizer_config.json"
-    assert read_pad_token(tmp_path, names) == (PadToken(token="<pad>", id=7, path=tmp_path / source), ())
+    tokenizer = read_tokenizer(tmp_path, names)
+    assert tokenizer.special("pad_token") == SpecialToken(token="<pad>", id=7, path=tmp_path / source)
+    assert tokenizer.problems == []
 
 
 @pytest.mark.parametrize(
@@ -71,11 +73,13 @@ def test_the_pad_token_is_found(files: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_guessed(files: dict[str, Any], tmp_path: Path) -> None:
-    assert read_pad_token(tmp_path, write(tmp_path, files)) == (None, ())
+    tokenizer = read_tokenizer(tmp_path, write(tmp_path, files))
+    assert tokenizer.special("pad_token") is None
+    assert tokenizer.problems == []
 
 
 def test_a_broken_file_is_a_problem(tmp_path: Path) -> None:
     names = write(tmp_path, {"tokenizer_config.json": "{"})
-    found, problems = read_pad_token(tmp_path, names)
-    assert found is None
-    assert str(tmp_path / "tokenizer_config.json") in {problem.path for problem in problems}
+    tokenizer = read_tokenizer(tmp_path, names)
+    assert tokenizer.special("pad_token") is None
+    assert str(tmp_path / "tokenizer_config.json") in {problem.path for problem in tokenizer.problems}

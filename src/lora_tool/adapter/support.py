@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lora_tool.adapter.view import MATRIX, AdapterView
+from lora_tool.adapter.view import AdapterView
+from lora_tool.architectures.ends import MATRIX
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 

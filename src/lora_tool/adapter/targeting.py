@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from lora_tool.adapter.view import LoraLayer, WholeTensor
+from lora_tool.architectures import ARCHITECTURES
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, head_of
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, AdapterConfig
@@ -79,6 +81,41 @@ def explains(config: AdapterConfig, item: WholeTensor) -> bool:
         return True
     variant = _VARIANT.match(item.name) if config.refused else None
     return bool(variant and config.targets(variant["module"])) or (item.leaf == "bias" and config.bias != "none")
+
+
+_TASK_OF_CLASS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+_OF_CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", *(row.causal_lm for row in ARCHITECTURES.values() if row.causal_lm))
+
+
+def trained_for(config: AdapterConfig) -> str | None:
+    """Return what the config says that the adapter is for: its task type, else that of the class that it was trained
+    on, or the class itself where no task type means it. None for a causal LM's class: which head it got, tensors tell.
+    """
+    name = config.trained_class
+    if config.task_type or name is None or name.endswith(_OF_CAUSAL_LMS):
+        return config.task_type
+    return next((task for ending, task in _TASK_OF_CLASS.items() if name.endswith(ending)), name)
+
+
+def wrapped_parameters(config: AdapterConfig, names: Iterable[str]) -> dict[str, str]:
+    """Return path of the wrapper, as in the adapter's names → the parameter of `target_parameters` that it adapts.
+
+    `names` are the model's parameters in its own order: PEFT wraps a module once for each parameter, one wrapper around
+    the other, so the last one of the module is outermost (peft 0.21, `BaseTuner._inject_parameters`).
+    """
+    by_module: dict[str, list[str]] = defaultdict(list)
+    for name in names if config.target_parameters else ():
+        if parameter_is_targeted(config, name):
+            by_module[name.rpartition(".")[0]].append(name)
+    return {
+        module + ".base_layer" * depth: name
+        for module, targeted in by_module.items()
+        for depth, name in enumerate(reversed(targeted))
+    }
 
 
 def ancestors(path: str) -> Iterator[str]:

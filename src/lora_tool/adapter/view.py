@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
 from lora_tool.keys import PREFIX, WRAPPERS, AdapterKey, Part, unwrapped
@@ -20,8 +21,6 @@ FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_
 """The parts that hold A and B, and the bias of B."""
 LAYER_PARTS = FACTORS | {Part.MAGNITUDE}
 """Everything that belongs to the LoRA of a module."""
-MATRIX = 2
-"""Dimensions of a matrix; the factors of a convolution have more."""
 
 Place: TypeAlias = tuple[Part, str | None]
 """Part and leaf: where in its layer a tensor stands. The magnitude's leaf is None, under whatever name it was saved."""

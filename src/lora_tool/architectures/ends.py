@@ -16,7 +16,8 @@ INPUTS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "share
 OUTPUTS = frozenset({"lm_head", "embed_out", "proj_out", "output_projection"})
 """What output layers are called."""
 
-_MATRIX = 2
+MATRIX = 2
+"""Dimensions of a matrix; the factors of a convolution have more."""
 
 
 def is_input(path: str) -> bool:
@@ -42,7 +43,7 @@ def output_name(arch: Architecture) -> str | None:
 def embeddings(base: ModelDir, arch: Architecture) -> list[StoredTensor]:
     """Return the base's matrices with a row per token, the output layer aside."""
     vocab_size = base.config.vocab_size if base.config else None
-    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == _MATRIX)
+    matrices = (tensor for tensor in base.tensors.values() if len(tensor.shape) == MATRIX)
     return [tensor for tensor in matrices if tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only]
 
 

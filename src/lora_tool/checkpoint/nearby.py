@@ -41,6 +41,17 @@ def consolidate_command(root: Path) -> str | None:
     return f"lora-tool consolidate {shlex.quote(str(checkpoint))}{own}"
 
 
+def way_to_head(root: Path, module: str) -> str:
+    """Return what to do for a head that neither the adapter in `root` nor its base has."""
+    command = consolidate_command(root)
+    if command:
+        return f"look for it in the training checkpoint: {command}"
+    return (
+        "look for it in the training checkpoint (global_step…), or train again with "
+        f'task_type="SEQ_CLS" or modules_to_save=["{module}"]'
+    )
+
+
 def _states_in(near: Path) -> Iterator[Path]:
     folders = itertools.islice(_folders(near, depth=2), _MOST_FOLDERS)
     landmarks = [name for kind in sharded_kinds() for name in kind.landmarks]

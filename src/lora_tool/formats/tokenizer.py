@@ -1,11 +1,12 @@
-"""Tokenizer files: which of them a folder has, and which id its pad token has."""
+"""Tokenizer files: which of them a folder has, the ids of its special tokens, and the tokens that end a turn."""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
 SPECIAL_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
+TEMPLATE = "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"
 
 _BEGINNING = 1 << 20
 _DIGITS = 18
 """No token has a longer id; Python refuses to read numbers of thousands of digits."""
+
+_MOST_WORDS = 200
+"""More special tokens than any template uses; a search for thousands would take minutes."""
 
 FILE_NAMES = frozenset(
     {
@@ -32,8 +38,8 @@ FILE_NAMES = frozenset(
         *("vocab.json", "vocab.txt", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
         *("merges.txt", "bpe.codes", "dict.txt", "prophetnet.tokenizer", "tekken.json"),
         *("normalizer.json", "emoji.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
-        "chat_template.jinja",
-        "chat_template.json",
+        TEMPLATE,
+        PROCESSOR_TEMPLATE,
         "preprocessor_config.json",
         "processor_config.json",
         "video_preprocessor_config.json",
@@ -47,89 +53,169 @@ TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PadToken:
-    """The pad token as text and id, and the file that says so."""
+class SpecialToken:
+    """A special token as text and id, and the file that says so."""
 
     token: str
     id: int
     path: Path
 
 
-def read_pad_token(folder: Path, names: Iterable[str]) -> tuple[PadToken | None, tuple[Problem, ...]]:
-    """Return the pad token of the tokenizer files `names` in `folder`, or None where they name none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """What the small files of a tokenizer say. Those that cannot be read are in `problems`."""
 
-    Reads `tokenizer.json`, which may be tens of MB, only where the small files do not tell the id.
-    """
+    folder: Path
+    names: frozenset[str]
+    tables: Mapping[str, Mapping[str, Any]]
+    problems: list[Problem] = field(default_factory=list)
+
+    def special(self, role: str) -> SpecialToken | None:
+        """Return the token of `role` ("pad_token", "eos_token", "bos_token"), None where no file names it and its id.
+
+        Reads `tokenizer.json`, which may be tens of MB, to its end only where the other files do not tell the id.
+        """
+        for source in (CONFIG, SPECIAL_MAP):
+            token = _content(self.tables.get(source, {}).get(role))
+            found = None if token is None else self.id_of(token)
+            if token is not None and found is not None:
+                return SpecialToken(token=token, id=found, path=self.folder / source)
+        return None
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token, None where no file tells it."""
+        found: object = self.added.get(token)
+        if found is None:
+            found = _id_in_fast(_object(self.folder / FAST, self.problems) if FAST in self.names else {}, token)
+        if found is None and "vocab.json" in self.names:
+            found = _object(self.folder / "vocab.json", self.problems).get(token)
+        return found if type(found) is int else None
+
+    @property
+    def added(self) -> dict[str, int]:
+        """The tokens that the files list by themselves, as special ones are, with their ids."""
+        listed = {name: held for name, held in self.tables.get(ADDED, {}).items() if type(held) is int}
+        return listed | {text: number for text, number, _ in self._entries()}
+
+    @property
+    def control(self) -> dict[str, int]:
+        """Those of the added tokens that are no text, which a template sets around what is said."""
+        return {text: number for text, number, is_text in self._entries() if not is_text}
+
+    def _entries(self) -> Iterator[tuple[str, int, bool]]:
+        """Yield text, id and whether it is text of each added token of `tokenizer.json` and of the config."""
+        fast = _listed_first(self.folder / FAST) if FAST in self.names else None
+        decoder = self.tables.get(CONFIG, {}).get("added_tokens_decoder")
+        decoded = decoder.items() if isinstance(decoder, dict) else ()
+        entries = [
+            (entry.get("id"), entry) for entry in (fast if isinstance(fast, list) else ()) if type(entry) is dict
+        ]
+        entries += [(int(key), entry) for key, entry in decoded if key.isdecimal() and len(key) <= _DIGITS]
+        for number, entry in entries:
+            text = _content(entry)
+            if text and type(number) is int:
+                yield text, number, isinstance(entry, dict) and entry.get("special") is False
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template; a file of its own comes before the config's entry, as in transformers."""
+        if TEMPLATE in self.names:
+            return _text(self.folder / TEMPLATE, self.problems)
+        stored = self.tables.get(PROCESSOR_TEMPLATE, {}).get("chat_template")
+        stored = self.tables.get(CONFIG, {}).get("chat_template") if stored is None else stored
+        for entry in stored if isinstance(stored, list) else ():
+            if isinstance(entry, dict) and entry.get("name") == "default":
+                stored = entry.get("template")
+        return stored if isinstance(stored, str) else None
+
+
+def read_tokenizer(folder: Path, names: Iterable[str]) -> Tokenizer:
+    """Return what the tokenizer files among `names` in `folder` say."""
+    present = frozenset(name for name in names if inside(folder, folder / name))
     problems: list[Problem] = []
-    load = _reader(folder, frozenset(names), problems)
-    for source in (CONFIG, SPECIAL_MAP):
-        token = _content(load(source).get("pad_token"))
-        token_id = None if token is None else next((found for found in _ids(load, token) if found is not None), None)
-        if token is not None and type(token_id) is int:
-            return PadToken(token=token, id=token_id, path=folder / source), tuple(problems)
-    return None, tuple(problems)
+    small = (CONFIG, SPECIAL_MAP, ADDED, PROCESSOR_TEMPLATE)
+    tables = {name: _object(folder / name, problems) for name in small if name in present}
+    return Tokenizer(folder=folder, names=present, tables=tables, problems=problems)
 
 
-def _reader(folder: Path, names: frozenset[str], problems: list[Problem]) -> Callable[[str], dict[str, Any]]:
-    """Return what reads one of the files `names` once, {} for another; what is wrong with it is put into `problems`."""
-
-    @functools.cache
-    def load(name: str) -> dict[str, Any]:
-        try:
-            loaded = read_json(folder / name) if name in names else {}
-        except CorruptFile as error:
-            problems.append(error.problem)
-            return {}
-        return loaded if isinstance(loaded, dict) else {}
-
-    return load
-
-
-def _ids(load: Callable[[str], dict[str, Any]], token: str) -> Iterator[object]:
-    """Yield the token's id as each file has it, the small files first, None where it has none."""
-    yield _id_in_config(load(CONFIG), token)
-    yield load(ADDED).get(token)
-    yield _id_in_fast(load(FAST), token)
-    yield load("vocab.json").get(token)
-
-
-def added_pad_token(folder: Path, names: Iterable[str]) -> PadToken | None:
+def added_pad_token(folder: Path, names: Iterable[str]) -> SpecialToken | None:
     """Return the pad token if it is among the tokens that the tokenizer lists by themselves, as special ones are.
 
     Reads the small files, and of `tokenizer.json` the beginning, where the list is. None where they do not tell.
     """
-    present = {name for name in (CONFIG, SPECIAL_MAP, FAST) if name in names and inside(folder, folder / name)}
-    load = _reader(folder, frozenset(present), [])
-    tokens = (_content(load(name).get("pad_token")) for name in (CONFIG, SPECIAL_MAP))
-    token = next((text for text in tokens if text is not None), None)
-    if token is None:
+    tokenizer = read_tokenizer(folder, names)
+    named = (_content(tokenizer.tables.get(source, {}).get("pad_token")) for source in (CONFIG, SPECIAL_MAP))
+    token = next(filter(None, named), None)
+    found = None if token is None else tokenizer.added.get(token)
+    if token is None or found is None:
         return None
-    found, path = _id_in_config(load(CONFIG), token), folder / CONFIG
-    if found is None and FAST in present:
-        path = folder / FAST
-        found = _id_among(_listed_first(path), token)
-    return None if found is None else PadToken(token=token, id=found, path=path)
+    source = next((name for name in (FAST, CONFIG) if name in tokenizer.names), ADDED)
+    return SpecialToken(token=token, id=found, path=folder / source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnd:
+    """The token that ends a turn, and all that may: a model stops if one of these is among its ends."""
+
+    token: SpecialToken
+    ids: frozenset[int]
+
+
+def turn_end(tokenizer: Tokenizer) -> TurnEnd | None:
+    """Return what ends a turn in the tokenizer's chat template, without one its `eos_token`; None where neither tells.
+
+    A template is a program, and is not run: its end of turn is the last special token that stands behind a message's
+    content and does not open the assistant's turn; the `eos_token` where that is one of them.
+    """
+    eos, template = tokenizer.special("eos_token"), tokenizer.chat_template
+    known = tokenizer.control | ({eos.token: eos.id} if eos else {})
+    ends = _behind_content(template, known, eos) if template else []
+    if not ends:
+        return None if eos is None else TurnEnd(token=eos, ids=frozenset({eos.id}))
+    path = tokenizer.folder / (TEMPLATE if TEMPLATE in tokenizer.names else CONFIG)
+    last = SpecialToken(token=ends[-1], id=known[ends[-1]], path=path)
+    return TurnEnd(token=eos if eos and eos.token in ends else last, ids=frozenset(known[end] for end in ends))
+
+
+def _behind_content(template: str, known: Mapping[str, int], eos: SpecialToken | None) -> list[str]:
+    """Return the tokens that stand behind a message's content, in the order of their last place in the template."""
+    words = sorted((re.escape(token) for token in known if token in template), key=len, reverse=True)
+    if len(words) > _MOST_WORDS:
+        return []
+    found = re.finditer("|".join([*words, r"\b(?:eos_token|content|add_generation_prompt)\b"]), template)
+    marks = [eos.token if eos and mark[0] == "eos_token" else mark[0] for mark in found]
+    prompts = [at for at, mark in enumerate(marks) if mark == "add_generation_prompt"]
+    until = prompts[-1] if prompts else len(marks)
+    openers = {*marks[until:]}
+    ends = {mark for before, mark in itertools.pairwise(marks) if before == "content" and mark in known}
+    return list(dict.fromkeys(mark for mark in reversed(marks[:until]) if mark in ends - openers))[::-1]
+
+
+def _text(path: Path, problems: list[Problem]) -> str | None:
+    try:
+        with open_regular(path) as fd:
+            return read_at(path, fd, 0, _BEGINNING).decode(errors="replace")
+    except CorruptFile as error:
+        problems.append(error.problem)
+        return None
+
+
+def _object(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        loaded = read_json(path)
+    except CorruptFile as error:
+        problems.append(error.problem)
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
 
 
 def _listed_first(path: Path) -> object:
     """Return `added_tokens` of a `tokenizer.json`, which stands before the vocabulary of many MB."""
-    try:
-        with open_regular(path) as fd:
-            text = read_at(path, fd, 0, _BEGINNING).decode(errors="replace")
-    except CorruptFile:
-        return None
-    _, found, rest = text.partition('"added_tokens":')
+    _, found, rest = (_text(path, []) or "").partition('"added_tokens":')
     try:
         return json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else None
     except (ValueError, RecursionError):
         return None
-
-
-def _id_among(added: object, token: str) -> int | None:
-    for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, dict) and entry.get("content") == token and type(entry.get("id")) is int:
-            return int(entry["id"])
-    return None
 
 
 def _content(value: object) -> str | None:
@@ -138,18 +224,7 @@ def _content(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _id_in_config(config: dict[str, Any], token: str) -> int | None:
-    added = config.get("added_tokens_decoder")
-    for token_id, entry in added.items() if isinstance(added, dict) else ():
-        if _content(entry) == token and token_id.isdecimal() and len(token_id) <= _DIGITS:
-            return int(token_id)
-    return None
-
-
-def _id_in_fast(fast: dict[str, Any], token: str) -> int | None:
-    listed = _id_among(fast.get("added_tokens"), token)
-    if listed is not None:
-        return listed
+def _id_in_fast(fast: Mapping[str, Any], token: str) -> int | None:
     model = fast.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):

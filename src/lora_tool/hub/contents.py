@@ -17,13 +17,19 @@ from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder
 from lora_tool.checkpoint.kinds import matches
 from lora_tool.checkpoint.registry import sharded_kinds
 from lora_tool.errors import CorruptFile, PlanError
-from lora_tool.formats import adapter_config, manifest, model_config, sentence_transformers, tokenizer
+from lora_tool.formats import (
+    adapter_config,
+    generation_config,
+    manifest,
+    model_config,
+    sentence_transformers,
+    tokenizer,
+)
 from lora_tool.formats.files import require_own_file
 from lora_tool.hub.model import LeftOut, PushContent
 from lora_tool.tensors import FileStamp
 
 README = "README.md"
-_GENERATION_CONFIG = "generation_config.json"
 
 _STATE = "training state: it resumes a run and is of no use to others"
 _PICKLE = "a pickle: loading it can run code"
@@ -117,7 +123,7 @@ def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
     if isinstance(checkpoint, AdapterDir):
         names = {adapter_config.FILE_NAME: "adapter config", ADAPTER_WEIGHTS: "weights"}
     else:
-        names = {model_config.FILE_NAME: "model config", _GENERATION_CONFIG: "generation defaults"}
+        names = {model_config.FILE_NAME: "model config", generation_config.FILE_NAME: "generation defaults"}
         names |= {file.path.name: "weights" for file in checkpoint.weights.files}
         if checkpoint.weights.index is not None:
             names[checkpoint.weights.index.name] = "weights index"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
@@ -61,6 +61,16 @@ class ModelFacts:
     """Parameters that transformers computes when it builds the model, and does not save."""
     keep_in_fp32: frozenset[str]
     """Parameters that transformers loads in float32 whatever the model's type."""
+
+    @property
+    def label_axes(self) -> dict[str, int]:
+        """Parameter whose shape depends on the number of labels → the dimension that is that number."""
+        return {name: shape.index(LABELS) for name, shape in self.shapes.items() if LABELS in shape}
+
+    @property
+    def parameters(self) -> Iterator[str]:
+        """The parameters in the model's order, without its buffers."""
+        return (name for name in self.shapes if name not in self.buffers)
 
 
 LABELS = 7919

@@ -22,14 +22,15 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt3_head,
     lt5_base,
     lt5_hazards,
+    lt5_model,
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
-from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_outputs, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_turn_end, lt3_vocabulary  # noqa: F401
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
@@ -41,7 +42,9 @@ DEEP_BYTES = 256 << 20
 NO_BASE = "no base model was given (--base)"
 
 _OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318"})
-"""What is wrong with a base and would be wrong with everything that is merged into it."""
+"""What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
+the adapter's names are the base's.
+"""
 
 
 def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
@@ -122,7 +125,8 @@ class Judge:
 
     def _base_of(self, subject: AdapterSubject, base: ModelDir) -> Report:
         """Return what transformers would refuse or put at random in a base, but what the adapter brings."""
-        rules = tuple(rule for rule in self.rules if rule.code in _OF_BASES)
+        codes = _OF_BASES - ({"LT318"} if isinstance(subject.match, BaseMatch) else set())
+        rules = tuple(rule for rule in self.rules if rule.code in codes)
         found = Judge(rules=rules, ignored=self.ignored).folder(ModelSubject(checkpoint=base))
         brought = subject.view.saved.keys()
         findings = (finding for finding in found.findings if finding.subject not in brought)

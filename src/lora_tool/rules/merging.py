@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import RULES, Need, chosen
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.rules.judging import Judge
-from lora_tool.rules.shared.base_match import match_base
 
 _NO_HELP = "a merge has nothing to compute then, so ignoring the rule does not help"
+_OF_TIED = "LT514"
+"""What two values for one matrix are called; `untie` makes two matrices of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeJudge:
     """What is asked of a merge, and of the rules that judge it. Codes are checked by the first question.
 
-    `task` and `num_labels` are what was asked for, None where adapter and base say it. An error of an ignored rule
-    refuses all the same where it leaves nothing to compute.
+    `task` and `num_labels` are what was asked for, None where adapter and base say it; `untie` that tied ends become two
+    matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None
     num_labels: int | None = None
+    untie: bool = False
     select: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
@@ -43,35 +44,29 @@ class MergeJudge:
 
         return self._refuse(judged, base)
 
-    def in_memory(self, adapters: Sequence[AdapterDir], base: ModelDir, arch: Architecture) -> Report:
-        """Return what the rules that compare with a base find where its names in memory are not those on disk.
+    def in_memory(self, adapters: Sequence[AdapterDir], match: BaseMatch) -> Report:
+        """Return what the rules that compare with a base find where transformers said what its class is.
 
-        Adapters and `base` are in the names of memory. Raises as `as_stored`.
+        Adapters and the base of `match` are in the names of memory. Raises as `as_stored`.
         """
 
         def judged(judge: Judge) -> Report:
             comparing = replace(
                 judge, rules=tuple(each for each in judge.rules if Need.BASE in each.needs and not each.deep)
             )
-            subjects = (
-                replace(judge.subject(each), base=base, match=BaseMatch(base=base, arch=arch)) for each in adapters
-            )
+            subjects = (replace(judge.subject(each), base=match.base, match=match) for each in adapters)
             return joined([judge.together(adapters), *map(comparing.folder, subjects)])
 
         return self._refuse(judged, None)
 
     def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
-        rules = chosen(self.select, self.ignore)
+        fitting = [each for each in RULES.values() if not (self.untie and each.code == _OF_TIED)]
+        asked = chosen(self.select, self.ignore)
+        rules = tuple(each for each in fitting if each in asked)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task)
         report = judged(judge)
         report.raise_at(self.fail_on)
         if self.select or self.ignore:
-            left_out = tuple(each for each in RULES.values() if each not in rules)
+            left_out = tuple(each for each in fitting if each not in rules)
             judged(replace(judge, rules=left_out, deep=False, ignored=True)).raise_at(Severity.ERROR, hint=_NO_HELP)
         return report
-
-
-def names_are_those_on_disk(base: ModelDir, adapter: AdapterDir) -> bool:
-    """Return whether the adapter could be compared with the base by the names on disk."""
-    config = adapter.config
-    return config is not None and isinstance(match_base(base, config, ()), BaseMatch)

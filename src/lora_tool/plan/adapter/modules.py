@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from lora_tool.adapter.targeting import explains
+from lora_tool.adapter.targeting import explains, wrapped_parameters
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
-from lora_tool.plan.adapter.target_parameters import parameter_term, targeted_parameters
+from lora_tool.plan.adapter.target_parameters import parameter_term
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import StoredTensor, TensorTable
 
@@ -63,7 +63,7 @@ def adapter_modules(
     `parameter_term`.
     """
     layers = {layer.module: layer for layer in view.layers}
-    wrapped = targeted_parameters(view.config, facts) if facts else {}
+    wrapped = wrapped_parameters(view.config, facts.parameters) if facts else {}
     parameters = {
         name: (parameter_term(view, name, facts, layers.pop(module), expert_layout),)
         for module, name in wrapped.items()

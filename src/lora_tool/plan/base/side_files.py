@@ -8,14 +8,12 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, Folder, ModelDir
 from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CorruptFile
-from lora_tool.formats import model_config
+from lora_tool.formats import generation_config, model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.formats.tokenizer import TEMPLATES, PadToken, read_pad_token
+from lora_tool.formats.tokenizer import TEMPLATES, SpecialToken, read_tokenizer
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import FLOAT_NAMES, DType
-
-GENERATION_CONFIG = "generation_config.json"
 
 
 def config_of(base: ModelDir) -> ModelConfig:
@@ -25,11 +23,11 @@ def config_of(base: ModelDir) -> ModelConfig:
     return base.config
 
 
-def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> PadToken | None:
+def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | None:
     """Return the pad token of the tokenizer that goes with the model: an adapter folder's, else the base's."""
     for folder in (*(adapter.folder for adapter in adapters), base.folder):
         if folder.tokenizer_files:
-            found, _ = read_pad_token(folder.root, folder.tokenizer_files)
+            found = read_tokenizer(folder.root, folder.tokenizer_files).special("pad_token")
             if found is not None:
                 return found
     return None
@@ -43,7 +41,10 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     own_code = raw.pop("auto_map", None) is not None
     if not own_code and all(raw.get(name) == value for name, value in changes.items()):
         return SideFile(filename=model_config.FILE_NAME, source=config.path, reason="copied from the base")
+    inner = raw.get("text_config")
     raw.update(changes)
+    if isinstance(inner, dict) and "text_config" in changes:
+        raw["text_config"] = {**inner, **changes["text_config"]}
     content = json_bytes(raw, indent=2, sort_keys=True)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
@@ -105,6 +106,13 @@ def owners(adapters: Sequence[AdapterDir], base: ModelDir) -> list[tuple[Folder,
     return [*named, (base.folder, "base")]
 
 
+def joined_changes(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes of a config of all `parts`, those inside its `text_config` together."""
+    text = {name: value for part in parts for name, value in part.get("text_config", {}).items()}
+    joined = {name: value for part in parts for name, value in part.items()}
+    return joined | {"text_config": text} if text else joined
+
+
 def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: bool) -> Iterator[SideFile]:
     """Yield the tokenizer's files, from the adapters first and the base last, licences and generation config.
 
@@ -117,7 +125,7 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
                 taken.add(name)
                 yield _copied(folder, name, whose)
     for name in base.folder.files:
-        if name in base.folder.licence_files or (generation and name == GENERATION_CONFIG):
+        if name in base.folder.licence_files or (generation and name == generation_config.FILE_NAME):
             yield _copied(base.folder, name, "base")
 
 
@@ -133,7 +141,7 @@ def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
     raw = base.config.raw if base.config else {}
     nested = raw.get("text_config")
     if isinstance(nested, dict) and "vocab_size" in nested:
-        changes: dict[str, Any] = {"text_config": {**nested, "vocab_size": size}}
+        changes: dict[str, Any] = {"text_config": {"vocab_size": size}}
         return changes | ({"vocab_size": size} if "vocab_size" in raw else {})
     return {"vocab_size": size}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from lora_tool.adapter.targeting import trained_for
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
-from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.keys import Part
 
 
@@ -49,6 +48,7 @@ class Task(Choice):
 
 CLASSIFIERS = frozenset({Task.SEQ_CLS, Task.REWARD})
 """The tasks whose model is a sequence classifier."""
+_THE_TWO = CLASSIFIERS | {Task.CAUSAL_LM}
 _AUTO_CLASSES = {
     Task.CAUSAL_LM: "AutoModelForCausalLM",
     Task.SEQ_CLS: "AutoModelForSequenceClassification",
@@ -68,6 +68,8 @@ _TASK_TYPES = {
 }
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+GENERATING_CLASSES = (*_CAUSAL, "ForConditionalGeneration")
+"""How the names of classes that write text end."""
 
 
 def is_classifier(class_names: tuple[str, ...]) -> bool:
@@ -90,34 +92,27 @@ def declared_types(adapters: Sequence[AdapterDir]) -> frozenset[str | None]:
 def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Task | None:
     """Return what the merged model is where that is neither a causal LM nor a sequence classifier.
 
-    None where it is, or may be, one of the two: `decide_task` tells which. Raises `UnsupportedAdapter` where the
-    adapters' classes contradict each other.
+    None where it is, or may be, one of the two: `decide_task` tells which. The rules let no adapters pass whose classes
+    contradict each other.
     """
     if task is not Task.AUTO:
-        return None if task in {Task.CAUSAL_LM, *CLASSIFIERS} else task
-    declared = {adapter.root: _declared(adapter.config, base) for adapter in adapters if adapter.config}
-    heard = set(declared.values()) - {None}
-    if len(heard) > 1:
-        tasks = ", ".join(f"{root}: {each or 'not set'}" for root, each in declared.items())
-        raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
-    if heard:
-        return next(iter(heard - {Task.CAUSAL_LM, *CLASSIFIERS}), None)
+        return None if task in _THE_TWO else task
+    declared = _declared(adapters)
+    if declared is not None:
+        return None if declared in _THE_TWO else declared
     own = next(iter(base.config.architectures), None) if base.config else None
     # the head that an adapter brings is a sequence classifier's, if the base does not say that it has one of its own
     brought = not ("Classification" in (own or "") or "Answering" in (own or "")) and any(map(_carries_head, adapters))
     return Task.AS_TRAINED if own is not None and not brought and not _is_of_the_two(own, base) else None
 
 
-def _declared(config: AdapterConfig | None, base: ModelDir) -> Task | None:
-    """Return what the config of an adapter says: its task type, else the class that it was trained on."""
-    if config is None:
-        return None
-    if config.task_type:
-        return _TASK_TYPES[config.task_type]
-    name = config.trained_class
-    if name is None or (_is_of_the_two(name, base) and not name.endswith(_CLASSIFIER)):
-        return None  # which of the two, its tensors tell
-    return Task.SEQ_CLS if name.endswith(_CLASSIFIER) else Task.AS_TRAINED
+def _declared(adapters: Sequence[AdapterDir]) -> Task | None:
+    """Return what the adapters' configs say: a task type, else the class that was trained on; None where tensors tell."""
+    said = [(each.config.task_type, trained_for(each.config)) for each in adapters if each.config]
+    named = next((task_type or for_class for task_type, for_class in said if task_type or for_class == "SEQ_CLS"), None)
+    if named is not None:
+        return _TASK_TYPES[named]
+    return Task.AS_TRAINED if any(for_class for _, for_class in said) else None
 
 
 def _is_of_the_two(class_name: str, base: ModelDir) -> bool:
@@ -132,29 +127,15 @@ def _carries_head(adapter: AdapterDir) -> bool:
 
 
 def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, head: str | None) -> Task:
-    """Return CAUSAL_LM, SEQ_CLS or REWARD: what all adapters say; one that says nothing follows the others.
+    """Return CAUSAL_LM, SEQ_CLS or REWARD: what was asked for, else what an adapter's config says, else whether one has a
+    head, else the base's own class. The rules have compared each adapter with what was asked for, and with the others.
 
-    `head` is the path of the model's classification head, None where its class has none. The rules have compared each
-    adapter with what was asked for. Raises `UnsupportedAdapter` where the adapters contradict each other.
+    `head` is the path of the model's classification head, None where its class has none.
     """
-    if asked is not Task.AUTO:
-        return asked
-    configs = [(adapter, adapter.config) for adapter in adapters if adapter.config]
-    votes = {adapter.root: _vote(adapter, config, base, head) for adapter, config in configs}
-    heard = {votes[each.root] for each, config in configs if config.task_type or votes[each.root] is not Task.CAUSAL_LM}
-    heard = heard or set(votes.values())
-    if len(heard) > 1:
-        tasks = ", ".join(f"{root}: {vote}" for root, vote in votes.items())
-        raise UnsupportedAdapter(f"the adapters are for different tasks ({tasks}), so one model cannot hold them")
-    return heard.pop()
-
-
-def _vote(adapter: AdapterDir, config: AdapterConfig, base: ModelDir, head: str | None) -> Task:
-    """Return the adapter's task: its `task_type`, else the class that it was trained on or a head among its tensors,
-    else the base's own class.
-    """
+    said = asked if asked is not Task.AUTO else _declared(adapters)
+    if said is not None:
+        return said
+    modules = {f"{key.module}." for adapter in adapters for key in adapter.keys.values()}
+    has_head = head is not None and any(module.startswith(f"{head}.") for module in modules)
     classifier_base = base.config is not None and is_classifier(base.config.architectures)
-    has_head = head is not None and any(
-        key.module == head or key.module.startswith(f"{head}.") for key in adapter.keys.values()
-    )
-    return _declared(config, base) or (Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM)
+    return Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM

@@ -15,10 +15,9 @@ from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
 from lora_tool.errors import UnsupportedCheckpoint
-from lora_tool.formats import model_config, tokenizer
+from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
 from lora_tool.formats.partitions import Role, StateEntry
-from lora_tool.plan.base.side_files import GENERATION_CONFIG
 from lora_tool.plan.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Precision, copied_as
@@ -191,9 +190,9 @@ def _model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ..
     raw["torch_dtype" if "torch_dtype" in raw else "dtype"] = FLOAT_NAMES[dtype]
     reason = f"that of {path.parent}, with the type that the weights now have"
     config = SideFile(filename=model_config.FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
-    generation = _find(state, GENERATION_CONFIG)
+    generation = _find(state, generation_config.FILE_NAME)
     copied = (
-        [SideFile(filename=GENERATION_CONFIG, source=generation, reason=f"copied from {generation.parent}")]
+        [SideFile(filename=generation_config.FILE_NAME, source=generation, reason=f"copied from {generation.parent}")]
         if generation
         else []
     )

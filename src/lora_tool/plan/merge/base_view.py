@@ -13,6 +13,7 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
+from lora_tool.rules.engine.subjects import BaseMatch
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
 """Tensor on disk → the deltas that it alone has, as a part of a fused parameter."""
@@ -56,8 +57,10 @@ class BaseView(Protocol):
     def leftovers(self) -> tuple[InputRecord, ...]:
         """Tensors of the base that the model has no place for."""
 
-    def in_memory(self) -> ModelDir:
-        """Return the base with every parameter of its class by name and shape, for rules that read headers alone."""
+    def in_memory(self) -> BaseMatch | None:
+        """Return the base with every parameter of its class, for rules that read headers alone; None where it is so on
+        disk.
+        """
 
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
         """Return the modules that are layers in memory, and the deltas on parts of fused parameters."""

@@ -20,6 +20,7 @@ from lora_tool.plan.base.side_files import (
     config_file,
     copied_files,
     dtype_changes,
+    joined_changes,
     label_changes,
     left_out,
     other_tokenizers,
@@ -28,7 +29,8 @@ from lora_tool.plan.base.side_files import (
     trained_beside,
     vocabulary_changes,
 )
-from lora_tool.plan.base.task import CLASSIFIERS, Task
+from lora_tool.plan.base.task import CLASSIFIERS, GENERATING_CLASSES, Task
+from lora_tool.plan.base.turn_ends import Generation, generation_of
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.manifest import adapter_name, describe_input
 from lora_tool.plan.core.ops import Precision
@@ -147,9 +149,12 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
         changes["tie_word_embeddings"] = False
     if merge.head is None and merge.labels is not None:
         changes |= label_changes(merge.base, merge.labels)
-    if merge.ends.vocabulary is not None:
-        changes |= vocabulary_changes(merge.base, merge.ends.vocabulary.size)
     adapters = [part.adapter for part in merge.adapted]
+    generation = generation_of(adapters, merge.base) if _generates(merge) else Generation()
+    vocabulary = merge.ends.vocabulary
+    changes = joined_changes(
+        changes, vocabulary_changes(merge.base, vocabulary.size) if vocabulary else {}, generation.config
+    )
     warnings = [] if merge.dtype else list(another_dtype(merge.base))
     warnings += [
         f"`{name}` was tied to `{of}` and no longer is. Like PEFT, the merge does not write it, so transformers "
@@ -169,12 +174,19 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
     modules = module_files(owners(adapters, merge.base), merge.task)
     files = (
         config_file(merge.base, changes),
-        *copied_files(adapters, merge.base, generation=merge.head is None),
+        *copied_files(adapters, merge.base, generation=merge.head is None and generation.file is None),
+        *([generation.file] if generation.file else []),
         *modules.files,
     )
     warnings += [*trained_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
-    return files, (*left, *modules.notes), tuple(warnings)
+    return files, (*generation.notes, *left, *modules.notes), tuple(warnings)
+
+
+def _generates(merge: MergeContext) -> bool:
+    """Whether the merged model writes text: a causal LM, or another class that does."""
+    name = merge.facts.class_name if merge.facts else ""
+    return merge.task is Task.CAUSAL_LM or name.endswith(GENERATING_CLASSES)
 
 
 def _left_out_notes(leftovers: Sequence[InputRecord], base: ModelDir) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lora_tool.architectures import Architecture
+from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary
 from lora_tool.checkpoint import ModelDir
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
@@ -20,9 +21,9 @@ from lora_tool.plan.merge.tied_embeddings import (
     tied_under_one_name,
     trained_apart,
     with_tied_names,
+    with_vocabulary,
     without_tied_repeats,
 )
-from lora_tool.plan.merge.vocabulary import Vocabulary, other_vocabulary, with_vocabulary
 from lora_tool.tensors import DType
 
 
@@ -96,10 +97,10 @@ def merge_context(
             untied_tensors = _tied_to_others(view, tied, modules)
         else:
             adapted, modules = without_tied_repeats(tied, adapted, modules)
-    vocabulary = other_vocabulary(base, arch, modules)
+    vocabulary = other_vocabulary(base, arch, {**modules.frozen_base, **modules.saved})
     if vocabulary is not None:
         dropped = frozenset(copies) | (frozenset(arch.causal_only) if head is not None else frozenset())
-        base = with_vocabulary(base, vocabulary, modules, dropped)
+        base = with_vocabulary(base, vocabulary, dropped)
     return MergeContext(
         base=base,
         adapted=tuple(adapted),

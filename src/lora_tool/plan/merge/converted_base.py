@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.support import ALLOW_IN_MEMORY, OTHER_BASE, WITH_PEFT
+from lora_tool.adapter.support import ALLOW_IN_MEMORY
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
@@ -28,9 +28,9 @@ from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.base_view import PerExpert
-from lora_tool.plan.merge.head import way_to_head
 from lora_tool.plan.merge.homes import homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined
+from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan
 
 if TYPE_CHECKING:
@@ -70,30 +70,43 @@ class ConvertedBase:
         """What transformers ties, and would not with `tie_word_embeddings` false."""
         return self.mapping.tied_by_config
 
-    def in_memory(self) -> ModelDir:
+    def in_memory(self) -> BaseMatch:
         """Return the base with every parameter of its class by name and shape, for rules that read headers alone.
 
-        What the base has not, a new head, has the labels of the adapter's; a part of a fused parameter is there by its
-        name on disk, where an adapter has LoRA on it.
+        What the base has not, a new head, has the labels of the adapter's. The parts of a fused parameter are there by
+        their names on disk, where an adapter has LoRA on one of them.
         """
         held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
         dtype = model_dtype(self.base) or DType.F32
-        tensors = dict(self.base.tensors)
+        tensors: dict[str, StoredTensor] = {}
         for name, shape in self.facts.shapes.items():
-            if name in tensors:
-                continue
             found = held.get(name)
             sizes = zip_longest(shape, found.shape[: len(shape)] if found is not None else ())
             spec = TensorSpec(
                 name=name, dtype=dtype, shape=tuple(got if size == LABELS and got else size for size, got in sizes)
             )
-            span = Span(path=self.base.root, offset=0, nbytes=spec.nbytes)
-            tensors[name] = StoredTensor(spec=spec, spans=(span,))
+            made_up = StoredTensor(spec=spec, spans=(Span(path=self.base.root, offset=0, nbytes=spec.nbytes),))
+            tensors[name] = self.base.tensors.get(name, made_up)
+        missing = tensors.keys() - self.base.tensors.keys() - self.copied_only.keys()
         for module in {key.module for each in self.adapters for key in each.keys.values()}:
-            part = None if f"{module}.weight" in tensors else disk_name(self, module)
-            if part is not None:
-                tensors[f"{module}.weight"] = self.disk[part]
-        return replace(self.base, weights=replace(self.base.weights, tensors=tensors))
+            if f"{module}.weight" not in tensors:
+                tensors |= self._parts_beside(module)
+        return BaseMatch(
+            base=replace(self.base, weights=replace(self.base.weights, tensors=tensors)),
+            arch=self.arch,
+            facts=self.facts,
+            missing=frozenset(missing),
+        )
+
+    def _parts_beside(self, module: str) -> dict[str, StoredTensor]:
+        """Return the parts of the fused parameter that `module` is a part of, by the names that the adapter has."""
+        own, name = disk_name(self, module), f"{module}.weight"
+        if own is None:
+            return {}
+        longer, shorter = (own, name) if len(own) > len(name) else (name, own)
+        shift = longer.removesuffix(shorter)
+        parts = self.mapping.piece_names(self.mapping.place(name))
+        return {part.removeprefix(shift) if longer is own else shift + part: self.disk[part] for part in parts}
 
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
         """Return the modules without those that are no layers, and the deltas on tensors that are on disk alone.
@@ -114,7 +127,8 @@ class ConvertedBase:
                 parameters[f"{module}.weight"] = lora.pop(module)
             elif (name := disk_name(self, module)) is not None:
                 per_expert[name] = lora.pop(module)
-        require_whole_experts(self, per_expert, precision)
+        if precision is Precision.PEFT:
+            _require_pefts_experts(self, per_expert)
         _require_no_lora_on_tied(self.facts, (*lora, *(name.removesuffix(".weight") for name in parameters)))
         return replace(modules, lora=lora, parameters=parameters), per_expert
 
@@ -123,7 +137,6 @@ class ConvertedBase:
 
         `per_expert` are deltas on tensors that are on disk alone: parts of fused parameters.
         """
-        _require_all_parameters(self, steps)
         by_name = {step.out.name: step for step in steps}
         stored = self.copied_only.keys()
         shapes = {step.out.name: step.out.shape for step in steps} | {name: self.facts.shapes[name] for name in stored}
@@ -228,28 +241,6 @@ def _transposed(name: str, made: RowMapping, stored: StoredTensor) -> StoredTens
     return StoredTensor(spec=TensorSpec(name=name, dtype=stored.dtype, shape=made.shape), spans=spans)
 
 
-def _require_all_parameters(view: ConvertedBase, steps: Sequence[Step]) -> None:
-    """Return unless a parameter comes from nowhere: transformers would make up random values on every load."""
-    made = {step.out.name for step in steps}
-    tied = view.facts.tied
-    lacking = [name for name in view.mapping.missing if name not in made and tied.get(name) not in made]
-    of_head = next((name for name in lacking if LABELS in view.facts.shapes[name]), None)
-    if of_head is not None:
-        module = of_head.rpartition(".")[0]
-        raise UnsupportedAdapter(
-            f"{view.adapters[0].root}: no `{of_head}` in the adapter nor in the base: the trained head of the "
-            f"{view.facts.class_name} was not saved, and a new one would be random",
-            hint=way_to_head(view.adapters[0], module.rpartition(".")[2]),
-        )
-    if lacking:
-        raise IncompatibleBase(
-            f"{view.base.root}: {view.facts.class_name} needs `{lacking[0]}`, and neither base nor adapter has it"
-            + (f" ({len(lacking)} in all)" if len(lacking) > 1 else "")
-            + ": transformers would fill it with random values on every load",
-            hint=OTHER_BASE,
-        )
-
-
 def _stored(view: ConvertedBase, written: Mapping[str, RowMapping]) -> Iterator[Step]:
     """Yield copies of the tensors behind parameters that are not rows of them: saving turns them back."""
     for name, made in written.items():
@@ -273,20 +264,18 @@ def disk_name(view: ConvertedBase, module: str) -> str | None:
     return next((at for at in held if at.endswith(f".{name}") or name.endswith(f".{at}")), None)
 
 
-def require_whole_experts(view: ConvertedBase, per_expert: PerExpert, precision: Precision) -> None:
-    """Return unless some experts of a layer have no LoRA, or PEFT would scale it otherwise than it was trained."""
+def _require_pefts_experts(view: ConvertedBase, per_expert: PerExpert) -> None:
+    """Return unless PEFT would not fuse all factors of a layer's experts, or scale them otherwise than in training."""
     for parameter in {view.mapping.place(name) for name in per_expert}:
-        pieces = view.mapping.parameters[parameter].pieces or ()
-        lacking = [piece.name for piece in pieces if piece.name not in per_expert]
-        if lacking:
+        pieces = view.mapping.piece_names(parameter)
+        if not pieces <= per_expert.keys():
             raise UnsupportedAdapter(
-                f"{view.adapters[0].root}: `{parameter}` is made of {len(pieces)} tensors, and {len(lacking)} of them "
-                f"have no LoRA, the first is `{lacking[0]}`: the adapter is incomplete",
-                hint=WITH_PEFT,
+                f"{view.adapters[0].root}: {len(pieces - per_expert.keys())} of the {len(pieces)} tensors that make "
+                f"`{parameter}` have no LoRA: PEFT fuses the factors of all",
+                hint=_OWN_WAY,
             )
-    for adapter in view.adapters if per_expert and precision is Precision.PEFT else ():
-        config = adapter.config
-        if config is not None and (config.use_rslora or config.rank_pattern or config.alpha_pattern):
+    for config in (adapter.config for adapter in view.adapters if per_expert and adapter.config):
+        if config.use_rslora or config.rank_pattern or config.alpha_pattern:
             raise UnsupportedAdapter(
                 f"{config.path}: use_rslora, rank_pattern or alpha_pattern on single experts: PEFT fuses their factors, "
                 "and would scale them otherwise than they were trained",
@@ -350,14 +339,6 @@ def _require_no_lora_on_tied(facts: ModelFacts, modules: Iterable[str]) -> None:
 def _with_delta(step: Step, terms: tuple[LoraTerm, ...]) -> Step:
     if not step.op.is_copy:
         raise UnsupportedAdapter(f"`{step.out.name}` has LoRA of its own and as a part of a fused parameter")
-    for term in terms:
-        needed = (term.b.shape[0], term.a.shape[1])
-        if step.out.shape != needed:
-            raise IncompatibleBase(
-                f"{step.op.source.path}: `{step.out.name}` is {list(step.out.shape)}, the adapter's lora_B·lora_A is "
-                f"{list(needed)}",
-                hint=OTHER_BASE,
-            )
     # PEFT fuses these factors, and rounds the delta of a bare parameter to its type
     op = LoraDelta(source=step.op.source, terms=terms, rounded=True)
     return Step(out=step.out, op=op, action=TensorAction.MERGED, reason=str(op))

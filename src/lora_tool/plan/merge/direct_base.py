@@ -33,9 +33,8 @@ class DirectBase:
         ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
         return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
 
-    def in_memory(self) -> ModelDir:
-        """Return the base: its names on disk are those in memory."""
-        return self.base
+    def in_memory(self) -> None:
+        """Return nothing: its names on disk are those in memory."""
 
     def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
         """Return the modules, and none that are a part of a fused parameter, in any precision."""

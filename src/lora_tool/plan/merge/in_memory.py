@@ -106,7 +106,7 @@ def ask_in_memory(
     elif view.facts is not None:
         facts = view.facts
         if view.task is not Task.CAUSAL_LM:
-            rows = count_labels(facts, whole, view.base, asked=num_labels)
+            rows = count_labels(facts, whole, view.base)
     return InMemory(
         base=base,
         adapters=tuple(adapters),

@@ -61,11 +61,6 @@ def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers
 
 
 def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
-    if wanted in merge.base.tensors and is_dropped(merge, wanted):
-        return UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which a sequence classifier does not have",
-            hint='merge it as a causal LM: `task="causal-lm"`',
-        )
     if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
         return UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}`: `lora_bias` on a layer that has no bias: the merged model would have no "

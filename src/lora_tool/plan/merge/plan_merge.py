@@ -27,7 +27,7 @@ from lora_tool.plan.merge.steps import added_steps, base_steps
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
-from lora_tool.rules.merging import MergeJudge, names_are_those_on_disk
+from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model, several
 from lora_tool.tensors import DType, float_type
 
@@ -70,6 +70,7 @@ def plan_merge(
     judge = MergeJudge(
         task=task.expected,
         num_labels=num_labels,
+        untie=untie,
         select=tuple(select),
         ignore=tuple(ignore),
         fail_on=Severity(fail_on),
@@ -79,9 +80,8 @@ def plan_merge(
         require_mergeable(view_of(each))
     require_full_precision(base)
     view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT)
-    apart = [each for each, raw in zip(view.adapters, adapters, strict=True) if not names_are_those_on_disk(base, raw)]
-    if view.facts is not None and apart:
-        report = joined([report, judge.in_memory(apart, view.in_memory(), view.arch)])
+    if (match := view.in_memory()) is not None:
+        report = joined([report, judge.in_memory(view.adapters, match)])
     adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)

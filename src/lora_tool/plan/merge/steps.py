@@ -154,8 +154,6 @@ def _parameter_step(merge: MergeContext, tensor: StoredTensor) -> Step:
     if merge.facts is None:
         raise AssertionError("LoRA on parameters is planned with the model's facts")
     terms = merge.modules.parameters[tensor.name]
-    if not tensor.dtype.is_float:
-        raise IncompatibleBase(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, expected F32, BF16, F16 or F64")
     transposed = stack_is_transposed(tensor.name, merge.facts)
     source = merge.modules.frozen_base.get(tensor.name, tensor)  # of an output layer, which the adapter carries
     _require_same_shape(merge, source, tensor)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
-from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
+from lora_tool.architectures.vocabulary import Vocabulary, stored_twice
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -61,28 +61,13 @@ class TiedEmbeddings:
 def tied_copies(base: ModelDir, arch: Architecture, facts: ModelFacts | None) -> dict[str, str]:
     """Return tensor name → the tensor that it is a tied copy of, for what transformers ties again and saves once.
 
-    Torch files hold both ends of tied embeddings, and some safetensors files do. transformers ties them where the
-    config does not say otherwise and the values are the same (5.23, `PreTrainedModel.tie_weights`). Reads the two
-    ends where they do not share their bytes.
+    Torch files hold both ends of tied embeddings, and some safetensors files do. Reads the two ends where they do not
+    share their bytes.
     """
     if facts is not None:
         both = {name: of for name, of in facts.tied.items() if name in base.tensors and of in base.tensors}
         return {name: of for name, of in both.items() if same_values(base.tensors[name], base.tensors[of])}
-    if base.config is None or base.config.tie_word_embeddings is False:
-        return {}
-    copies = {}
-    for name in arch.causal_only:
-        copy = base.tensors.get(name)
-        if copy is None:
-            continue
-        # `X.decoder.bias` of BERT's kin is tied to `X.bias`, the matrix to the embedding
-        sibling = base.tensors.get(f"{name.removesuffix('.decoder.bias')}.bias")
-        others = [t for t in base.tensors.values() if len(t.shape) == MATRIX and t.name not in arch.causal_only]
-        candidates = [sibling] if sibling is not None and sibling is not copy else others
-        source = next((other for other in candidates if same_values(copy, other)), None)
-        if source is not None:
-            copies[name] = source.name
-    return copies
+    return stored_twice(base, arch)
 
 
 def tied_ends(
@@ -124,28 +109,21 @@ def without_tied_repeats(
     """Return adapters and modules without what they hold a second time for the tied output layer.
 
     So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, and the rows of
-    trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where the two differ.
+    trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where two adapters differ.
     """
     output = ends.output.removesuffix(".weight")
     repeats = []
     if ends.output in modules.saved:
-        _require_one(ends, modules.saved.get(ends.embedding.name, ends.embedding), modules.saved[ends.output])
         repeats.append(modules.saved[ends.output])
+        _require_one(modules.saved.get(ends.embedding.name, ends.embedding), repeats[-1])
     if output in modules.tokens:
         embedding = ends.embedding.name.removesuffix(".weight")
         rows = {part.tokens.get(module) for part in adapted for module in (embedding, output)} - {None}
-        if embedding not in modules.tokens or len(rows) != 1:
-            raise UnsupportedAdapter(
-                f"{modules.tokens[output].path}: `{modules.tokens[output].name}` trains other tokens of the output "
-                f"layer than of the embeddings, which this base ties",
-                hint="train both with the same tokens, or on a base saved with tie_word_embeddings=false",
-            )
-        _require_one(ends, modules.tokens[embedding], modules.tokens[output])
         repeats.append(modules.tokens[output])
+        _require_one(modules.tokens.get(embedding) if len(rows) == 1 else None, repeats[-1])
         if ends.output in modules.frozen_base:
-            frozen = modules.frozen_base[ends.output]
-            _require_one(ends, modules.frozen_base.get(ends.embedding.name, ends.embedding), frozen)
-            repeats.append(frozen)
+            repeats.append(modules.frozen_base[ends.output])
+            _require_one(modules.frozen_base.get(ends.embedding.name, ends.embedding), repeats[-1])
     reason = f"the same as for {ends.output}'s tied end, the embedding"
     return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
 
@@ -157,7 +135,7 @@ def with_tied_names(
 
     BERT's kin have `X.decoder.bias` beside `X.bias`, which is the one that is saved with a model; the embeddings of an
     encoder and a decoder may be one. The output layer's weight is looked at by itself, and a module that PEFT saves
-    whole is tied no longer. Raises `UnsupportedAdapter` where an adapter holds both, and they differ.
+    whole is tied no longer. Raises `UnsupportedAdapter` where two adapters differ.
     """
     saved, repeats = dict(modules.saved), []
     frozen = dict(modules.frozen_base)
@@ -171,11 +149,7 @@ def with_tied_names(
         tensor = saved.pop(name)
         if saved.setdefault(of, tensor) is tensor:
             continue
-        if not same_values(saved[of], tensor):
-            raise UnsupportedAdapter(
-                f"{tensor.path}: `{tensor.name}` has other values than `{saved[of].name}`, which it is tied to",
-                hint="take out of adapter_model.safetensors the one that was not trained",
-            )
+        _require_one(saved[of], tensor)
         repeats.append(tensor)
     reason = "the same as the tensor that it is tied to"
     return tuple(part.without(repeats, reason) for part in adapted), replace(modules, saved=saved, frozen_base=frozen)
@@ -187,10 +161,23 @@ def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
     return any(entry in name and entry not in of for entry in entries)
 
 
-def _require_one(ends: TiedEmbeddings, one: StoredTensor, other: StoredTensor) -> None:
-    if not same_values(one, other):
+def _require_one(one: StoredTensor | None, other: StoredTensor) -> None:
+    """Return if what two adapters hold for tied tensors is the same; the rules have compared what one adapter holds."""
+    if one is None or not same_values(one, other):
+        what = f"other values than `{one.name}`" if one else "other tokens than the embedding"
         raise UnsupportedAdapter(
-            f"{other.path}: `{other.name}` has other values than `{one.name}`, and this base ties the two "
-            f"({ends.embedding.name})",
+            f"{other.path}: `{other.name}` has {what}, and this base ties the two",
             hint="give a base saved with tie_word_embeddings=false",
         )
+
+
+def with_vocabulary(base: ModelDir, vocabulary: Vocabulary, dropped: frozenset[str]) -> ModelDir:
+    """Return the base as `resize_token_embeddings` would make it, as far as the adapter does not bring the rows itself.
+
+    Fewer rows are the first ones; the rules let no new rows pass that are nowhere.
+    """
+    tensors = dict(base.tensors)
+    for name in vocabulary.names - vocabulary.brought - dropped:
+        spec = replace(tensors[name].spec, shape=(vocabulary.size, *tensors[name].shape[1:]))
+        tensors[name] = StoredTensor(spec=spec, spans=tuple(tensors[name].part(0, spec.nbytes)))
+    return replace(base, weights=replace(base.weights, tensors=tensors))

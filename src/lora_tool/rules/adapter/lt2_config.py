@@ -330,12 +330,13 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=rows.name, message=f"`{module}` has LoRA, too: one of the two would be lost")
 
 
-@rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE)
+@rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on fused experts whose order of columns nobody says.
 
     ## What it does
-    Looks at adapters that Unsloth trained on fused experts, for a `lora_B_layout` in `adapter_config.json`.
+    Looks at adapters that Unsloth trained on fused experts, for a `lora_B_layout` in `adapter_config.json`. One that
+    names no order that there is, is an error.
 
     ## Why it matters
     Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them rank by rank.
@@ -351,8 +352,8 @@ def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     if config.expert_layout is not None:
         if config.expert_layout not in {layout.value for layout in ExpertLayout}:
-            message = f"expected rank_major or grouped_by_expert, found {config.expert_layout}: {_REFUSES}"
-            yield Fault(subject="lora_B_layout", message=message, path=subject.config_path)
+            message = f"expected rank_major or grouped_by_expert, found {config.expert_layout}"
+            yield Fault(subject="lora_B_layout", message=message, path=subject.config_path, severity=Severity.ERROR)
         return
     if not config.by_unsloth:
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.adapter.targeting import ranks_of
-from lora_tool.adapter.view import MATRIX, LoraLayer
+from lora_tool.adapter.view import LoraLayer
+from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.errors import CorruptFile

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import (
     CLASSIFICATION_HEADS,
     CLASSIFICATION_TASKS,
@@ -21,6 +20,7 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.shared.heads import (
     CLASSIFYING,
+    carries_head,
     head_weight,
     labels_of,
     lora_head_rows,
@@ -60,7 +60,7 @@ def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     expected = config.task_type in CLASSIFICATION_TASKS or subject.is_reward() or unsaid
     if not expected or config.task_type == "CAUSAL_LM" or not subject.layers:
         return
-    if _carries_head(subject) or lora_heads(subject):
+    if carries_head(subject) or lora_heads(subject):
         return
     lost = "no trained head (`score.weight` or `classifier.weight`) is in the file"
     base_head = _head_of_base(subject)
@@ -93,15 +93,6 @@ def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
     """Whether the adapter names a class of transformers with such an ending as the one that it was trained on."""
     name = subject.config.trained_class
     return name is not None and name.endswith(endings)
-
-
-def _carries_head(subject: AdapterSubject) -> bool:
-    """Whether a head is saved: one of the known names, or a top-level module of its own beside the adapted trunk."""
-    if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
-        return True
-    trunks = {layer.target.partition(".")[0] for layer in subject.layers}
-    tops = {item.module.partition(".")[0] for item in subject.view.parts(Part.PLAIN) if not is_end(item.module)}
-    return bool(tops - trunks - VALUE_HEADS)
 
 
 @rule("LT302", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapter import targeting
-from lora_tool.adapter.view import MATRIX, LoraLayer
-from lora_tool.architectures.ends import embeddings, is_end
+from lora_tool.adapter.targeting import trained_for
+from lora_tool.adapter.view import LoraLayer
+from lora_tool.architectures.ends import MATRIX, embeddings, is_end
 from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.display import counted
 from lora_tool.keys import Part, split_layer
@@ -33,19 +34,30 @@ _WIDTHS = (
 )
 _TIED_DECODERS = (".lm_head.decoder", ".predictions.decoder")
 """The output layer of BERT's kin, which is tied to the embeddings."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _matched(subject: AdapterSubject) -> BaseMatch:
-    if not isinstance(subject.match, BaseMatch):
-        raise TypeError("rules that need a base run only with one that matches")
-    return subject.match
+def _may_be_absent(subject: AdapterSubject, module: str) -> bool:
+    """Whether a module is rightly not in the base's files: a head of the class that is said, or an output layer tied to
+    the embeddings. In the names of memory everything is there.
+    """
+    match = subject.matched
+    if match.facts is not None or head_of(module) is None:
+        return match.facts is None and module in {"lm_head", *_outputs(match)}
+    said = subject.task or trained_for(subject.config)
+    return said is not None or f"{module}.".startswith(f"{match.arch.head}.")
 
 
-def _may_be_absent(match: BaseMatch, module: str) -> bool:
-    """Whether a module is rightly not in the base's files: a head, or an output layer tied to the embeddings."""
-    names = {name.rpartition(".")[0] for name in match.arch.causal_only} | {"lm_head"}
-    return head_of(module) is not None or module in names
+def _outputs(match: BaseMatch) -> frozenset[str]:
+    """Return the modules that a classifier of the architecture does not have."""
+    return frozenset(name.rpartition(".")[0] for name in match.arch.causal_only)
+
+
+def _of_causal_lm(subject: AdapterSubject, match: BaseMatch, module: str) -> str | None:
+    """Return the class that has no place for the module, where it is an output layer's in a classifier's adapter."""
+    of_other = subject.is_reward() and match.name(module) in _outputs(match)
+    return match.arch.sequence_classification if of_other else None
 
 
 def _adapted(subject: AdapterSubject) -> Mapping[str, str]:
@@ -77,10 +89,10 @@ def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int
 
 def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
     """Yield module and tensor name of what the adapter adapts and the base does not have."""
-    match = _matched(subject)
+    match = subject.matched
     held = frozenset(name.rpartition(".")[0] for name in match.base.tensors)
     for module, name in _adapted(subject).items():
-        if match.name(module) not in held and not _may_be_absent(match, module):
+        if match.name(module) not in held and not _may_be_absent(subject, module):
             yield module, name
 
 
@@ -89,7 +101,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
     ## What it does
-    Looks for each adapted module among the base's tensors.
+    Looks for each adapted module among the base's tensors; a classifier has no output layer of a language model.
 
     ## Why it matters
     PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it, does nothing.
@@ -100,7 +112,7 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Give the model that the adapter was trained on: `--base MODEL`.
     """
-    match = _matched(subject)
+    match = subject.matched
     held = _held_indices(match)
     absent = [(module, name) for module, name in _absent(subject) if _beyond(match, held, module) is None]
     modules = sorted({name.rpartition(".")[0] for name in match.base.tensors}) if absent else []
@@ -112,6 +124,9 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
         close = difflib.get_close_matches(match.name(module), modules, n=1) if module is absent[0][0] else []
         nearest = f"; the nearest there is `{close[0]}`" if close else ""
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
+    for module, name in _adapted(subject).items():
+        if of_other := _of_causal_lm(subject, match, module):
+            yield Fault(subject=name, message=f"adapts `{module}`, which a {of_other} does not have")
 
 
 @rule("LT502", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
@@ -119,8 +134,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
     ## What it does
-    Compares lora_B·lora_A and the rows of trained tokens with the base's weight, and the width of a new head with the
-    base's hidden states.
+    Compares lora_B·lora_A and the rows of trained tokens with the base's weight, also where that is a stack of experts,
+    and the width of a new head with the base's hidden states.
 
     ## Why it matters
     The adapter was trained on another model: loading fails with a size mismatch.
@@ -131,11 +146,15 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Give the model that the adapter was trained on: `--base MODEL`.
     """
-    match = _matched(subject)
+    match = subject.matched
     yield from _heads_of_other_width(subject, match)
     if _RESHAPED & set(subject.config.refused):
         return
+    bare = _wrapped(subject, match)
     for layer in subject.layers:
+        if layer.module in bare:
+            yield from _misfits_parameter(subject, match, layer, bare[layer.module])
+            continue
         held, pair = _held_or_tied(match, layer.target), layer.pair
         weight = subject.view.frozen.get(f"{layer.target}.weight") or held
         if weight is None or pair is None or layer.rank is None:
@@ -143,7 +162,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         if not weight.dtype.is_float:
             yield Fault(subject=pair[0].name, message=f"is for `{weight.name}`, whose {weight.dtype} are no floats")
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
-        rows_only = weight is match.tensor(layer.target) and _is_vocabulary(layer.target)
+        rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
         rows_only = rows_only and needed[1:] == weight.shape[1:]
         comparable = MATRIX in (len(needed), len(weight.shape))  # a kernel's inputs may be in groups
         if comparable and needed != weight.shape and not rows_only:
@@ -155,6 +174,28 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         if weight is not None and rows.shape[1:] != weight.shape[1:]:
             message = f"has rows of {list(rows.shape[1:])}, the base's `{weight.name}` of {list(weight.shape[1:])}"
             yield Fault(subject=rows.name, message=message)
+
+
+def _wrapped(subject: AdapterSubject, match: BaseMatch) -> Mapping[str, str]:
+    """Return the wrappers of bare parameters; only the class itself tells the order in which they are wrapped."""
+    return targeting.wrapped_parameters(subject.config, match.facts.parameters if match.facts else ())
+
+
+def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer, name: str) -> Iterator[Fault]:
+    """Compare the factors with a parameter that is a matrix or a stack of experts, [experts, out, in] or transposed."""
+    weight, a, b = match.base.tensors[name], layer.a, layer.b
+    if a is None or b is None or match.facts is None:
+        return
+    if not weight.dtype.is_float:
+        yield Fault(subject=a.name, message=f"is for `{weight.name}`, whose {weight.dtype} are no floats")
+    rank = subject.config.rank(name) * (weight.shape[0] if len(weight.shape) > MATRIX else 1)
+    needed = weight.shape[-2:]
+    if len(weight.shape) > MATRIX and name.rpartition(".")[0] in match.facts.transposed:
+        needed = needed[::-1]
+    if len(weight.shape) not in (MATRIX, MATRIX + 1) or (a.shape, b.shape) != ((rank, needed[1]), (needed[0], rank)):
+        factors = f"{list(a.shape)} and its lora_B {list(b.shape)}"
+        message = f"{factors} do not fit `{name}` {list(weight.shape)} at rank {subject.config.rank(name)}"
+        yield Fault(subject=a.name, message=message)
 
 
 def _held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:
@@ -170,11 +211,11 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
     nested = raw.get("text_config")
     table = nested if isinstance(nested, dict) else raw
     widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
-    for tensor, module, leaf in _whole_tensors(subject):
+    for tensor, module, leaf in whole_tensors(subject):
         if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not widths:
             continue
         known = match.tensor(module)  # the base may have a head of its own, of whatever width
-        allowed = widths | set(known.shape[1:] if known is not None else ())
+        allowed = set(known.shape[1:]) if known is not None and len(known.shape) == MATRIX else widths
         listed = " or ".join(map(str, sorted(allowed)))
         if len(tensor.shape) != MATRIX:
             message = f"has shape {list(tensor.shape)}, expected a row of {listed} for each label"
@@ -196,15 +237,12 @@ def _delta_shape(
     return (a.shape[1], b.shape[0], *a.shape[2:]) if transposed else (b.shape[0], a.shape[1], *a.shape[2:])
 
 
-def _is_vocabulary(module: str) -> bool:
-    return is_end(module)
-
-
-def _whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
+def whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, str]]:
     """Yield the tensors that replace, or repeat, one of the base's: tensor, module path, parameter."""
-    for item in subject.view.parts(Part.PLAIN, Part.BASE_LAYER):
-        if item.leaf:
-            yield item.tensor, item.module, item.leaf
+    for item in subject.view.parts(Part.PLAIN, Part.BASE_LAYER, Part.SAVED_MODULE, Part.TOKENS_BASE):
+        if item.leaf and item.tensor.name not in subject.view.repeats:
+            module, _, leaf = item.name.rpartition(".")
+            yield item.tensor, module, leaf
 
 
 @rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
@@ -224,81 +262,12 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Give the model that the adapter was trained on: `--base MODEL`.
     """
-    match = _matched(subject)
+    match = subject.matched
     held = _held_indices(match)
     for module, name in _absent(subject):
         beyond = _beyond(match, held, module)
         if beyond:
             yield Fault(subject=name, message=f"is of layer {beyond[0]}, the last one of the base is {beyond[1]}")
-
-
-@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL, unmergeable=True)
-def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
-    """Another vocabulary than the base's.
-
-    ## What it does
-    Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
-
-    ## Why it matters
-    Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
-    first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
-    the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
-    not fit each other. It is an error where the whole ends in the adapter differ in their rows, and for LoRA on more or
-    fewer rows than the base has where the adapter does not carry the matrix that it was trained on.
-
-    ## Example
-    `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
-
-    ## What to do
-    Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the adapter.
-    """
-    match = _matched(subject)
-    severity = Severity.INFO if _is_extended(subject) else None
-    carried = {*subject.view.saved, *subject.view.frozen}
-    adapted = {layer.target for layer in subject.layers}
-    torn = len(_rows_of_ends(subject, match)) > 1
-    for tensor, module, rows in _vocabularies(subject):
-        base = match.tensor(module)
-        if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
-            message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
-            lost = torn or (module in adapted and f"{module}.weight" not in carried)
-            yield Fault(subject=tensor.name, message=message, severity=Severity.ERROR if lost else severity)
-
-
-def _rows_of_ends(subject: AdapterSubject, match: BaseMatch) -> set[int]:
-    """Return the numbers of rows that the whole ends in the adapter have for the base's one vocabulary."""
-    size = match.base.config.vocab_size if match.base.config else None
-    ends = (item for item in _whole_tensors(subject) if item[2] == "weight" and _is_vocabulary(item[1]))
-    held = ((tensor, match.tensor(module)) for tensor, module, _ in ends if len(tensor.shape) == MATRIX)
-    return {tensor.shape[0] for tensor, base in held if base is None or base.shape == (size, *tensor.shape[1:])}
-
-
-def _is_extended(subject: AdapterSubject) -> bool:
-    """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
-    match = _matched(subject)
-    whole = {
-        match.name(module): tensor.shape[0]
-        for tensor, module, leaf in _whole_tensors(subject)
-        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == MATRIX
-    }
-    held = {
-        name.removesuffix(".weight"): tensor.shape[0]
-        for name, tensor in match.base.tensors.items()
-        if name.endswith(".weight") and _is_vocabulary(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
-    }
-    ends = held if subject.config.task_type == "CAUSAL_LM" else held.keys() & whole.keys()
-    rows = {whole.get(end) for end in ends}
-    return len(rows) == 1 and all((whole.get(end) or 0) > held[end] for end in ends)
-
-
-def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
-    for tensor, module, leaf in _whole_tensors(subject):
-        if leaf == "weight" and _is_vocabulary(module) and len(tensor.shape) == MATRIX:
-            yield tensor, module, tensor.shape[0]
-    for layer in subject.layers:
-        pair = layer.pair
-        if pair is not None and _is_vocabulary(layer.target) and layer.rank is not None:
-            yield pair[0], layer.target, pair[0].shape[1] if layer.embedding else pair[1].shape[0]
 
 
 @rule("LT505", Severity.ERROR, on=AdapterSubject, needs=_ALL)
@@ -318,18 +287,20 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Save the adapter again from the training state, or take an earlier checkpoint.
     """
-    match, config = _matched(subject), subject.config
+    match, config = subject.matched, subject.config
     yield from _parameters_not_trained(subject, match)
-    if targeting.is_all_linear(config) or not subject.layers:
+    if not subject.layers:
         return
+    every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
     adapted = {match.name(layer.target) for layer in subject.layers}
     if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
         return
     for tensor in match.base.tensors.values():
         module, _, leaf = tensor.name.rpartition(".")
         path = match.strip + module.removeprefix(match.add)
-        matrix = leaf == "weight" and len(tensor.shape) == MATRIX and not _may_be_absent(match, path)
-        if matrix and module not in adapted and config.targets(path) and _is_of_every_class(subject, path):
+        matrix = leaf == "weight" and len(tensor.shape) == MATRIX and not _may_be_absent(subject, path)
+        named = _EXPERT.search(path) is not None if every else config.targets(path)
+        if matrix and module not in adapted and named and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
 
 
@@ -356,8 +327,8 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base has no place for.
 
     ## What it does
-    Looks for each whole tensor of the adapter among the base's, and compares the shapes. Heads may be new, tied output
-    layers absent; LT504 looks at vocabularies.
+    Looks for each whole tensor of the adapter among the base's, and compares the shapes, of a head those before its last
+    layer. Heads may be new, tied output layers absent, and a classifier has no output layer; LT504 looks at vocabularies.
 
     ## Why it matters
     PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of another shape
@@ -369,18 +340,26 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     ## What to do
     Give the model that the adapter was trained on: `--base MODEL`.
     """
-    match = _matched(subject)
-    for tensor, module, leaf in _whole_tensors(subject):
+    match = subject.matched
+    for tensor, module, leaf in whole_tensors(subject):
         base = match.tensor(module, leaf)
-        if base is None:
-            lost = leaf == "bias" or targeting.is_saved_whole(subject.config, module)
-            lost = lost and not _may_be_absent(match, module) and not f".{module}".endswith(_TIED_DECODERS)
+        if of_other := _of_causal_lm(subject, match, module):
+            yield Fault(subject=tensor.name, message=f"belongs to `{module}.{leaf}`, which a {of_other} does not have")
+        elif base is None:
+            named = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
+            lost = (named or leaf == "bias") and not _may_be_absent(subject, module)
+            lost = lost and not f".{module}".endswith(_TIED_DECODERS)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
-        elif tensor.spec.numel and head_of(module) is None and not _fits(match, tensor, base, module):
+        elif tensor.spec.numel and not _ends_a_head(module) and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
+
+
+def _ends_a_head(module: str) -> bool:
+    """Whether a module is the last layer of a head, which may be new with other labels."""
+    return is_last_layer(module) or head_of(module) == module.rpartition(".")[2]
 
 
 def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
@@ -394,5 +373,5 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> 
 def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
     """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
     vocab_size = match.base.config.vocab_size if match.base.config else None
-    rows = _is_vocabulary(module) or base.shape[:1] == (vocab_size,)
+    rows = is_end(module) or base.shape[:1] == (vocab_size,)
     return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])

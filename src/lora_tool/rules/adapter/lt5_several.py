@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import AdapterView
+from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.formats.stored import same_values
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
@@ -25,8 +27,8 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     """Adapters that cannot be merged together.
 
     ## What it does
-    Compares adapters that are to be merged into one model, two by two: their tasks, their weights, and what each does
-    to the modules that both touch.
+    Compares adapters that are to be merged into one model, two by two: their tasks, by `task_type`, by the class that
+    was trained or by a head, their weights, and what each does to the modules that both touch.
 
     ## Why it matters
     Deltas of LoRA add up. A module that both saved whole, DoRA's magnitude, trained tokens and a head do not: one of the
@@ -40,7 +42,7 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     """
     for one, other in combinations(subject.views, 2):
         path, second = str(one.adapter.root), str(other.adapter.root)
-        tasks = (one.config.task_type, other.config.task_type)
+        tasks = (_task_of(one, other), _task_of(other, one))
         if None not in tasks and tasks[0] != tasks[1]:
             yield Fault(message=f"is {tasks[0]}, that of {second} is {tasks[1]}", subject="task_type", path=path)
         if _are_the_same(one, other):
@@ -48,6 +50,15 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
             continue
         for name, what in _clashes(one, other):
             yield Fault(message=f"{what}; the other is {second}", subject=name, path=path)
+
+
+def _task_of(view: AdapterView, other: AdapterView) -> str | None:
+    """Return what the adapter is for by its config; beside a causal LM's, by the head that it carries."""
+    said = trained_for(view.config)
+    if said is None and trained_for(other.config) == "CAUSAL_LM":
+        paths = (*view.saved, *(layer.target for layer in view.layers))
+        return "SEQ_CLS" if any(head_of(path, CLASSIFICATION_HEADS) for path in paths) else None
+    return said
 
 
 def _are_the_same(one: AdapterView, other: AdapterView) -> bool:

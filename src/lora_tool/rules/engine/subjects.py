@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
@@ -22,6 +23,7 @@ from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable
 if TYPE_CHECKING:
     from lora_tool.architectures.layers import OddTensor
     from lora_tool.architectures.model_tensors import ModelTensors
+    from lora_tool.names.model import ModelFacts
 
 
 @enum.unique
@@ -145,9 +147,14 @@ class BaseMatch:
     """A base model whose tensor names mean the adapter's modules: `strip` taken off a module path, `add` put before."""
 
     base: ModelDir
+    """As on disk; in the names of memory, with every parameter of its class, where there are `facts`."""
     arch: Architecture
     strip: str = ""
     add: str = ""
+    facts: ModelFacts | None = None
+    """What transformers says of the class of the merged model, where a merge asked it."""
+    missing: frozenset[str] = frozenset()
+    """Parameters of that class that the base on disk has nothing for."""
 
     def name(self, module: str) -> str:
         """Return the module path as the base's files have it."""
@@ -156,6 +163,10 @@ class BaseMatch:
     def tensor(self, module: str, leaf: str = "weight") -> StoredTensor | None:
         """Return the base's tensor of the module, None where there is none."""
         return self.base.tensors.get(f"{self.name(module)}.{leaf}")
+
+    def held(self, name: str) -> StoredTensor | None:
+        """Return the tensor of that name if the base on disk has it, or what it is made of."""
+        return None if name in self.missing else self.base.tensors.get(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,6 +194,13 @@ class AdapterSubject(Subject):
         return self.view.layers
 
     @property
+    def matched(self) -> BaseMatch:
+        """The base, for rules that need one: they run only where names can tell."""
+        if not isinstance(self.match, BaseMatch):
+            raise TypeError("rules that need a base run only with one that matches")
+        return self.match
+
+    @property
     def why_no_match(self) -> str | None:
         """Why names cannot tell which of the base's tensors the adapter means; None where they can."""
         return self.match if isinstance(self.match, str) else None
@@ -196,6 +214,11 @@ class AdapterSubject(Subject):
     def config_path(self) -> str:
         """The path of `adapter_config.json`."""
         return str(self.config.path)
+
+    @property
+    def has_output_layer(self) -> bool:
+        """Whether it is merged into a class with an output layer, as far as it is said."""
+        return not self.is_reward() and trained_for(self.config) in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")
 
     def is_reward(self) -> bool:
         """Whether a classification or reward model is expected: by its task type, or asked for."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lora_tool.adapter.view import MATRIX
 from lora_tool.architectures import architecture_of
-from lora_tool.architectures.ends import is_input
+from lora_tool.architectures.ends import MATRIX, is_input
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import added_pad_token

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lora_tool.adapter.view import MATRIX
-from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of, is_last_layer, last_weights
+from lora_tool.architectures.ends import MATRIX, is_end
+from lora_tool.architectures.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of, is_last_layer, last_weights
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.model_config import TRANSFORMERS_LABELS
 from lora_tool.keys import Part
@@ -20,6 +20,15 @@ def saved_heads(subject: AdapterSubject) -> Mapping[str, StoredTensor]:
     """Return the head tensors that the adapter carries whole, by the model's own names."""
     whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)
     return {item.name: item.tensor for item in whole if head_of(item.module)}
+
+
+def carries_head(subject: AdapterSubject) -> bool:
+    """Return whether a head is saved: one of the known names, or a top-level module beside the adapted trunk."""
+    if any(head_of(name) in CLASSIFICATION_HEADS for name in saved_heads(subject)):
+        return True
+    trunks = {layer.target.partition(".")[0] for layer in subject.layers}
+    tops = {item.module.partition(".")[0] for item in subject.view.parts(Part.PLAIN) if not is_end(item.module)}
+    return bool(tops - trunks - VALUE_HEADS)
 
 
 def head_weight(tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:

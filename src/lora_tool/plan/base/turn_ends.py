@@ -1,0 +1,74 @@
+"""The ends of a merged language model: it has to stop where the tokenizer that it was trained with ends a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.formats.files import json_bytes
+from lora_tool.formats.generation_config import FILE_NAME, ends_of, ids, read_generation_config
+from lora_tool.formats.tokenizer import read_tokenizer, turn_end
+from lora_tool.plan.core.steps import SideFile
+
+_EOS = "eos_token_id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What the adapter's tokenizer changes of how a merged language model generates."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Changes of `config.json`."""
+    file: SideFile | None = None
+    """`generation_config.json`, where it is not the base's own."""
+    notes: tuple[str, ...] = ()
+
+
+def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
+    """Return what changes where the first tokenizer among `adapters` is not the one that the base is set for.
+
+    As transformers' Trainer aligns a model before it trains it, bos, eos and pad are the tokenizer's. The base's ends
+    stay, and what ends a turn of the adapter's chat template comes to them.
+    """
+    folder = next((each.folder for each in adapters if each.folder.tokenizer_files), None)
+    if folder is None or base.config is None:
+        return Generation()
+    tokenizer = read_tokenizer(folder.root, folder.files)
+    named = {f"{role}_id": tokenizer.special(role) for role in ("bos_token", "eos_token", "pad_token")}
+    special = {name: token.id for name, token in named.items() if token is not None}
+    old = read_generation_config(base.root)
+    ends, end, note = ends_of(base.config, old), turn_end(tokenizer), None
+    more = [special[_EOS]] if _EOS in special else []
+    if end is not None and ends and not end.ids & {*ends}:
+        more.append(end.token.id)
+        note = (
+            f"generation stops at `{end.token.token}` ({end.token.id}) as well: {end.token.path} ends turns with it, "
+            f"and the base stops at {', '.join(map(str, ends))} alone"
+        )
+    raw, place, inner = base.config.raw, base.config.raw, base.config.raw.get("text_config")
+    if isinstance(inner, dict) and not special.keys() & raw.keys():
+        place = inner
+    known = ids(place.get(_EOS))
+    stored = _changed(place, special, [*known, *more] if not old else known if {*more[:1]} <= {*known} else more[:1])
+    changes = {"text_config": stored} if place is not raw and stored else stored
+    return Generation(config=changes, file=_file(old, special, more), notes=(note,) if note else ())
+
+
+def _file(old: Mapping[str, Any], special: Mapping[str, int], more: Iterable[int]) -> SideFile | None:
+    changes = _changed(old, special, [*ids(old.get(_EOS)), *more]) if old else {}
+    if not changes:
+        return None
+    content = json_bytes({**old, **changes}, indent=2, sort_keys=True)
+    reason = f"the base's, with {', '.join(sorted(changes))} of the adapter's tokenizer"
+    return SideFile(filename=FILE_NAME, content=content, reason=reason)
+
+
+def _changed(old: Mapping[str, Any], special: Mapping[str, int], ends: Iterable[int]) -> dict[str, Any]:
+    """Return the fields in which `old` differs from the tokenizer's `special` tokens and from `ends`."""
+    wanted = list(dict.fromkeys(ends))
+    new: dict[str, Any] = {name: number for name, number in special.items() if name != _EOS}
+    if {*wanted} != {*ids(old.get(_EOS))}:
+        new[_EOS] = wanted if len(wanted) > 1 else wanted[0]
+    return {name: value for name, value in new.items() if value != old.get(name)}

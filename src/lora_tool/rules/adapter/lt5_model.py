@@ -1,0 +1,347 @@
+"""LT504 and LT513 to LT515: an adapter and its base as one model: its vocabulary, its head, its ties, all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from lora_tool.adapter.targeting import trained_for
+from lora_tool.architectures.ends import MATRIX, embeddings, is_end, output_name
+from lora_tool.architectures.heads import head_of, last_weights
+from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
+from lora_tool.checkpoint.nearby import way_to_head
+from lora_tool.display import counted
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.stored import same_values
+from lora_tool.report import Severity
+from lora_tool.rules.adapter.lt5_base import whole_tensors
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.shared.heads import (
+    CLASSIFYING,
+    carries_head,
+    head_weight,
+    lora_head_rows,
+    lora_heads,
+    saved_heads,
+)
+from lora_tool.tensors import StoredTensor
+
+_ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
+
+
+def _by_base_names(match: BaseMatch, whole: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the adapter's whole tensors by the base's names."""
+    return {match.name(name): tensor for name, tensor in whole.items()}
+
+
+@rule("LT504", Severity.WARNING, on=AdapterSubject, needs=_ALL, unmergeable=True)
+def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
+    """Another vocabulary than the base's.
+
+    ## What it does
+    Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
+
+    ## Why it matters
+    Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
+    first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
+    the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
+    not fit each other. It is an error where the whole ends in the adapter differ in their rows, where there are new rows
+    for one end of the base and not for another, which were random then, and for LoRA on more or fewer rows than the base
+    has where the adapter does not carry the matrix that it was trained on.
+
+    ## Example
+    `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
+
+    ## What to do
+    Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the adapter.
+    """
+    match = subject.matched
+    severity = Severity.INFO if _is_extended(subject) else None
+    carried = {*subject.view.saved, *subject.view.frozen}
+    adapted = {layer.target for layer in subject.layers}
+    torn = len(_rows_of_ends(subject, match)) > 1
+    vocabulary = _brought(subject, match)
+    left = _left_as_it_was(subject, match, vocabulary) if vocabulary is not None else None
+    for tensor, module, rows in _vocabularies(subject):
+        base = match.tensor(module)
+        if base is not None and len(base.shape) == MATRIX and base.shape[0] != rows:
+            message = f"has {rows:,} rows of vocabulary, the base's `{base.name}` has {base.shape[0]:,}"
+            lost = torn or (module in adapted and f"{module}.weight" not in carried)
+            lost = lost or vocabulary is None or base.name not in vocabulary.names
+            if left is not None and not lost:
+                message += f", and nothing is there for the rows of `{left}`"
+            severe = Severity.ERROR if lost or left is not None else severity
+            yield Fault(subject=tensor.name, message=message, severity=severe)
+
+
+def _brought(subject: AdapterSubject, match: BaseMatch) -> Vocabulary | None:
+    """Return the vocabulary that the adapter brings."""
+    whole = {f"{match.name(module)}.{leaf}": tensor for tensor, module, leaf in whole_tensors(subject)}
+    return other_vocabulary(match.base, match.arch, whole)
+
+
+def _left_as_it_was(subject: AdapterSubject, match: BaseMatch, vocabulary: Vocabulary) -> str | None:
+    """Return an end of the base that would have to be resized, and whose rows the adapter does not bring."""
+    tied = match.facts.tied if match.facts else stored_twice(match.base, match.arch)
+    absent = () if subject.has_output_layer else match.arch.causal_only
+    return next(vocabulary.lacking(match.base, {*tied, *absent}), None)
+
+
+def _rows_of_ends(subject: AdapterSubject, match: BaseMatch) -> set[int]:
+    """Return the numbers of rows that the whole ends in the adapter have for the base's one vocabulary."""
+    size = match.base.config.vocab_size if match.base.config else None
+    ends = (item for item in whole_tensors(subject) if item[2] == "weight" and is_end(item[1]))
+    held = ((tensor, match.tensor(module)) for tensor, module, _ in ends if len(tensor.shape) == MATRIX)
+    return {tensor.shape[0] for tensor, base in held if base is None or base.shape == (size, *tensor.shape[1:])}
+
+
+def _is_extended(subject: AdapterSubject) -> bool:
+    """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
+    match = subject.matched
+    whole = {
+        match.name(module): tensor.shape[0]
+        for tensor, module, leaf in whole_tensors(subject)
+        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX
+    }
+    held = {
+        name.removesuffix(".weight"): tensor.shape[0]
+        for name, tensor in match.base.tensors.items()
+        if name.endswith(".weight") and is_end(name.removesuffix(".weight")) and len(tensor.shape) == MATRIX
+    }
+    ends = held if subject.config.task_type == "CAUSAL_LM" else held.keys() & whole.keys()
+    rows = {whole.get(end) for end in ends}
+    return len(rows) == 1 and all((whole.get(end) or 0) > held[end] for end in ends)
+
+
+def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
+    for tensor, module, leaf in whole_tensors(subject):
+        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX:
+            yield tensor, module, tensor.shape[0]
+    for layer in subject.layers:
+        pair = layer.pair
+        if pair is not None and is_end(layer.target) and layer.rank is not None:
+            yield pair[0], layer.target, pair[0].shape[1] if layer.embedding else pair[1].shape[0]
+
+
+@rule("LT513", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
+    """The head is not that of the model's class.
+
+    ## What it does
+    Compares the head of a classifier's adapter with the one that the base's architecture has: its name, the number of
+    labels in all of its tensors, also those of the base, and the number that was asked for.
+
+    ## Why it matters
+    PEFT drops a head under another name without a word, and transformers puts a random one in its place, another one on
+    every load. A weight and a bias of different lengths cannot be loaded.
+
+    ## Example
+    `classifier.weight` is in the adapter, and the head of a `Qwen2ForSequenceClassification` is called `score`.
+
+    ## What to do
+    Give the model that the adapter was trained on: `--base MODEL`; or rename the head's tensors to what its class has.
+    """
+    match = subject.matched
+    whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
+    if _is_classifier(subject, match) and match.arch.head and match.arch.sequence_classification:
+        yield from _head_elsewhere(subject, match, whole)
+    sizes = tuple(_labels(subject, match, whole))
+    tensor, size = sizes[0] if sizes else (None, subject.num_labels)
+    other = next((each for each in sizes if each[1] != size), None)
+    if tensor is not None and other is not None:
+        message = f"is for {counted(size or 0, 'label')}, `{other[0].name}` for {other[1]}"
+        yield Fault(subject=tensor.name, message=message, path=str(tensor.path))
+    elif tensor is not None and subject.num_labels not in (None, size) and not _compared_by_name(subject):
+        message = f"is for {counted(size or 0, 'label')}, asked for: {counted(subject.num_labels or 0, 'label')}"
+        yield Fault(subject=tensor.name, message=message, path=str(tensor.path))
+
+
+def _is_classifier(subject: AdapterSubject, match: BaseMatch) -> bool:
+    """Whether a sequence classifier is made of it: by what is asked for or said, else by its head or the base's class."""
+    said = subject.is_reward() or trained_for(subject.config) == "SEQ_CLS"
+    if said or subject.task is not None or trained_for(subject.config) is not None:
+        return said
+    config = match.base.config
+    own = config is not None and any(name.endswith(CLASSIFYING[0]) for name in config.architectures)
+    return own or any(f"{path}.".startswith(f"{match.arch.head}.") for path in saved_heads(subject))
+
+
+def _compared_by_name(subject: AdapterSubject) -> bool:
+    """Whether LT303 compares the labels, which knows heads by their names."""
+    return head_weight(saved_heads(subject)) is not None or lora_head_rows(subject) is not None
+
+
+def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[str, StoredTensor]) -> Iterator[Fault]:
+    """Look for the head under the names that its class has; one that is nowhere at all is LT301's or LT302's."""
+    head, class_name = match.arch.head or "", match.arch.sequence_classification
+    names = last_weights(head)
+    expected = (
+        subject.layers
+        and not carries_head(subject)
+        and (subject.is_reward() or trained_for(subject.config) == "SEQ_CLS" or lora_heads(subject))
+    )
+    lost = not expected and not any(name in whole or match.held(name) for name in names)
+    for name, tensor in whole.items():
+        known = f"{name}.".startswith(f"{head}.") or name in match.base.tensors
+        if head_of(name) and not known and match.facts is None:  # LT506 sees it in the names of memory
+            why = f", and neither adapter nor base has `{names[0]}`" if lost else ""
+            yield Fault(subject=tensor.name, message=f"is of a head that a {class_name} does not have{why}")
+            lost = False
+    if lost:
+        message = f"neither adapter nor base has `{names[0]}`, the head of a {class_name}: a new one would be random"
+        yield Fault(message=message, hint=way_to_head(subject.checkpoint.root, head))
+
+
+def _labels(
+    subject: AdapterSubject, match: BaseMatch, whole: Mapping[str, StoredTensor]
+) -> Iterator[tuple[StoredTensor, int]]:
+    """Yield the tensors whose shape depends on the number of labels, the adapter's before the base's, and their number."""
+    at: dict[str, int] = {}
+    if match.facts is not None:
+        at = dict(match.facts.label_axes)
+    elif _is_classifier(subject, match) and match.arch.head:
+        held = (name for name in last_weights(match.arch.head) if name in whole or match.held(name))
+        at = {f"{name.removesuffix('.weight')}.{leaf}": 0 for name in list(held)[:1] for leaf in ("weight", "bias")}
+    for name in sorted(at, key=lambda name: name not in whole):
+        tensor = whole.get(name) or match.held(name)
+        if tensor is not None and len(tensor.shape) > at[name]:
+            yield tensor, tensor.shape[at[name]]
+
+
+@rule("LT514", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
+    """Two values for tensors that the base ties.
+
+    ## What it does
+    Compares what the adapter holds for two tensors that are one in the base: both ends of tied embeddings, whole or by
+    trained tokens, and whatever else the model's class ties. An end that was trained as a module of its own
+    (`modules_to_save` without `ensure_weight_tying`) stays apart, and so do both ends under `--untie`.
+
+    ## Why it matters
+    The adapter was trained on a base whose two ends were apart. PEFT loads both into the one matrix, the later over the
+    earlier, and half of what was trained is lost.
+
+    ## Example
+    `embed_tokens.weight` and `lm_head.weight` are in the adapter with different values, and the base has
+    `"tie_word_embeddings": true`.
+
+    ## What to do
+    Give the base that it was trained on, saved with `tie_word_embeddings=False`, or write two matrices: `--untie`.
+    """
+    match = subject.matched
+    saved, frozen = (_by_base_names(match, whole) for whole in (subject.view.saved, subject.view.frozen))
+    output = f"{match.facts.output}.weight" if match.facts else output_name(match.arch)
+    for name, of in (match.facts.tied if match.facts else _tied_output(subject, match)).items():
+        if name == output:
+            yield from _two_ends(subject, match, (name, of), saved, frozen)
+            continue
+        biases = {end: frozen[end] for end in (name, of) if end in frozen and end.endswith(".bias")}
+        mine, its = ({**biases, **saved}.get(end) for end in (name, of))
+        if mine is not None and its is not None and not _saves_one(subject.config, name, of):
+            yield from _unless_same(match, its, mine)
+
+
+def _tied_output(subject: AdapterSubject, match: BaseMatch) -> dict[str, str]:
+    """Return the output layer of a plainly stored base, and the embedding that is the same, where it is one."""
+    output, inputs = output_name(match.arch), embeddings(match.base, match.arch)
+    if output is None or len(inputs) != 1 or not subject.has_output_layer:
+        return {}
+    return {output: inputs[0].name}
+
+
+def _two_ends(
+    subject: AdapterSubject,
+    match: BaseMatch,
+    ends: tuple[str, str],
+    saved: Mapping[str, StoredTensor],
+    frozen: Mapping[str, StoredTensor],
+) -> Iterator[Fault]:
+    """Compare the output layer, the first of the `ends`, with the embedding."""
+    output, embedding = ends
+    own, shared = match.held(output), match.held(embedding)
+    config = subject.config
+    apart = (end in saved and config.saves(end.removesuffix(".weight")) for end in ends)
+    tokens = {match.name(module): trained for module, trained in subject.view.tokens.items()}
+    rows, others = (tokens.get(end.removesuffix(".weight")) for end in ends)
+    if not (output in saved or rows) or (any(apart) and not config.ensure_weight_tying):
+        return
+    if own is not None and (_says_untied(match) or shared is None or not same_values(own, shared)):
+        return
+    if output in saved and (one := saved.get(embedding) or shared):
+        yield from _unless_same(match, one, saved[output])
+    if rows is None:
+        return
+    if others is None or others.indices != rows.indices:
+        message = f"trains other tokens than `{embedding}` has, and {match.base.root} ties the two"
+        yield Fault(subject=rows.rows.name, message=message)
+        return
+    yield from _unless_same(match, others.rows, rows.rows)
+    if output in frozen and (one := frozen.get(embedding) or shared):
+        yield from _unless_same(match, one, frozen[output])
+
+
+def _says_untied(match: BaseMatch) -> bool:
+    return match.base.config is None or match.base.config.tie_word_embeddings is False
+
+
+def _saves_one(config: AdapterConfig, name: str, of: str) -> bool:
+    """Return whether a module with the one tensor is saved whole, and the other is outside it."""
+    entries = (f"{entry}." for entry in config.modules_to_save)
+    return any(entry in name and entry not in of for entry in entries)
+
+
+def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor) -> Iterator[Fault]:
+    if not same_values(one, other):
+        message = f"has other values than `{one.name}`, and {match.base.root} ties the two"
+        yield Fault(subject=other.name, message=message)
+
+
+@rule("LT515", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
+def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
+    """The base lacks tensors that the model's class has.
+
+    ## What it does
+    Looks for each parameter of the class in the base and among the whole tensors of the adapter: by the table of plainly
+    stored models, and in a merge by what transformers says of the class. LT301 and LT513 look at heads.
+
+    ## Why it matters
+    transformers fills what is missing with random values, others on every load, and says so in a log line at most.
+
+    ## Example
+    `lm_head.weight` is neither in the base, which was saved without its head, nor in the adapter.
+
+    ## What to do
+    Give the whole model that the adapter was trained on: `--base MODEL`; a head may be in the training checkpoint.
+    """
+    match = subject.matched
+    class_name, lacking = _lacking_in_memory(subject, match) if match.facts else _lacking_on_disk(subject, match)
+    if lacking:
+        more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+        message = f"has no `{lacking[0]}`{more}, which a {class_name} needs, and the adapter does not bring it"
+        head = next((name for name in lacking if match.facts and name in match.facts.label_axes), None)
+        hint = way_to_head(subject.checkpoint.root, head.split(".")[-2]) if head else None
+        yield Fault(message=f"{message}: it would be random", path=str(match.base.root), hint=hint)
+
+
+def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:
+    """Return what transformers calls the class, and its parameters that are nowhere."""
+    if match.facts is None:
+        raise TypeError("transformers was not asked")
+    shapes, tied, unsaved = match.facts.shapes, match.facts.tied, match.facts.unsaved
+    whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
+    there = {tied.get(name, name) for name in shapes if name in whole or match.held(name)}
+    return match.facts.class_name, [name for name in shapes if tied.get(name, name) not in there | unsaved]
+
+
+def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:
+    """Return the base's class, and its parameters that are nowhere; a causal LM has no pooler, a classifier no output."""
+    from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for adapters beside a base alone
+
+    config, arch = match.base.config, match.arch
+    known = model_tensors(config, match.base.tensors) if config is not None and not config.problems else None
+    if known is None or known.class_name not in {arch.causal_lm, arch.sequence_classification} - {None}:
+        return "", []
+    other = {*_by_base_names(match, {**subject.view.frozen, **subject.view.saved})}
+    other |= set() if subject.has_output_layer else set(arch.causal_only)
+    lacking = [name for name in known.missing if name not in other and not head_of(name) and ".pooler." not in name]
+    return known.class_name or "", lacking

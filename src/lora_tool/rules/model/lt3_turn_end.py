@@ -1,0 +1,59 @@
+"""LT320: whether a trained language model stops where its chat template ends a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lora_tool.formats import generation_config
+from lora_tool.formats.generation_config import ends_of, read_generation_config
+from lora_tool.formats.tokenizer import read_tokenizer, turn_end
+from lora_tool.report import Severity
+from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.subjects import ModelSubject
+
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})
+
+
+@rule("LT320", Severity.WARNING, on=ModelSubject, needs=frozenset({Need.CONFIG}))
+def never_stops(subject: ModelSubject) -> Iterator[Fault]:
+    """The model does not stop at the end of a turn.
+
+    ## What it does
+    Compares the token that ends a turn in the tokenizer's chat template, without one its `eos_token`, with the
+    `eos_token_id` of `generation_config.json` or `config.json`. Only in a folder that shows that it was trained or
+    merged: base models are published with a chat template that they were not trained with.
+
+    ## Why it matters
+    The model has learnt to end its answer with that token, and generation goes on behind it, up to the longest length
+    that is allowed: a second and a third turn that nobody asked for.
+
+    ## Example
+    `chat_template.jinja` ends turns with `<|im_end|>` (151645), and `generation_config.json` has
+    `"eos_token_id": 151643`.
+
+    ## What to do
+    Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`. `lora-tool merge`
+    does so where the tokenizer lies beside the adapter.
+    """
+    model = subject.checkpoint
+    config = model.config
+    if (
+        config is None
+        or not _was_trained(subject)
+        or not any(name.endswith(_GENERATES) for name in config.architectures)
+    ):
+        return
+    generation = read_generation_config(model.root)
+    ends, end = ends_of(config, generation), turn_end(read_tokenizer(model.root, model.folder.files))
+    if end is not None and ends and not end.ids & {*ends}:
+        path = model.root / generation_config.FILE_NAME if generation.get("eos_token_id") is not None else config.path
+        listed = ", ".join(map(str, ends))
+        message = f"is {listed}, and `{end.token.token}` ({end.token.id}) ends a turn in {end.token.path.name}"
+        yield Fault(subject="eos_token_id", message=message, path=str(path))
+
+
+def _was_trained(subject: ModelSubject) -> bool:
+    folder = subject.checkpoint.folder
+    compared = subject.expected is not None or subject.base is not None
+    return compared or folder.is_numbered or bool(_TRAINING_FILES & {*folder.files})
