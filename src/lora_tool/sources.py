@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -145,11 +146,8 @@ def open_adapter_at(path: Path) -> AdapterDir:
     """
     inner = adapters_below(path)
     if len(inner) > 1:
-        listed = ", ".join(folder.name for folder in inner)
-        raise NotACheckpoint(
-            f"{path} holds {len(inner)} adapters: {listed}",
-            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
-        )
+        message = f"{path} holds {len(inner)} adapters: {', '.join(folder.name for folder in inner)}"
+        raise NotACheckpoint(message, hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}")
     found = open_checkpoint(inner[0] if inner else path)
     return as_adapter(found, hint=_merge_instead(found))
 
@@ -170,10 +168,8 @@ def _local(reference: str, near: Path | None) -> Path | None:
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if is_folder(candidate)]
     if len(found) > 1 and not found[0].samefile(found[1]):
-        raise NotACheckpoint(
-            f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",
-            hint="name the one you mean: `base=PATH`",
-        )
+        message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
+        raise NotACheckpoint(message, hint="name the one you mean: `base=PATH`")
     return _tidy(found[0]) if found else None
 
 
@@ -195,42 +191,30 @@ def _tidy(path: Path) -> Path:
 
 
 def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:
-    if not download and not may_hold(hub_id):
-        raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and it is not in the Hub cache",
-            hint=probably_meant(reference) or f"hf download {hub_id}",
+    def lacking(why: str) -> IncompleteCheckpoint:
+        command = f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
+        return IncompleteCheckpoint(
+            f"{reference}: no such folder, and {why}", hint=probably_meant(reference) or command
         )
+
+    if not download and not may_hold(hub_id):
+        raise lacking("it is not in the Hub cache")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    def fetch(*patterns: str, commit: str | None) -> Path:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=commit,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(_UNWANTED),
-                local_files_only=not download,
-            )
-        )
-
+    fetch = partial(snapshot_download, hub_id, ignore_patterns=list(_UNWANTED), local_files_only=not download)
     try:
-        path = fetch(wanted.value, *_BESIDE_WEIGHTS, commit=revision)
+        path = Path(fetch(revision=revision, allow_patterns=[wanted.value, *_BESIDE_WEIGHTS]))
         if download and not any(path.glob(wanted.value)):
-            path = fetch(wanted.torch_files, commit=path.name)
+            path = Path(fetch(revision=path.name, allow_patterns=[wanted.torch_files]))
     except HFValidationError as error:
-        raise NotACheckpoint(f"{reference}: no such folder, and no Hub id either") from error
+        raise NotACheckpoint(f"{reference}: neither a folder nor a Hub id") from error
     except LocalEntryNotFoundError as error:
         tried = "the Hub cannot be reached and it is" if download else "it is"
-        raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and {tried} not in the Hub cache",
-            hint=probably_meant(reference) or f"hf download {hub_id}" + (f" --revision {revision}" if revision else ""),
-        ) from error
+        raise lacking(f"{tried} not in the Hub cache") from error
     except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and the Hub did not give it: {reason}", hint=probably_meant(reference)
-        ) from error
+        message = f"{reference}: no such folder, and the Hub refused it: {str(error).strip().splitlines()[0]}"
+        raise IncompleteCheckpoint(message, hint=probably_meant(reference)) from error
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
 

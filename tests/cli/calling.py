@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,9 +16,8 @@ FIXTURES = REPOSITORY / "fixtures"
 GOLDEN = Path(__file__).parent / "golden"
 
 
-@dataclass(frozen=True)
-class Called:
-    code: int | str | None
+class Called(NamedTuple):
+    code: int
     out: str
     err: str
 
@@ -39,6 +37,7 @@ class Caller:
         with pytest.raises(SystemExit) as stopped:
             main([str(arg) for arg in args])
         out, err = self.capsys.readouterr()
+        assert isinstance(stopped.value.code, int)
         return Called(stopped.value.code, out, err)
 
 

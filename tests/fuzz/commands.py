@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lora_tool.cli.main import main
+from tests.cli.calling import Called
 
 DOCUMENTED = {0, 1, 3, 5, 6}
 """Exit codes that bad input may give: done, findings, cannot, check failed, conflict."""
 
 
-def run(arguments: Sequence[str | Path]) -> tuple[int, str, str]:
-    """Return exit code, stdout and stderr of `lora-tool ARGUMENTS`. What is raised besides SystemExit is raised here."""
+def run(arguments: Sequence[str | Path]) -> Called:
+    """Return what `lora-tool ARGUMENTS` exits with and says. What is raised besides SystemExit is raised here."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     code: object = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -25,7 +26,7 @@ def run(arguments: Sequence[str | Path]) -> tuple[int, str, str]:
             code = stopped.code
     texts = [stream.buffer.getvalue().decode() for stream in (out, err)]
     assert isinstance(code, int)
-    return code, texts[0], texts[1]
+    return Called(code, *texts)
 
 
 def must_hold(arguments: Sequence[str | Path]) -> int:

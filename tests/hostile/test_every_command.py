@@ -6,45 +6,22 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from tests.fuzz.commands import must_hold, run
 from tests.fuzz.injuries import NASTY
 from tests.fuzz.targets import FIXTURES
+from tests.hostile.folders import bounded
 
-SECONDS = 20
 DEEP = b'{"a":' + b"[" * 100_000
 UTF16 = '{"peft_type": "LORA"}'.encode("utf-16")
 HUGE = 10_000_000_000
 """Bytes of a sparse file: all zeros, and no disk is used."""
-
-
-class TookTooLong(BaseException):
-    """No error that a command could take for one of the system's."""
-
-
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Fail what waits or computes for ever."""
-
-    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise TookTooLong(f"not done in {SECONDS} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Bomb:

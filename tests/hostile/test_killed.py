@@ -54,7 +54,7 @@ def start(pair: Pair) -> subprocess.Popen[str]:
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an uninterrupted run writes, without the manifest, which names its inputs' folder."""
     pair = copy_pair(tmp_path_factory.mktemp("quiet"))
-    assert lora_tool(*pair.arguments).returncode == 0
+    assert lora_tool(*pair.arguments).code == 0
     return without_manifest(pair.out)
 
 
@@ -71,7 +71,7 @@ def test_sigkill_leaves_nothing_and_the_next_run_is_whole(seed: int, quiet: dict
     process.communicate(timeout=30)
     assert not pair.out.exists() or without_manifest(pair.out) == quiet
     done = lora_tool(*pair.arguments, "--overwrite")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert without_manifest(pair.out) == quiet
     assert left_behind(pair) == {"out"}
 

@@ -42,7 +42,7 @@ def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     (pair.base / "config.json").rename(pair.base / "real.json")
     (pair.base / "config.json").symlink_to("real.json")
-    assert lora_tool(*pair.arguments).returncode == 0
+    assert lora_tool(*pair.arguments).code == 0
 
 
 def test_a_dangling_link_and_a_loop_are_refused(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_snapshot_of_the_hub_cache_links_into_its_blobs(tmp_path: Path) -> Non
         shutil.move(file, blob)
         (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
     done = lora_tool("merge", str(pair.adapter), "--base", str(snapshot), "-o", str(pair.out))
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     manifest = (pair.out / "lora_tool.json").read_text()
     assert '"hub_id": "owner/name"' in manifest
     assert f'"revision": "{"a" * 40}"' in manifest
@@ -80,7 +80,7 @@ def test_a_local_copy_of_the_hub_links_into_the_cache(tmp_path: Path, tmp_path_f
         blob = blobs / f"{number:064x}"
         shutil.move(pair.base / name, blob)
         (pair.base / name).symlink_to(blob)
-    assert lora_tool(*pair.arguments).returncode == 0
+    assert lora_tool(*pair.arguments).code == 0
     shutil.move(blob, blobs / "config")  # no hash
     (pair.base / name).unlink()
     (pair.base / name).symlink_to(blobs / "config")

@@ -43,10 +43,10 @@ def test_a_config_value_cannot_act(field: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), field: NASTY}))
     if field == "base_model_name_or_path":
         done = lora_tool("merge", str(pair.adapter), "-o", str(pair.out))
-        assert done.returncode == 3
-        assert all(character.isprintable() or character == "\n" for character in done.stderr)
-        assert "\n::error" not in done.stderr
-        assert "Traceback" not in done.stderr
+        assert done.code == 3
+        assert all(character.isprintable() or character == "\n" for character in done.err)
+        assert "\n::error" not in done.err
+        assert "Traceback" not in done.err
     else:
         assert "\n::error" not in assert_refused(pair)
 
@@ -56,18 +56,18 @@ def test_a_file_name_cannot_act(tmp_path: Path) -> None:
     (pair.base / "LICENSE\x1b[31m\n::error::x").write_text("free")
     for options in ((), ("--dry-run",)):
         done = lora_tool(*pair.arguments, *options)
-        assert done.returncode in (0, 6)
-        assert all(character.isprintable() or character == "\n" for character in done.stdout + done.stderr)
-        assert "\n::error" not in done.stdout + done.stderr
+        assert done.code in (0, 6)
+        assert all(character.isprintable() or character == "\n" for character in done.out + done.err)
+        assert "\n::error" not in done.out + done.err
 
 
 def test_json_output_stays_json(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     (pair.base / "LICENSE\x1b[31m\n::error::x").write_text("free")
     done = lora_tool(*pair.arguments, "--dry-run", "--json")
-    assert done.returncode == 0, done.stderr
-    assert any(file["filename"].startswith("LICENSE") for file in json.loads(done.stdout)["side_files"])
-    assert "\x1b" not in done.stdout
+    assert done.code == 0, done.err
+    assert any(file["filename"].startswith("LICENSE") for file in json.loads(done.out)["side_files"])
+    assert "\x1b" not in done.out
 
 
 @pytest.mark.parametrize("redirected", [">&-", ">&- 2>&-", ">&- 2>&- <&-"])

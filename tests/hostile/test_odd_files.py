@@ -38,7 +38,7 @@ def test_it_is_refused_at_once(folder: str, name: str, make: Callable[[Path], No
     file.unlink()
     make(file)
     if make is os.mkdir and name in ("tokenizer.json", "generation_config.json"):
-        assert lora_tool(*pair.arguments).returncode == 0  # a folder is no tokenizer file, and none is needed
+        assert lora_tool(*pair.arguments).code == 0  # a folder is no tokenizer file, and none is needed
     elif make is os.mkdir:
         assert_refused(pair)
     else:

@@ -35,8 +35,8 @@ def test_a_folder_of_somebody_else_is_never_replaced(options: tuple[str, ...], t
     pair.out.mkdir()
     (pair.out / "thesis.txt").write_text("years of work")
     done = lora_tool(*pair.arguments, *options)
-    assert done.returncode == 6
-    assert str(pair.out) in done.stderr
+    assert done.code == 6
+    assert str(pair.out) in done.err
     assert content(pair.out) == {"thesis.txt": b"years of work"}
 
 
@@ -44,7 +44,7 @@ def test_a_file_is_never_replaced(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     pair.out.write_text("years of work")
     for options in ((), ("--overwrite",)):
-        assert lora_tool(*pair.arguments, *options).returncode == 6
+        assert lora_tool(*pair.arguments, *options).code == 6
     assert pair.out.read_text() == "years of work"
 
 
@@ -57,21 +57,21 @@ def test_an_input_or_a_folder_around_it_is_never_replaced(which: str, tmp_path: 
         (folder / "lora_tool.json").write_text('{"merged_adapters": []}')
     before = content(pair.base)
     done = lora_tool("merge", str(pair.adapter), "--base", str(pair.base), "-o", str(out), "--overwrite")
-    assert done.returncode == 6, done.stderr
-    assert "input" in done.stderr
+    assert done.code == 6, done.err
+    assert "input" in done.err
     assert content(pair.base) == before
 
 
 def test_our_own_folder_is_replaced_only_on_request(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
-    assert lora_tool(*pair.arguments).returncode == 0
+    assert lora_tool(*pair.arguments).code == 0
     first = content(pair.out)
     done = lora_tool(*pair.arguments)
-    assert done.returncode == 6
-    assert "--overwrite" in done.stderr
-    assert lora_tool(*pair.arguments, "--overwrite", "--precision", "float64").returncode == 0
+    assert done.code == 6
+    assert "--overwrite" in done.err
+    assert lora_tool(*pair.arguments, "--overwrite", "--precision", "float64").code == 0
     assert json.loads((pair.out / "lora_tool.json").read_text())["precision"] == "float64"
-    assert lora_tool(*pair.arguments, "--overwrite").returncode == 0
+    assert lora_tool(*pair.arguments, "--overwrite").code == 0
     assert content(pair.out) == first
     assert left_behind(pair) == {"out"}
 
@@ -93,7 +93,7 @@ def test_a_failing_replacement_keeps_the_old_folder(tmp_path: Path) -> None:
 def test_an_empty_folder_is_no_obstacle(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     pair.out.mkdir()
-    assert lora_tool(*pair.arguments).returncode == 0
+    assert lora_tool(*pair.arguments).code == 0
     assert open_checkpoint(pair.out).kind is MERGED_MODEL
 
 
@@ -118,9 +118,9 @@ def test_of_two_runs_to_one_output_the_second_is_refused(tmp_path: Path) -> None
         done = lora_tool(*pair.arguments)
     finally:
         os.close(lock)
-    assert done.returncode == 6
-    assert "another run is writing" in done.stderr
-    assert lora_tool(*pair.arguments).returncode == 0
+    assert done.code == 6
+    assert "another run is writing" in done.err
+    assert lora_tool(*pair.arguments).code == 0
     assert left_behind(pair) == {"out"}
 
 
@@ -207,9 +207,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     (tmp_path / "file").write_text("")
     done = lora_tool("merge", str(pair.adapter), "--base", str(pair.base), "-o", str(tmp_path / "file" / "out"))
-    assert done.returncode == 3
-    assert "Traceback" not in done.stderr
-    assert str(tmp_path / "file") in done.stderr
+    assert done.code == 3
+    assert "Traceback" not in done.err
+    assert str(tmp_path / "file") in done.err
 
 
 def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def kept_inodes(pair: Pair) -> dict[str, int]:
 def expected(pair: Pair) -> dict[str, bytes]:
     quiet = pair.out.parent / "quiet"
     arguments = [str(quiet) if argument == str(pair.out) else argument for argument in pair.arguments]
-    assert lora_tool(*arguments, *MANY_FILES).returncode == 0
+    assert lora_tool(*arguments, *MANY_FILES).code == 0
     return content(quiet)
 
 
@@ -66,7 +66,7 @@ def test_finished_files_are_kept_and_the_rest_is_written(tmp_path: Path) -> None
     kept = kept_inodes(pair)
     assert kept
     done = lora_tool(*pair.arguments, *MANY_FILES, "--resume")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert content(pair.out) == whole
     assert {name: (pair.out / name).stat().st_ino for name in kept} == kept
     assert left_behind(pair) == {"out", "quiet"}
@@ -101,7 +101,7 @@ def test_a_file_that_is_not_as_it_was_is_written_again(injure: Callable[[Pair, s
     kill_midway(pair)
     injure(pair, next(iter(kept_inodes(pair))))
     done = lora_tool(*pair.arguments, *MANY_FILES, "--resume")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert content(pair.out) == whole
 
 
@@ -109,7 +109,7 @@ def test_another_plan_takes_nothing_over(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     kill_midway(pair)
     done = lora_tool(*pair.arguments, *MANY_FILES, "--resume", "--dtype", "float32")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     merged = open_model(pair.out)
     assert {tensor.dtype for tensor in merged.tensors.values()} == {DType.F32}
     assert merged.problems == ()
@@ -119,7 +119,7 @@ def test_without_it_a_killed_run_is_cleared_away(tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     whole = expected(pair)
     kill_midway(pair)
-    assert lora_tool(*pair.arguments, *MANY_FILES).returncode == 0
+    assert lora_tool(*pair.arguments, *MANY_FILES).code == 0
     assert content(pair.out) == whole
     assert left_behind(pair) == {"out", "quiet"}
 

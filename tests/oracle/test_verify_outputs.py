@@ -41,7 +41,7 @@ STREAMED = (
 
 def asking(base: Path, adapter: Path, merged: Path) -> answers._Asking:
     inputs = find_inputs(merged, base=str(base), adapters=[str(adapter)])
-    return answers._Asking(inputs, inputs.plan(), None, lambda _: None)
+    return answers._Asking(inputs, inputs.plan(), None)
 
 
 @pytest.mark.parametrize("feature", STREAMED)

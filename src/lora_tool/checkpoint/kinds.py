@@ -59,9 +59,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedKind(Kind):
-    """A kind whose weights lie in pieces, each written by one process; its files are told by patterns, as `fnmatch` has them.
+    """A kind whose weights lie in pieces, each written by one process; its files are known by patterns.
 
-    Patterns are in lower case.
+    Patterns are those of `fnmatch`, in lower case.
     """
 
     command: str = "consolidate"
@@ -105,12 +105,10 @@ class _Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelDir(_Opened):
-    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+class _WithWeights(_Opened):
+    """A folder whose weights are whole."""
 
-    config: ModelConfig | None
     weights: Weights
-    manifest: Manifest | None = None
 
     @property
     def tensors(self) -> TensorTable:
@@ -118,17 +116,20 @@ class ModelDir(_Opened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class AdapterDir(_Opened):
+class ModelDir(_WithWeights):
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    config: ModelConfig | None
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class AdapterDir(_WithWeights):
     """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
 
     config: AdapterConfig | None
-    weights: Weights
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
-
-    @property
-    def tensors(self) -> TensorTable:
-        return self.weights.tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import FileStamp, StoredTensor
@@ -18,28 +16,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Sources:
+class Sources(OpenFiles):
     """The input files of a plan, opened when they are read. A context manager; safe to read from several threads."""
 
     def __init__(self, stamps: Iterable[FileStamp]) -> None:
+        super().__init__(self._opened)
         self._stamps = {stamp.path: stamp for stamp in stamps}
-        self._files = OpenFiles(self._opened)
 
     def __enter__(self) -> Self:
         self.check_unchanged()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._files.close()
-
     def check_unchanged(self) -> None:
         """Raise `SourceChanged` if any input is not as the plan saw it."""
         for path in self._stamps:
             self._check(path, FileStamp.of(path))
-        for path, descriptor in self._files.held().items():
+        for path, descriptor in self.held().items():
             self._check(path, FileStamp.from_stat(path, os.fstat(descriptor)))
 
     def _check(self, path: Path, now: FileStamp) -> None:
@@ -49,10 +41,6 @@ class Sources:
                 f"{path} changed while it was read: {stamp.size} bytes were planned, now {now.size}",
                 hint="run again once nothing writes to it",
             )
-
-    def descriptor(self, path: Path) -> contextlib.AbstractContextManager[int]:
-        """Return a context manager of a descriptor of the input `path`, which stays open at least as long."""
-        return self._files.descriptor(path)
 
     def _opened(self, path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -66,10 +54,3 @@ class Sources:
     def read_into(self, tensor: StoredTensor, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the tensor's bytes from its byte `start`."""
         fill(buffer, tensor, start, self.read_exactly)
-
-    def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of the input file `path` from `offset`."""
-        with self.descriptor(path) as descriptor:
-            done = read_into(path, descriptor, offset, buffer)
-        if done < len(buffer):
-            raise SourceChanged(f"{path} ended at byte {offset + done}: it was longer when it was planned")

@@ -142,7 +142,7 @@ def _is_int(value: object) -> bool:
     return type(value) is int
 
 
-def is_strings(value: object) -> bool:
+def is_strings(value: object) -> TypeGuard[list[str]]:
     """Return whether `value` is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 

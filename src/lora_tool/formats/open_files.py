@@ -10,6 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lora_tool.errors import SourceChanged
+from lora_tool.formats.files import read_into
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MOST_OPEN = 256
 
@@ -29,13 +36,22 @@ class _Open:
 
 
 class OpenFiles:
-    """Files by path, opened with `opener` when they are read and closed when others need the room. For any threads."""
+    """Files by path, opened with `opener` when they are read and closed when others need the room.
+
+    A context manager, safe for threads.
+    """
 
     def __init__(self, opener: Callable[[Path], int]) -> None:
         self._opener = opener
         self._held: OrderedDict[Path, _Open] = OrderedDict()
         self._lock = threading.Lock()
         self._limit = _limit()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextlib.contextmanager
     def descriptor(self, path: Path) -> Iterator[int]:
@@ -52,6 +68,13 @@ class OpenFiles:
         finally:
             with self._lock:
                 held.readers -= 1
+
+    def read_exactly(self, path: Path, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `path` from `offset`. Raises `SourceChanged` where it ends before."""
+        with self.descriptor(path) as descriptor:
+            done = read_into(path, descriptor, offset, buffer)
+        if done < len(buffer):
+            raise SourceChanged(f"{path} ended at byte {offset + done}: it became shorter while it was read")
 
     def _make_room(self) -> None:
         """Close the files that were read longest ago, as far as nobody reads from them."""

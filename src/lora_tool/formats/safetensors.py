@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -56,9 +57,7 @@ def scan_file(path: Path) -> SafetensorsFile:
 
 
 def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
-    def corrupt(defect: Defect, message: str) -> CorruptFile:
-        return CorruptFile(Problem(defect=defect, path=str(stamp.path), message=message))
-
+    corrupt = partial(CorruptFile.of, stamp.path)
     if stamp.size < _LENGTH_BYTES:
         raise corrupt(Defect.TRUNCATED, f"is {stamp.size} bytes: too short for a safetensors file")
     beginning = read_at(stamp.path, fd, 0, 16)

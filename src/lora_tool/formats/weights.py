@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lora_tool.errors import CorruptFile, Defect, Problem
-from lora_tool.formats.files import inside, read_json
+from lora_tool.formats.files import read_json, require_inside
 from lora_tool.formats.safetensors import SafetensorsFile, scan_file
 from lora_tool.tensors import FileStamp, StoredTensor
 
@@ -56,10 +56,8 @@ class _Gathering:
 
     def add(self, name: str) -> WeightsFile | None:
         path = self.root / name
-        if not inside(self.root, path):
-            self.note(Defect.NOT_A_FILE, path, "is a link out of its folder", None)
-            return None
         try:
+            require_inside(self.root, path)
             file = _scan_torch(path) if name.endswith(TORCH_SUFFIX) else scan_file(path)
         except CorruptFile as error:
             self.problems.append(error.problem)
@@ -97,10 +95,8 @@ def read_single(path: Path) -> Weights:
 def read_sharded(index: Path) -> Weights:
     """Return the weights that the index file names. Defects of the index and of each shard are in `problems`."""
     gathering = _Gathering(index.parent)
-    if not inside(index.parent, index):
-        gathering.note(Defect.NOT_A_FILE, index, "is a link out of its folder", None)
-        return gathering.weights(index)
     try:
+        require_inside(index.parent, index)
         weight_map, total_size = _read_index(index)
     except CorruptFile as error:
         gathering.problems.append(error.problem)

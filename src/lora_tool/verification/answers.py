@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from lora_tool.verification.files import Files
 from lora_tool.verification.layers import (
     Noise,
     NotStreamable,
-    adapter_name,
     bare_model,
     finder,
+    peft_names,
     shaken,
     stream,
     with_adapters,
@@ -45,23 +45,17 @@ _NOISE = 1e-5
 _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The classes that AutoModelForCausalLM loads."""
 
-Told = Callable[[str], None]
-"""Called with a word on what is being computed."""
 
-
-def ask(
-    provenance: Provenance, plan: Plan | None, *, prompts: Sequence[str] | None = None, told: Told | None = None
-) -> OutputEvidence:
+def ask(provenance: Provenance, plan: Plan | None, *, prompts: Sequence[str] | None = None) -> OutputEvidence:
     """Return how far the answers of the merged model and of base + adapter are apart, both computed in float32.
 
     Where the base is stored as it is in memory, a layer at a time is read from the disk; else the models are loaded
     whole, one after the other. No code of a checkpoint is run. Raises `UnsupportedAdapter` where transformers or PEFT
     cannot build or run the models.
     """
-    told = told or (lambda _: None)
     with quiet(), torch.inference_mode():
         try:
-            return _Asking(provenance, plan, prompts, told).evidence()
+            return _Asking(provenance, plan, prompts).evidence()
         except LoraToolError:
             raise
         except Exception as error:
@@ -72,10 +66,9 @@ def ask(
 class _Asking:
     """One comparison: the inputs, and a run for each model."""
 
-    def __init__(self, provenance: Provenance, plan: Plan | None, prompts: Sequence[str] | None, told: Told) -> None:
+    def __init__(self, provenance: Provenance, plan: Plan | None, prompts: Sequence[str] | None) -> None:
         self._provenance = provenance
         self._plan = plan
-        self._told = told
         merged = provenance.merged.root
         self._config = AutoConfig.from_pretrained(merged, local_files_only=True, trust_remote_code=False)
         classes = provenance.merged.config.architectures if provenance.merged.config else ()
@@ -111,27 +104,20 @@ class _Asking:
 
     def _runs(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the answers of base + adapter, of the merged model, and of base + adapter with rounding's noise."""
-        unmerged = self._streamed_unmerged if streamed else self._loaded_unmerged
-        self._told("base + adapter")
-        first = unmerged(None)
-        self._told("merged")
-        second = self._streamed_merged() if streamed else self._loaded_merged()
-        self._told("base + adapter, rounded at random")
-        return first, second, unmerged(self._noise())
+        if streamed:
+            return self._streamed_unmerged(None), self._streamed_merged(), self._streamed_unmerged(self._noise())
+        return self._loaded_unmerged(None), self._loaded_merged(), self._loaded_unmerged(self._noise())
 
     def _noise(self) -> Noise:
         """Return the types of the merged tensors that are not the base's bytes; of all floats where nobody says."""
-        stored = {
-            name: tensor.dtype for name, tensor in self._provenance.merged.tensors.items() if tensor.dtype.is_float
-        }
-        if self._plan is None:
-            return stored
+        tensors = self._provenance.merged.tensors
+        steps = self._plan.steps if self._plan is not None else ()
         copied = {
             step.out.name
-            for step in self._plan.steps
-            if step.op.is_copy and stored.get(step.out.name) is step.op.source.dtype
+            for step in steps
+            if step.op.is_copy and step.out.name in tensors and tensors[step.out.name].dtype is step.op.source.dtype
         }
-        return {name: dtype for name, dtype in stored.items() if name not in copied}
+        return {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype.is_float and name not in copied}
 
     def _streamed_unmerged(self, noise: Noise | None) -> torch.Tensor:
         with Files() as files:
@@ -147,12 +133,12 @@ class _Asking:
 
     def _loaded_unmerged(self, noise: Noise | None) -> torch.Tensor:
         model = self._load(self._provenance.base.root, self._base_config())
-        adapters = self._provenance.adapters
-        model = PeftModel.from_pretrained(model, str(adapters[0].root), adapter_name=adapter_name(0))
-        for number, adapter in enumerate(adapters[1:], start=1):
-            model.load_adapter(str(adapter.root), adapter_name=adapter_name(number))
-        if len(adapters) > 1:
-            model.base_model.set_adapter([adapter_name(number) for number in range(len(adapters))])
+        folders = [str(adapter.root) for adapter in self._provenance.adapters]
+        names = peft_names(len(folders))
+        model = PeftModel.from_pretrained(model, folders[0], adapter_name=names[0])
+        for name, folder in zip(names[1:], folders[1:], strict=True):
+            model.load_adapter(folder, adapter_name=name)
+        model.base_model.set_adapter(names)
         if noise is not None:
             _shake(model, next(iter(noise.values())) if noise else None)
         answers = self._answers(model.eval())
@@ -223,7 +209,7 @@ def _compared(
         divergence=_divergence(unmerged, merged) if causal else None,
         explained_divergence=_divergence(unmerged, moved) if causal else None,
         same_choice=float((unmerged.argmax(-1) == merged.argmax(-1)).float().mean()) if labels > 1 else None,
-        rank_agreement=_kendall(unmerged[:, 0].tolist(), merged[:, 0].tolist()) if labels == 1 else None,
+        rank_agreement=_kendall(unmerged[:, 0], merged[:, 0]) if labels == 1 else None,
         streamed=streamed,
     )
 
@@ -234,14 +220,8 @@ def _divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-def _kendall(first: Sequence[float], second: Sequence[float]) -> float | None:
+def _kendall(first: torch.Tensor, second: torch.Tensor) -> float | None:
     """Return Kendall's tau-b of two lists; None where one of them is all ties."""
-    pairs = [(i, j) for i in range(len(first)) for j in range(i)]
-    signs = [(_sign(first[i] - first[j]), _sign(second[i] - second[j])) for i, j in pairs]
-    agreeing = sum(a * b for a, b in signs)
-    untied = (sum(a != 0 for a, _ in signs) * sum(b != 0 for _, b in signs)) ** 0.5
-    return agreeing / untied if untied else None
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
+    one, other = (torch.sign(values[:, None] - values[None, :]) for values in (first, second))
+    untied = float(one.count_nonzero() * other.count_nonzero()) ** 0.5
+    return float((one * other).sum()) / untied if untied else None

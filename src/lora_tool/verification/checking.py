@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -25,14 +24,19 @@ from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, worki
 from lora_tool.verification.diagnosis import evidence_of
 from lora_tool.verification.files import Files, Rows, rows_and_columns
 from lora_tool.verification.initial import CannotTellError
-from lora_tool.verification.parts import Compared, parts_of
-from lora_tool.verification.pieces import blocks, sampled_rows, sampled_stretches, stretches
+from lora_tool.verification.pieces import (
+    Compared,
+    grouped,
+    parts_of,
+    row_blocks,
+    sampled_rows,
+    sampled_stretches,
+    stretches,
+)
 from lora_tool.verification.recompute import Recomputer, why_not
-from lora_tool.verification.tally import Tally, compare
+from lora_tool.verification.tally import Tally, tally_of
 
-Item = TypeVar("Item")
-
-_TASK_PARTS = 16
+_TASK_PIECES = 16
 """Blocks or stretches per task: enough that handing it out costs nothing."""
 
 
@@ -48,12 +52,11 @@ class Level(Choice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """Compared of the comparison of the tensors' part `number`: ranges of rows to recompute, or stretches of bytes."""
+    """Some of the comparison of a part: ranges of rows to recompute, or stretches of bytes."""
 
-    number: int
     part: Compared
-    rows: tuple[Rows, ...] = ()
-    stretches: tuple[tuple[int, int], ...] = ()
+    rows: Sequence[Rows] = ()
+    stretches: Sequence[tuple[int, int]] = ()
 
 
 def check_tensors(
@@ -70,23 +73,13 @@ def check_tensors(
     `precision` is the arithmetic that made them, None where that is not known: then what 16-bit arithmetic explains is
     right, too. Raises `SourceChanged` or OSError where a file cannot be read to its end.
     """
-    steps = tuple(_present(plan, tensors))
-    parts: list[Compared] = []
-    owned: dict[str, range] = {}
-    for step in steps:
-        begin = len(parts)
-        parts += parts_of(step, tensors[step.out.name])
-        owned[step.out.name] = range(begin, len(parts))
-    tallies = [Tally() for _ in parts]
+    seen = [
+        (step, [(part, Tally()) for part in parts_of(step, tensors[step.out.name])]) for step in _present(plan, tensors)
+    ]
     with Files() as files, threadpool_limits(limits=1, user_api="blas"):
-        for number, tally in _in_parallel(_tasks(parts, level), files, precision, jobs, progress or (lambda _: None)):
-            tallies[number].add(tally)
-        return {
-            step.out.name: evidence_of(
-                step, [(parts[at], tallies[at]) for at in owned[step.out.name]], files, stated=precision is not None
-            )
-            for step in steps
-        }
+        looks = ((task, tally) for _, parts in seen for part, tally in parts for task in _tasks(part, level))
+        _in_parallel(looks, files, precision, jobs, progress or (lambda _: None))
+        return {step.out.name: evidence_of(step, parts, files, stated=precision is not None) for step, parts in seen}
 
 
 def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
@@ -97,33 +90,27 @@ def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
             yield step
 
 
-def _tasks(parts: Sequence[Compared], level: Level) -> Iterator[_Task]:
-    for number, part in enumerate(parts):
-        if part.copied or (why_not(part.op) is not None and _comparable(part)):
-            found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
-            for some in _grouped(list(found)):
-                yield _Task(number=number, part=part, stretches=tuple(some))
-        elif why_not(part.op) is None and part.stored.spec.numel:
-            rows = list(blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
-            # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
-            # init is a decomposition of all of it
-            for group in [rows] if part.op.needs_all_rows else _grouped(rows):
-                yield _Task(number=number, part=part, rows=tuple(group))
-
-
-def _comparable(part: Compared) -> bool:
-    """Whether its bytes tell if it is still its source: all that can be said of what is not recomputed."""
-    return part.stored.dtype is part.op.source.dtype and part.stored.nbytes == part.op.source.nbytes
-
-
-def _grouped(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    for at in range(0, len(items), _TASK_PARTS):
-        yield items[at : at + _TASK_PARTS]
+def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
+    if part.copied or (why_not(part.op) is not None and part.of_one_size):
+        found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
+        for some in grouped(list(found), _TASK_PIECES):
+            yield _Task(part=part, stretches=some)
+    elif why_not(part.op) is None and part.stored.spec.numel:
+        rows = list(row_blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
+        # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
+        # init is a decomposition of all of it
+        for blocks in [rows] if part.op.needs_all_rows else grouped(rows, _TASK_PIECES):
+            yield _Task(part=part, rows=blocks)
 
 
 def _in_parallel(
-    tasks: Iterator[_Task], files: Files, precision: Precision | None, jobs: int | None, progress: Progress
-) -> Iterator[tuple[int, Tally]]:
+    looks: Iterable[tuple[_Task, Tally]],
+    files: Files,
+    precision: Precision | None,
+    jobs: int | None,
+    progress: Progress,
+) -> None:
+    """Carry out every task and add what it saw to its tally."""
     stop = threading.Event()
     local = threading.local()
 
@@ -132,27 +119,26 @@ def _in_parallel(
             local.recomputer = Recomputer(files)
         tally = Tally()
         try:
-            for part in _run(task, files, local.recomputer, precision):
-                tally.add(part)
+            for block in _blocks_of(task, files, local.recomputer, precision):
+                tally.add(block)
                 if stop.is_set():
                     break
-                progress(part.compared * task.part.stored.dtype.bits // 8)
+                progress(block.compared * task.part.stored.dtype.bits // 8)
         except CannotTellError as why:
             return _unknown(task.part, files, str(why))
         return tally
 
     with ThreadPoolExecutor(jobs or available_cores()) as workers:
         try:
-            futures: list[tuple[int, Future[Tally]]] = [(task.number, workers.submit(run, task)) for task in tasks]
-            for number, future in futures:
-                yield number, future.result()
+            for future, tally in [(workers.submit(run, task), tally) for task, tally in looks]:
+                tally.add(future.result())
         except BaseException:
             stop.set()
             workers.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
+def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Precision | None) -> Iterator[Tally]:
     part = task.part
     if task.stretches:
         for start, nbytes in task.stretches:
@@ -164,33 +150,32 @@ def _run(task: _Task, files: Files, recomputer: Recomputer, precision: Precision
             f"{part.op.taken_out} was taken out of the base as {dtype}, and the base is {part.op.source.dtype}"
         )
     wide = working_type(part.op, dtype)
-    bound = stated_bound(part.op, dtype, precision or Precision.FLOAT32)
-    loose = None if precision else sixteen_bit_bound(part.op, dtype)
+    bounds = [stated_bound(part.op, dtype, precision or Precision.FLOAT32)]
+    if precision is None:
+        bounds.append(sixteen_bit_bound(part.op, dtype))
     width = rows_and_columns(part.stored.shape)[1]
     for rows in task.rows:
         with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
             for some, expected in recomputer.blocks(part.op, rows, wide):
-                stored = files.rows(part.stored, some)
-                position = partial(_flat, rows=some, width=width, begin=part.begin)
-                yield compare(stored, dtype, expected, bound, loose, position)
+                tally = tally_of(files.rows(part.stored, some), dtype, expected, bounds)
+                if tally.first is not None:
+                    tally.first = part.begin + _flat(tally.first, some, width)
+                yield tally
 
 
 def _unknown(part: Compared, files: Files, why: str) -> Tally:
     """Return that nothing is known of the part but whether it is still its source."""
     tally = Tally(unknown=why)
-    for start, nbytes in stretches(part.stored) if _comparable(part) else ():
+    for start, nbytes in stretches(part.stored) if part.of_one_size else ():
         tally.add(_compare_bytes(part, files, start, nbytes))
     return tally
 
 
-def _flat(at: int, *, rows: Rows, width: int, begin: int) -> int:
-    """Return the flat index in the tensor of value `at` of a block of rows."""
+def _flat(at: int, rows: Rows, width: int) -> int:
+    """Return the flat index in the part of value `at` of a block of rows."""
     row, column = divmod(at, width)
-    for first, last in rows:
-        if row < last - first:
-            return begin + (first + row) * width + column
-        row -= last - first
-    raise AssertionError("a value of the block is in one of its rows")
+    numbers = itertools.chain.from_iterable(range(first, last) for first, last in rows)
+    return next(itertools.islice(numbers, row, None)) * width + column
 
 
 def _compare_bytes(part: Compared, files: Files, start: int, nbytes: int) -> Tally:

@@ -14,8 +14,7 @@ from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
 from lora_tool.verification.elements import Array, decode, half_ulps
 from lora_tool.verification.files import Files, Rows, rows_and_columns
-from lora_tool.verification.parts import Compared
-from lora_tool.verification.pieces import BLOCK_WEIGHTS, sampled_rows
+from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally
 
@@ -123,7 +122,7 @@ def _projected(moved: Array, change: Array) -> float | None:
 def _a_sample(part: Compared) -> Rows:
     """Return rows from everywhere, as many as are recomputed together; all of a small tensor."""
     height, width = rows_and_columns(part.stored.shape)
-    fit = max(1, BLOCK_WEIGHTS // max(1, width))
+    fit = rows_at_once(width)
     if height <= fit:
         return [(0, height)]
     rows = {row for group in sampled_rows(part.stored, part.op) for row, _ in group}

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from lora_tool.errors import SourceChanged
-from lora_tool.formats.files import read_into
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Array, Bytes, decode
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Rows = Sequence[tuple[int, int]]
 """Ranges of rows, first and last (not included)."""
@@ -29,22 +23,16 @@ def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, int(np.prod(shape[1:], dtype=np.int64)) if shape else 1
 
 
-class Files:
+class Files(OpenFiles):
     """Files open for reading: opened when they are read, a bounded number. A context manager, safe for threads."""
 
     def __init__(self) -> None:
-        self._files = OpenFiles(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+        super().__init__(lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
         out = np.empty(nbytes, np.uint8)
-        fill(out.data, tensor, start, self._read_span)
+        fill(out.data, tensor, start, self.read_exactly)
         return out
 
     def rows(self, tensor: StoredTensor, rows: Rows) -> Bytes:
@@ -54,7 +42,7 @@ class Files:
         at = 0
         for first, last in rows:
             nbytes = (last - first) * row_bytes
-            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self._read_span)
+            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly)
             at += nbytes
         return out
 
@@ -62,8 +50,3 @@ class Files:
         """Return ranges of rows (all without `rows`) as numbers, [rows, columns]."""
         height, width = rows_and_columns(tensor.shape)
         return decode(self.rows(tensor, rows or [(0, height)]), tensor.dtype, wide).reshape(-1, width)
-
-    def _read_span(self, path: Path, offset: int, buffer: memoryview) -> None:
-        with self._files.descriptor(path) as descriptor:
-            if read_into(path, descriptor, offset, buffer) < len(buffer):
-                raise SourceChanged(f"{path} became shorter while it was read")

@@ -48,22 +48,22 @@ def bare_model(auto: Any, config: Any) -> Any:  # noqa: ANN401 - transformers' o
 
 def with_adapters(model: Any, adapters: Sequence[AdapterDir]) -> Any:  # noqa: ANN401
     """Return the bare model with the adapters around it, all active, their weights not read."""
-    for number, adapter in enumerate(adapters):
+    names = peft_names(len(adapters))
+    for name, adapter in zip(names, adapters, strict=True):
         config = LoraConfig.from_pretrained(str(adapter.root))
         config.inference_mode = True
         with init_empty_weights(include_buffers=False):
-            if number == 0:
-                model = get_peft_model(model, config, adapter_name=adapter_name(0), low_cpu_mem_usage=True)
+            if isinstance(model, PeftModel):
+                model.add_adapter(name, config, low_cpu_mem_usage=True)
             else:
-                model.add_adapter(adapter_name(number), config, low_cpu_mem_usage=True)
-    if len(adapters) > 1:
-        model.base_model.set_adapter([adapter_name(number) for number in range(len(adapters))])
+                model = get_peft_model(model, config, adapter_name=name, low_cpu_mem_usage=True)
+    model.base_model.set_adapter(names)
     return model.eval()
 
 
-def adapter_name(number: int) -> str:
-    """Return what PEFT is told to call the adapter of that number."""
-    return "default" if number == 0 else f"adapter_{number + 1}"
+def peft_names(count: int) -> list[str]:
+    """Return what PEFT is to call so many adapters."""
+    return ["default", *(f"adapter_{number}" for number in range(2, count + 1))]
 
 
 def finder(base: TensorTable, adapters: Sequence[AdapterDir]) -> Find:
@@ -76,8 +76,7 @@ def finder(base: TensorTable, adapters: Sequence[AdapterDir]) -> Find:
         }
         for adapter in adapters
     ]
-
-    names = [adapter_name(number) for number in range(len(adapters))]
+    names = peft_names(len(adapters))
 
     def find(name: str) -> StoredTensor | None:
         key = _parsed(name)
@@ -98,7 +97,7 @@ def _parsed(name: str) -> keys.AdapterKey:
     return keys.parse(name)
 
 
-def output_name(name: str) -> str:
+def merged_name(name: str) -> str:
     """Return what the merged model calls the tensor that a parameter of the adapted model goes into."""
     key = _parsed(name)
     return f"{key.module}.{key.leaf}" if key.part in (Part.BASE_LAYER, Part.SAVED_MODULE) else key.tensor
@@ -150,7 +149,7 @@ class _Source:
         """Return the values as a float32 parameter, moved at random where that was asked for."""
         raw = torch.from_numpy(self._files.read(tensor, 0, tensor.nbytes))
         values = raw.view(_TORCH[tensor.dtype]).reshape(tensor.shape).to(torch.float32)
-        dtype = self._noise.get(output_name(name))
+        dtype = self._noise.get(merged_name(name))
         values = values if dtype is None else shaken(values, dtype, self._generator)
         return torch.nn.Parameter(values, requires_grad=False)
 

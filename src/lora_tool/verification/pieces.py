@@ -1,15 +1,20 @@
-"""Which parts of a tensor are looked at: all of them in blocks, or rows and pieces from everywhere."""
+"""What a stored tensor is compared with, part by part, and which rows or bytes of it: all, or some from everywhere."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from lora_tool.plan.core.ops import RowOp
+from lora_tool.plan.core.ops import Cast, Copy, RowOp, row_ops
+from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.files import Rows, rows_and_columns
 
-BLOCK_WEIGHTS = 1 << 18
+Piece = TypeVar("Piece")
+
+PRODUCT_WEIGHTS = 1 << 18
 """Weights of one product: enough rows that packing the factors costs little."""
 CACHED_WEIGHTS = 1 << 16
 """Weights compared together: the intermediate results stay in the cache, and are too small to be mapped anew each time."""
@@ -25,17 +30,70 @@ _ROW_EVERY = 1 << 19
 """Weights of a merged tensor of which one row is recomputed: no more than the writer computes at a time."""
 
 
-def blocks(tensor: StoredTensor) -> Iterator[Rows]:
-    """Yield ranges of rows that cover the tensor, `BLOCK_WEIGHTS` at a time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Elements of the tensor `name` from `begin`, as stored in the merged model, and the operation that makes them."""
+
+    name: str
+    op: RowOp
+    stored: StoredTensor
+    begin: int = 0
+
+    @property
+    def copied(self) -> bool:
+        """Whether it must be its source's bytes."""
+        return self.op.is_copy
+
+    @property
+    def of_one_size(self) -> bool:
+        """Whether its bytes tell if it is still its source: all that can be said of what is not recomputed."""
+        source = self.op.source
+        return self.stored.dtype is source.dtype and self.stored.nbytes == source.nbytes
+
+
+def parts_of(step: Step, stored: StoredTensor) -> tuple[Compared, ...]:
+    """Return the parts of a step's output, in the type and place where it is stored: each is what one operation makes."""
+    parts = []
+    begin = 0
+    for op in row_ops(step.op):
+        rows = _elements(stored, begin, op.source)
+        parts.append(Compared(name=step.out.name, op=_as_stored(op, stored), stored=rows, begin=begin))
+        begin += op.source.spec.numel
+    return tuple(parts)
+
+
+def _as_stored(op: RowOp, stored: StoredTensor) -> RowOp:
+    """Return the operation for the type that the tensor was stored in: a tool may have been asked for another one."""
+    if not op.keeps_values:
+        return op
+    return Copy(source=op.source) if op.source.dtype is stored.dtype else Cast(source=op.source)
+
+
+def _elements(stored: StoredTensor, begin: int, source: StoredTensor) -> StoredTensor:
+    """Return as many elements as `source` has, in its shape: a stack of experts may be worked on row by row."""
+    if source.shape == stored.shape:
+        return stored
+    spec = replace(stored.spec, shape=source.shape)
+    spans = stored.spans if spec.numel == stored.spec.numel else stored.part(begin * spec.dtype.bits // 8, spec.nbytes)
+    return StoredTensor(spec=spec, spans=tuple(spans))
+
+
+def rows_at_once(width: int, weights: int = PRODUCT_WEIGHTS) -> int:
+    """Return how many rows of this width have about so many weights."""
+    return max(1, weights // max(1, width))
+
+
+def row_blocks(tensor: StoredTensor) -> Iterator[Rows]:
+    """Yield ranges of rows that cover the tensor, `PRODUCT_WEIGHTS` at a time."""
     height, width = rows_and_columns(tensor.shape)
-    step = max(1, BLOCK_WEIGHTS // max(1, width))
+    step = rows_at_once(width)
     for first in range(0, height, step):
         yield [(first, min(first + step, height))]
 
 
 def split(rows: Rows, width: int) -> Iterator[Rows]:
     """Yield the same rows in the same order, `CACHED_WEIGHTS` at a time."""
-    most = max(1, CACHED_WEIGHTS // max(1, width))
+    most = rows_at_once(width, CACHED_WEIGHTS)
     part: list[tuple[int, int]] = []
     room = most
     for first, last in rows:
@@ -55,19 +113,14 @@ def sampled_rows(tensor: StoredTensor, op: RowOp) -> Iterator[Rows]:
     """Yield rows from everywhere: the first, the last, one of every stretch, the trained ones. The same each time."""
     height, width = rows_and_columns(tensor.shape)
     if height * width <= _WHOLE_WEIGHTS:
-        yield from blocks(tensor)
+        yield from row_blocks(tensor)
         return
-    stretch = max(1, _ROW_EVERY // max(1, width))
+    stretch = rows_at_once(width, _ROW_EVERY)
     chance = random.Random(tensor.name)  # noqa: S311 - a sample, not a secret
     chosen = {0, height - 1}
     chosen |= {chance.randrange(first, min(first + stretch, height)) for first in range(0, height, stretch)}
     chosen |= set(op.special_rows)
-    yield from _grouped(sorted(chosen), max(1, BLOCK_WEIGHTS // max(1, width)))
-
-
-def _grouped(rows: list[int], most: int) -> Iterator[Rows]:
-    for at in range(0, len(rows), most):
-        yield [(row, row + 1) for row in rows[at : at + most]]
+    yield from grouped([(row, row + 1) for row in sorted(chosen)], rows_at_once(width))
 
 
 def stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
@@ -87,3 +140,9 @@ def sampled_stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     for start in range(SAMPLED_BYTES, last, SAMPLED_EVERY):
         yield min(start + chance.randrange(SAMPLED_EVERY) // SAMPLED_BYTES * SAMPLED_BYTES, last), SAMPLED_BYTES
     yield last, SAMPLED_BYTES
+
+
+def grouped(pieces: Sequence[Piece], most: int) -> Iterator[Sequence[Piece]]:
+    """Yield the pieces in their order, at most so many together."""
+    for at in range(0, len(pieces), most):
+        yield pieces[at : at + most]

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, CorruptFile, Defect, MissingDependency, Problem
-from lora_tool.formats.files import open_regular, parse_json, read_at
+from lora_tool.errors import BadConfig, Defect, MissingDependency, Problem
+from lora_tool.formats.files import parse_json, read_text
 
 try:
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoTokenizer
 except ImportError as error:
     raise MissingDependency("transformers", extra="merge") from error
 
-BUILT_IN = (
+OUR_PROMPTS = (
     "The capital of France is Paris, and the capital of Japan is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
     "Question: Why is the sky blue?\nAnswer: Sunlight is scattered by",
@@ -50,15 +50,8 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
     Raises `CorruptFile` or `BadConfig` for a file that holds none.
     """
-    with open_regular(path) as fd:
-        if os.fstat(fd).st_size > _LARGEST_FILE:
-            message = f"is {os.fstat(fd).st_size:,} bytes, more than the {_LARGEST_FILE:,} that prompts may have"
-            raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=message))
-        data = read_at(path, fd, 0, os.fstat(fd).st_size)
-    try:
-        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise CorruptFile(Problem(defect=Defect.BAD_JSON, path=str(path), message=f"is no UTF-8: {error}")) from error
+    text = read_text(path, limit=_LARGEST_FILE).removeprefix("\ufeff")
+    lines = [line for line in text.splitlines() if line.strip()]
     json_lines = path.suffix in (".jsonl", ".json", ".ndjson")
     prompts = tuple(_of_json(line, number, path) if json_lines else line for number, line in enumerate(lines, 1))
     if not prompts:
@@ -68,17 +61,16 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 def _of_json(line: str, number: int, path: Path) -> str:
     entry: Any = parse_json(line.encode(), path)
-    text: str | None = None
     if isinstance(entry, str):
         return entry
-    text = (
-        next((entry[name] for name in _FIELDS if isinstance(entry.get(name), str)), None)
-        if isinstance(entry, dict)
-        else None
-    )
-    if text is None and isinstance(entry, dict) and isinstance(entry.get("messages"), list):
-        contents = [each.get("content") for each in entry["messages"] if isinstance(each, dict)]
-        text = "\n".join(content for content in contents if isinstance(content, str)) or None
+    text: str | None = None
+    if isinstance(entry, dict):
+        messages = entry.get("messages")
+        contents = (
+            [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+        )
+        spoken = "\n".join(content for content in contents if isinstance(content, str))
+        text = next((entry[name] for name in _FIELDS if isinstance(entry.get(name), str)), spoken or None)
     if text is None:
         message = f"expected a text, or an object with one of {', '.join(_FIELDS)} or `messages`; found {json.dumps(entry)[:40]}"
         raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), subject=f"line {number}", message=message))
@@ -87,7 +79,7 @@ def _of_json(line: str, number: int, path: Path) -> str:
 
 def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_size: int, pad_id: int) -> Inputs:
     """Return the inputs by the first tokenizer that is in one of the folders; without one, random ids."""
-    wanted = list(prompts or BUILT_IN)[:MOST]
+    wanted = list(prompts or OUR_PROMPTS)[:MOST]
     of = f" of {len(prompts)}" if prompts is not None and len(prompts) > len(wanted) else ""
     whose = f"{len(wanted)}{of} {'given' if prompts is not None else 'built-in'} prompts"
     tokenizer = _tokenizer(folders)
@@ -100,12 +92,8 @@ def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_s
         ids[ids == pad_id] = (pad_id + 1) % vocab_size
         why = "there is no tokenizer" if tokenizer is None else "the tokenizer gives no tokens of this model"
         return Inputs(ids=ids, mask=torch.ones_like(ids), what=f"random token ids in place of {whose}: {why}")
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad_id)
-    mask = torch.zeros_like(ids)
-    for at, row in enumerate(rows):
-        ids[at, : len(row)] = torch.tensor(row)
-        mask[at, : len(row)] = 1
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad_id)
+    mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True)
     return Inputs(ids=ids, mask=mask, what=whose)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,12 +59,10 @@ class Tally:
         return self.dot / norms if norms else None
 
 
-def compare(
-    stored: Bytes, dtype: DType, expected: Recomputed, bound: Bound, loose: Bound | None, position: Callable[[int], int]
-) -> Tally:
-    """Return the tally of one block: `stored` are its bytes in the merged model.
+def tally_of(stored: Bytes, dtype: DType, expected: Recomputed, bounds: Sequence[Bound]) -> Tally:
+    """Return the tally of one block: `stored` are its bytes in the merged model, `first` counts from its beginning.
 
-    `loose` is a wider bound that is counted besides. `position` gives a value's flat index in the tensor.
+    What is outside of the first of `bounds` is wrong, what is outside of the last of them loosely wrong.
     """
     values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
     half = half_ulps(values, dtype)
@@ -82,19 +80,13 @@ def compare(
         moved_squares=moved_squares,
         dot=_dot(moved, expected.change),
     )
-    if not tally.ulps <= bound.of_result / 2:  # NaN too is a reason to look closer
-        _look_closer(tally, values, error, ratio, expected, (bound, loose), position)
+    if not tally.ulps <= bounds[0].of_result / 2:  # NaN too is a reason to look closer
+        _look_closer(tally, values, error, ratio, expected, bounds)
     return tally
 
 
 def _look_closer(
-    tally: Tally,
-    values: Array,
-    error: Array,
-    ratio: Array,
-    expected: Recomputed,
-    bounds: tuple[Bound, Bound | None],
-    position: Callable[[int], int],
+    tally: Tally, values: Array, error: Array, ratio: Array, expected: Recomputed, bounds: Sequence[Bound]
 ) -> None:
     """Count the values outside the bounds, each with its own size of change and product."""
     rows, columns = np.divmod(np.flatnonzero(~(ratio <= bounds[0].of_result)), ratio.shape[1])
@@ -106,12 +98,11 @@ def _look_closer(
     wrong = [
         ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products + room)
         for bound in bounds
-        if bound is not None
     ]
     tally.wrong, tally.loosely_wrong = int(np.count_nonzero(wrong[0])), int(np.count_nonzero(wrong[-1]))
     if tally.wrong:
         at = int(np.flatnonzero(wrong[0])[0])
-        tally.first = position(int(rows[at]) * ratio.shape[1] + int(columns[at]))
+        tally.first = int(rows[at]) * ratio.shape[1] + int(columns[at])
     # where what was added cancels, the neighbours of the small result are near; the size of what was added decides
     largest = np.maximum(np.maximum(np.abs(found), base), products)
     apart = np.maximum(half, half * largest / np.maximum(np.abs(found), np.finfo(half.dtype).tiny))

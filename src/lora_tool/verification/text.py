@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lora_tool.actions import TensorAction, Verdict
@@ -44,7 +44,7 @@ def _fate_line(fate: TensorAction, found: list[TensorEvidence]) -> str:
     rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
     kept = [item.cosine for item in right if item.cosine is not None]
     direction = f"; cosine of W' - W with ΔW {min(kept):.4f} or more" if kept else ""
-    return f"{count} merged are W + ΔW, the farthest {ulps:.3f} units in the last place away{rounded}{direction}"
+    return f"{count} merged are W + ΔW, the farthest {ulps:.3f} ulp away{rounded}{direction}"
 
 
 def output_lines(found: OutputEvidence) -> Iterator[str]:
@@ -55,36 +55,33 @@ def output_lines(found: OutputEvidence) -> Iterator[str]:
         f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average; rounding at random gives "
         f"{found.explained_largest:.3g} and {found.explained_mean:.3g}: {'explained' if found.explained else 'NOT explained'}"
     )
-    agreement = [
-        f"{name} {value:.4g}"
-        for name, value in (
-            ("KL divergence", found.divergence),
-            ("of which rounding gives", found.explained_divergence),
-            ("same first choice", found.same_choice),
-            ("rank agreement (Kendall)", found.rank_agreement),
-        )
-        if value is not None
-    ]
+    agreement = _figures(
+        {
+            "KL divergence": found.divergence,
+            "of which rounding gives": found.explained_divergence,
+            "same first choice": found.same_choice,
+            "rank agreement (Kendall)": found.rank_agreement,
+        }
+    )
     if agreement:
         yield "  " + ", ".join(agreement)
 
 
 def tensor_line(found: TensorEvidence) -> str:
     """Return one tensor's evidence in a line."""
-    figures = [
-        f"{name} {value:.4g}"
-        for name, value in (
-            ("ulps", found.ulps),
-            ("distance", found.distance),
-            ("factor", found.factor),
-            ("cosine", found.cosine),
-        )
-        if value is not None and found.action is TensorAction.MERGED
-    ]
+    figures = _figures(_distances(found)) if found.action is TensorAction.MERGED else []
     wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []
     return printable(
         "  ".join([f"{found.verdict.value:<10}", f"{found.action.value:<8}", found.name, *wrong, *figures])
     )
+
+
+def _distances(found: TensorEvidence) -> dict[str, float | None]:
+    return {name: getattr(found, name) for name in ("ulps", "distance", "factor", "cosine")}
+
+
+def _figures(named: Mapping[str, float | None]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in named.items() if value is not None]
 
 
 def verification_json(verification: Verification) -> dict[str, Any]:
@@ -111,10 +108,7 @@ def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
         "compared": found.compared,
         "values": found.numel,
         "wrong": found.wrong,
-        "ulps": finite(found.ulps),
-        "distance": finite(found.distance),
-        "factor": finite(found.factor),
-        "cosine": finite(found.cosine),
+        **{name: finite(value) for name, value in _distances(found).items()},
         "reason": found.reason or None,
     }
 
@@ -122,10 +116,6 @@ def _tensor_json(found: TensorEvidence) -> dict[str, Any]:
 def _outputs_json(found: OutputEvidence | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    table = dataclasses.asdict(found)
-    table |= {
-        "allowed_largest": found.allowed_largest,
-        "allowed_mean": found.allowed_mean,
-        "explained": found.explained,
-    }
+    derived = {name: getattr(found, name) for name in ("allowed_largest", "allowed_mean", "explained")}
+    table = {**dataclasses.asdict(found), **derived}
     return {name: finite(value) if isinstance(value, float) else value for name, value in table.items()}

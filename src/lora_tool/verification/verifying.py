@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lora_tool.plan.merge.expected import expected
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity, Skipped
-from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
@@ -100,9 +100,8 @@ def verify_inputs(
     prompts: Sequence[str] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
-    told: Callable[[str], None] | None = None,
 ) -> Verification:
-    """Return what `verify` returns, for inputs that were found. `told` is called with each run of `logits`."""
+    """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
     rules = chosen(select, ignore)
     plan, why_no_plan = inputs.plan_or_why_not()
@@ -115,7 +114,7 @@ def verify_inputs(
         from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
 
         try:
-            outputs = ask(inputs, plan, prompts=prompts, told=told)
+            outputs = ask(inputs, plan, prompts=prompts)
         except UnsupportedAdapter as error:
             why_no_outputs = str(error)
     subject = MergedSubject(
@@ -128,20 +127,9 @@ def verify_inputs(
         base_name=str(inputs.base.root),
         inputs=inputs.fingerprints(),
     )
-    report = Judge(rules=rules, deep=False).folder(subject)
-    if why_no_outputs:
-        unanswered = Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs)
-        report = replace(report, skipped=(*report.skipped, unanswered))
-    return Verification(
-        outputs=outputs,
-        merged=inputs.merged.root,
-        base=str(inputs.base.root),
-        adapters=tuple(str(adapter.root) for adapter in inputs.adapters),
-        level=level,
-        precision=inputs.precision,
-        evidence=evidence,
-        report=_with_unknown(report, evidence, inputs.merged),
-    )
+    skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
+    adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
+    return _judged(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
 
 
 def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
@@ -149,15 +137,38 @@ def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs
     written = _written(plan, folder)
     evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
     subject = MergedSubject(checkpoint=written, planned=expected(plan), evidence=evidence, recomputed=True)
-    report = Judge(rules=chosen(_OWN_RULES), deep=False).folder(subject)
+    return _judged(subject, chosen(_OWN_RULES), level, plan.precision)
+
+
+def _judged(
+    subject: MergedSubject,
+    rules: tuple[Rule, ...],
+    level: Level,
+    precision: Precision | None,
+    *,
+    adapters: tuple[str, ...] = (),
+    skipped: tuple[Skipped, ...] = (),
+) -> Verification:
+    """Return the verification of a folder whose values were read, by the rules that read none."""
+    merged, evidence = subject.checkpoint.root, subject.evidence
+    by_reason: dict[str, list[str]] = {}
+    for found in evidence.values():
+        if found.verdict is Verdict.UNKNOWN:
+            by_reason.setdefault(found.reason, []).append(found.name)
+    for reason, (first, *others) in by_reason.items():
+        more = f" and {len(others)} more" if others else ""
+        unknown = Skipped(code="LT608", path=str(merged), reason=f"`{first}`{more} not recomputed: {reason}")
+        skipped = (*skipped, unknown)
+    report = Judge(rules=rules, deep=False).folder(subject)
     return Verification(
-        merged=folder,
-        base="",
-        adapters=(),
+        merged=merged,
+        base=subject.base_name or "",
+        adapters=adapters,
         level=level,
-        precision=plan.precision,
+        precision=precision,
         evidence=evidence,
-        report=_with_unknown(report, evidence, written),
+        report=replace(report, skipped=(*report.skipped, *skipped)),
+        outputs=subject.outputs,
     )
 
 
@@ -174,24 +185,6 @@ def _written(plan: Plan, folder: Path) -> ModelDir:
     return ModelDir(
         kind=MERGED_MODEL, folder=read_folder(folder), config=None, weights=weights, problems=weights.problems
     )
-
-
-def _with_unknown(report: Report, evidence: Mapping[str, TensorEvidence], merged: ModelDir) -> Report:
-    """Add to the report which tensors were not recomputed, by name."""
-    by_reason: dict[str, list[str]] = {}
-    for found in evidence.values():
-        if found.verdict is Verdict.UNKNOWN:
-            by_reason.setdefault(found.reason, []).append(found.name)
-    skipped = tuple(
-        Skipped(code="LT608", path=str(merged.root), reason=f"{_listed(names)} not recomputed: {reason}")
-        for reason, names in by_reason.items()
-    )
-    return replace(report, skipped=(*report.skipped, *skipped))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"`{names[0]}`{more}"
 
 
 def summary_json(verification: Verification) -> dict[str, Any]:
