@@ -1042,6 +1042,14 @@ def _layer_lost(folder: Path) -> None:
             del table[name]
 
 
+@_breaks("LT505 saved in part", CAUSAL, with_base=True)
+def _one_norm_lost(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.layers.0.input_layernorm.weight"] = raw(16)
+    with fields(folder) as config:
+        config["modules_to_save"] = ["input_layernorm"]
+
+
 @_breaks("LT506", CAUSAL, with_base=True)
 def _saved_of_other_shape(folder: Path) -> None:
     with tensors(folder) as table:

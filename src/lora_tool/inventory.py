@@ -194,7 +194,6 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
             return None
         report = validate(
             whole,
-            base=named_base(whole)[0],
             select=criteria.select,
             ignore=criteria.ignore,
             deep=criteria.deep,

@@ -126,10 +126,11 @@ def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpo
     return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
 
 
-def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
+def opened_model(model: Reference, *, near: Path | None = None, download: bool = True) -> ModelDir:
     """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
-    found = open_checkpoint(resolve(model, download=download).path) if isinstance(model, str | os.PathLike) else model
-    return as_model(found, hint="give a model: `base=MODEL`")
+    if isinstance(model, str | os.PathLike):
+        model = open_checkpoint(resolve(model, near=near, download=download).path)
+    return as_model(model, hint="give a model: `base=MODEL`")
 
 
 def opened_adapter(adapter: Reference) -> AdapterDir:

@@ -19,6 +19,9 @@ from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
 from lora_tool.pipeline import render, running
 from lora_tool.report.json import schema as report_schema
+from lora_tool.rules.engine.scan import Scans
+from lora_tool.rules.engine.scan_model import Opener, WeightScan
+from lora_tool.tensors import TensorTable
 from tests.cli.calling import FIXTURES, Caller
 
 Stages = dict[str, str]
@@ -67,6 +70,21 @@ def test_the_summary_is_a_line_a_stage(call: Caller, tmp_path: Path) -> None:
         ["skipped", "push"],
     ]
     assert lines[-1] == f"passed: {tmp_path / 'out'}"
+
+
+def test_the_values_of_an_adapter_are_judged_once(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned: list[int] = []
+    scan = Scans._all
+
+    def noted(scans: Scans, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
+        scanned.append(len(tensors))
+        return scan(scans, tensors, opened)
+
+    monkeypatch.setattr(Scans, "_all", noted)
+    stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    assert scanned == [29]
 
 
 def test_what_is_proven_is_not_done_again(call: Caller, tmp_path: Path) -> None:

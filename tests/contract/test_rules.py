@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,4 +126,6 @@ def test_what_could_not_run_is_said(tmp_path: Path) -> None:
         if Need.WEIGHTS in found.needs and Need.SERVER not in found.needs and issubclass(AdapterSubject, found.on)
     }
     assert "cannot be read" in skipped["LT201"]
-    assert "no base model" in {skip.code: skip.reason for skip in judge(FIXTURES / CAUSAL).skipped}["LT501"]
+    alone = copy_of(CAUSAL, tmp_path / "without base")
+    shutil.rmtree(alone.parent / "base")
+    assert "no base model" in {skip.code: skip.reason for skip in judge(alone).skipped}["LT501"]

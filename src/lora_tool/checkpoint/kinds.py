@@ -7,8 +7,9 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lora_tool import keys
 from lora_tool.checkpoint.folders import Folder
@@ -130,6 +131,10 @@ class AdapterDir(_WithWeights):
     config: AdapterConfig | None
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
+    scans: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    """Tensor name → what its values are like, once the rules have looked: they read them once, however often it is
+    judged.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -24,7 +24,6 @@ from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
-from lora_tool.validation.bases import named_base
 from lora_tool.validation.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
@@ -59,8 +58,7 @@ def plan_push(
     """
     readme = Readme(readme)
     checkpoint = pushable(open_checkpoint(folder))
-    trained_on, why_no_base = named_base(checkpoint)
-    report = validate(checkpoint, base=trained_on, select=select, ignore=ignore, why_no_base=why_no_base)
+    report = validate(checkpoint, select=select, ignore=ignore)
     report.raise_at(Severity(fail_on))
     _require_not_found_wrong(checkpoint)
     contents, left_out = selected(checkpoint, include)

@@ -8,7 +8,7 @@ from lora_tool.adapter import targeting
 from lora_tool.adapter.support import refusals
 from lora_tool.adapter.view import WholeTensor
 from lora_tool.architectures.ends import is_end
-from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS, head_of
 from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -97,8 +97,8 @@ def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
-    # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
-    entries = [entry for entry in config.modules_to_save if head_of(entry) is None]
+    # PEFT adds these names to every such adapter, whatever its head is called; LT301 looks at heads
+    entries = [entry for entry in config.modules_to_save if entry not in PEFT_CLASSIFIERS | QUESTION_HEADS]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
         if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):

@@ -275,7 +275,8 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
     ## What it does
-    Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those without tensors.
+    Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those without tensors; and
+    for what is in the file in part, of `modules_to_save` and of the biases that `"bias": "all"` trains.
 
     ## Why it matters
     Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only: these layers
@@ -289,6 +290,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match, config = subject.matched, subject.config
     yield from _parameters_not_trained(subject, match)
+    yield from _saved_in_part(subject, match)
     if not subject.layers:
         return
     every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
@@ -314,6 +316,26 @@ def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterat
         if found < count:
             which = f"{counted(count, 'parameter')} of it in {match.base.root}, LoRA is on {found}"
             yield Fault(subject=module, message=f"`target_parameters` names {which}")
+
+
+def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Look for weights and biases of the base whose like is in the file: PEFT would keep the base's without a word."""
+    there = {**subject.view.saved, **subject.view.frozen}
+    modules = {name.rpartition(".")[0] for name in there} - {layer.target for layer in subject.layers}
+    added = targeting.ADDED_BY_PEFT.get(subject.config.task_type or "", ())
+    found = {
+        entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
+    }
+    biases = subject.config.bias == "all" and any(name.endswith(".bias") for name in subject.view.saved)
+    for tensor in match.base.tensors.values():
+        module, _, leaf = (match.strip + tensor.name.removeprefix(match.add)).rpartition(".")
+        named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
+        wanted = named or (biases and leaf == "bias")
+        if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):
+            what = "`modules_to_save` names it" if named else '`"bias": "all"` trains it'
+            yield Fault(
+                subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, and the file does not have it"
+            )
 
 
 def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
@@ -352,26 +374,21 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
-        elif tensor.spec.numel and not _ends_a_head(module) and not _fits(match, tensor, base, module):
+        elif tensor.spec.numel and not is_last_layer(module) and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
 
 
-def _ends_a_head(module: str) -> bool:
-    """Whether a module is the last layer of a head, which may be new with other labels."""
-    return is_last_layer(module) or head_of(module) == module.rpartition(".")[2]
-
-
 def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
     """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
-    if subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
+    if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
         return False
     stem = ".".join(match.name(module).split(".")[:2])
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
 
 
 def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
-    """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
+    """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's, of labels LT513's."""
     vocab_size = match.base.config.vocab_size if match.base.config else None
-    rows = is_end(module) or base.shape[:1] == (vocab_size,)
-    return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])
+    rows = is_end(module) or head_of(module) == module.rpartition(".")[2] or base.shape[:1] == (vocab_size,)
+    return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:] and bool(tensor.shape))
