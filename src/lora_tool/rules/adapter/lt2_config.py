@@ -8,7 +8,7 @@ from lora_tool.adapter import targeting
 from lora_tool.adapter.support import refusals
 from lora_tool.adapter.view import WholeTensor
 from lora_tool.architectures.ends import is_end
-from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS, head_of
+from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import ExpertLayout
