@@ -24,21 +24,17 @@ _SHARED_LAYERS = frozenset({"albert"})
 def token_without_row(subject: Subject) -> Iterator[Fault]:
     """The pad token has no row in the embeddings.
 
-    ## What it does
-    Compares the id of the tokenizer's pad token, and a model's `pad_token_id`, with the rows of the embeddings: the
-    adapter's own, else the base's.
+    What it does: Compares the id of the tokenizer's pad token, and a model's `pad_token_id`, with the rows of the
+    embeddings: the adapter's own, else the base's.
 
-    ## Why it matters
-    A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not saved. The
-    first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered"; most models cannot
-    even be built with such a `pad_token_id`.
+    Why it matters: A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not
+    saved. The first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered"; most
+    models cannot even be built with such a `pad_token_id`.
 
-    ## Example
-    `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
+    Example: `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
 
-    ## What to do
-    Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the embeddings
-    (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
+    What to do: Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
+    embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
     """
     checkpoint = subject.checkpoint
     rows = _embedding_rows(subject)
@@ -80,20 +76,16 @@ def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     """Weights that are not those of the config.
 
-    ## What it does
-    Compares `num_hidden_layers` in `config.json` with the layers in the weights, of an encoder and a decoder each by
-    itself; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
+    What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, of encoder and decoder
+    each; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
 
-    ## Why it matters
-    transformers fills in layers that are missing with random numbers and says so in a log line; the model talks
-    nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard was lost and
-    the index written anew.
+    Why it matters: transformers fills in layers that are missing with random numbers and says so in a log line; the
+    model talks nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard
+    was lost and the index written anew.
 
-    ## Example
-    `config.json` has `"num_hidden_layers": 32`, and the weights have layers 0 to 15.
+    Example: `config.json` has `"num_hidden_layers": 32`, and the weights have layers 0 to 15.
 
-    ## What to do
-    Copy the config and the weights from the same place again.
+    What to do: Copy the config and the weights from the same place again.
     """
     config = subject.checkpoint.config
     if config is None or config.quantization:
