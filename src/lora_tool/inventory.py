@@ -183,11 +183,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         if isinstance(whole, RunDir):
             return None
         report = validate(
-            whole,
-            select=criteria.select,
-            ignore=criteria.ignore,
-            deep=criteria.deep,
-            servers=criteria.servers,
+            whole, select=criteria.select, ignore=criteria.ignore, deep=criteria.deep, servers=criteria.servers
         )
     except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
         report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
