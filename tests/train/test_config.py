@@ -139,7 +139,7 @@ def test_what_is_typed_wins_and_reaches_trls_parser_as_text(tmp_path: Path) -> N
     assert run.given >= {"learning_rate", "max_steps", "use_peft", "gradient_checkpointing"}
     assert "warmup_steps" not in run.given
     assert run.launch == ["--num_processes", "4", "--multi_gpu"]
-    _, training, model, _ = trl_arguments(run.method, run.file, run.words)  # as the worker reads them
+    _, training, model, _ = trl_arguments(run.method, run.options)  # as the worker reads them
     assert (training.learning_rate, training.max_steps, training.gradient_checkpointing) == (1e-5, 3, False)
     assert model.lora_target_modules == ["q_proj", "v_proj"]
     assert run.env == {"A": "1"}
@@ -153,15 +153,15 @@ def test_arguments_that_are_no_options(tmp_path: Path, typed: tuple[str, ...]) -
 
 def test_only_what_is_absent_is_set(tmp_path: Path) -> None:
     run, settings = with_settings(read(tmp_path, "use_peft: true"))
-    assert {item.name: item.value for item in settings} == {
+    assert {name: value for name, (value, _) in settings.items()} == {
         "lora_task_type": "SEQ_CLS",
         "logging_nan_inf_filter": False,
     }
     assert run.options["lora_task_type"] == "SEQ_CLS"
     _, none = with_settings(read(tmp_path, "use_peft: true\nlora_task_type: CAUSAL_LM\nlogging_nan_inf_filter: true"))
-    assert none == ()
+    assert none == {}
     _, causal = with_settings(read(tmp_path, "use_peft: true", method="sft"))
-    assert [item.name for item in causal] == ["logging_nan_inf_filter"]
+    assert list(causal) == ["logging_nan_inf_filter"]
 
 
 @pytest.mark.parametrize(
