@@ -7,8 +7,9 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lora_tool import keys
 from lora_tool.checkpoint.folders import Folder
@@ -18,7 +19,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.weights import Weights
-from lora_tool.tensors import TensorTable
+from lora_tool.tensors import DType, TensorTable
 
 
 @enum.unique
@@ -122,6 +123,19 @@ class ModelDir(_WithWeights):
     config: ModelConfig | None
     manifest: Manifest | None = None
 
+    @property
+    def whole_config(self) -> ModelConfig:
+        """The config of a model that the rules found whole."""
+        if self.config is None:
+            raise AssertionError("a whole model has a config")
+        return self.config
+
+    @property
+    def dtype(self) -> DType | None:
+        """The type that `from_pretrained(dtype="auto")` gives the model: the config's, else that of the first float."""
+        first = next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
+        return (self.config.dtype if self.config else None) or first
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class AdapterDir(_WithWeights):
@@ -130,6 +144,10 @@ class AdapterDir(_WithWeights):
     config: AdapterConfig | None
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
+    scans: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    """Tensor name → what its values are like, once the rules have looked: they read them once, however often it is
+    judged.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
