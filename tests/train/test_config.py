@@ -11,6 +11,7 @@ import pytest
 from lora_tool.errors import BadRunConfig
 from lora_tool.train.checks import static_findings, with_settings
 from lora_tool.train.config import RunConfig, read_run_config, trl_arguments
+from lora_tool.train.job import TrainingJob, read_job, write_job
 from lora_tool.train.methods import METHODS
 
 REWARD = METHODS["reward"]
@@ -143,6 +144,18 @@ def test_what_is_typed_wins_and_reaches_trls_parser_as_text(tmp_path: Path) -> N
     assert (training.learning_rate, training.max_steps, training.gradient_checkpointing) == (1e-5, 3, False)
     assert model.lora_target_modules == ["q_proj", "v_proj"]
     assert run.env == {"A": "1"}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_reaches_the_worker_as_it_was_read(tmp_path: Path, method: str) -> None:
+    text = "learning_rate: 1e-4\nuse_peft: true\ndatasets: [{path: json, data_files: a.jsonl}]\n"
+    run = read(tmp_path, text, "--use_cpu", "--bf16", "false", "--output_dir", "out", method=method)
+    write_job(TrainingJob(guard=run.guard, method=run.method, options=run.options), tmp_path)
+    options = read_job(tmp_path).options
+    assert options == run.options
+    _, training, model, mixture = trl_arguments(run.method, options)
+    assert (training.learning_rate, model.use_peft, mixture.datasets[0].data_files) == (1e-4, True, "a.jsonl")
 
 
 @pytest.mark.parametrize("typed", [("stray",), ("--learning_rate",), ("--", "x")])

@@ -20,7 +20,7 @@ from lora_tool.report import Finding, Report, Severity
 from lora_tool.report.json import report_json
 from lora_tool.train.checks import require_inputs, static_findings, with_settings
 from lora_tool.train.config import RunConfig, read_run_config, require_training
-from lora_tool.train.job import TrainingOutcome, TrainingStatus, finite
+from lora_tool.train.job import TrainingOutcome, TrainingStatus, json_value
 from lora_tool.train.launch import launch, launch_command, require_good
 from lora_tool.train.methods import Method
 from lora_tool.train.remains import ResumeChoice, is_empty, last_valid, named, newest_rank_files, reassemble
@@ -120,7 +120,7 @@ def _report(run: RunConfig, settings: dict[str, Any], outcome: TrainingOutcome) 
         "output": outcome.facts.get("output"),
         "settings": settings,
         "notes": list(outcome.notes),
-        "facts": finite(outcome.facts),
+        "facts": json_value(outcome.facts),
         "error": outcome.error,
         "hint": outcome.hint,
     }

@@ -29,7 +29,7 @@ from lora_tool.report import Finding, Severity
 from lora_tool.train import data_checks, live_checks
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.diagnosis import SignalTracker
-from lora_tool.train.job import FOLDER_VARIABLE, TrainingOutcome, TrainingStatus, finite, read_job, write_outcome
+from lora_tool.train.job import FOLDER_VARIABLE, TrainingOutcome, TrainingStatus, json_value, read_job, write_outcome
 from lora_tool.train.methods import METHODS
 from lora_tool.train.saving import clean_card, free_name
 from lora_tool.train.traps import trap
@@ -228,7 +228,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
 
     def _write_metrics(self, logs: Mapping[str, Any]) -> None:
         if self._writes:
-            line = finite({"step": self.state.global_step, "epoch": self.state.epoch, **logs})
+            line = json_value({"step": self.state.global_step, "epoch": self.state.epoch, **logs})
             path = Path(self.args.output_dir) / METRICS
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:

@@ -108,9 +108,9 @@ def read_outcomes(folder: Path) -> list[TrainingOutcome]:
     return outcomes
 
 
-def finite(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return the value as JSON has it: NaN and infinity as words, tensors as numbers; also inside a table."""
     if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
+        return {name: json_value(item) for name, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
