@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lora_tool.display import as_html, counted, shortened
+from lora_tool.display import as_html, counted, shortened, some
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_rule
@@ -47,7 +47,7 @@ class Report:
         return self.text()
 
     def __repr__(self) -> str:
-        paths = ", ".join(subject.path for subject in self.subjects[:3]) + (", …" if len(self.subjects) > 3 else "")  # noqa: PLR2004 - a line
+        paths = some([subject.path for subject in self.subjects], 3)
         return f"Report({paths}: {shortened(self.counts(), 300)})"
 
     def _repr_html_(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lora_tool.choices import Choice
+from lora_tool.choices import TextEnum
 from lora_tool.report import Finding, Severity
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.methods import METHODS, Method
@@ -22,7 +22,7 @@ FOLDER_VARIABLE = "LORA_TOOL_JOB"
 
 
 @enum.unique
-class TrainingStatus(Choice):
+class TrainingStatus(TextEnum):
     """How a training ended. CHECKED: a dry run that found nothing in the way."""
 
     DONE = "done"

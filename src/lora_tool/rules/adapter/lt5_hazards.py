@@ -61,9 +61,9 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
 def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter names another base.
 
-    What it does: Compares the base with the one that `adapter_config.json` names, where that one is on this disk: names,
-    types, shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two Hub ids
-    the names are compared where the named one is not here.
+    What it does: Compares the base with the one that `adapter_config.json` names, where that one is on this disk:
+    names, types, shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two
+    Hub ids the names are compared where the named one is not here.
 
     Why it matters: Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without
     a word, and what comes out is garbage that looks fluent.
