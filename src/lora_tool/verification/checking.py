@@ -79,7 +79,7 @@ def check_tensors(
     with Files() as files, threadpool_limits(limits=1, user_api="blas"):
         looks = ((task, tally) for _, parts in seen for part, tally in parts for task in _tasks(part, level))
         _in_parallel(looks, files, precision, jobs, progress or (lambda _: None))
-        return {step.out.name: evidence_of(step, parts, files, stated=precision is not None) for step, parts in seen}
+        return {step.out.name: evidence_of(step, parts, files) for step, parts in seen}
 
 
 def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
@@ -185,7 +185,7 @@ def _compare_bytes(part: Compared, files: Files, start: int, nbytes: int) -> Tal
     tally = Tally(compared=nbytes // width)
     if not np.array_equal(stored, source):
         differing = np.flatnonzero(stored != source) // width
-        tally.wrong = tally.loosely_wrong = len(np.unique(differing))
+        tally.outside = tally.wrong = len(np.unique(differing))
         tally.first = part.begin + start // width + int(differing[0])
         tally.moved = True
     return tally
