@@ -22,7 +22,7 @@ from lora_tool.checkpoint import (
     as_model,
     open_checkpoint,
 )
-from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
+from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
 from lora_tool.formats.files import is_file, is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
@@ -30,6 +30,7 @@ from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_me
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
 """How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_IN_CACHE = re.compile(r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[^/]+)")
 _URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
@@ -60,14 +61,12 @@ class Source:
 
 def source_of(path: Path, reference: str | None = None) -> Source:
     """Return the source that a local folder is; a path into the Hub cache tells Hub id and commit."""
-    real = Path(os.path.realpath(path))  # models--owner--name/snapshots/<commit>
-    repo = real.parent.parent.name
-    in_cache = real.parent.name == "snapshots" and repo.startswith("models--")
+    cached = _IN_CACHE.search(os.path.realpath(path))
     return Source(
         path=path,
         reference=reference or str(path),
-        hub_id=repo.removeprefix("models--").replace("--", "/", 1) if in_cache else None,
-        revision=real.name if in_cache else None,
+        hub_id=cached["repo"].replace("--", "/", 1) if cached else None,
+        revision=cached["commit"] if cached else None,
     )
 
 
@@ -76,6 +75,12 @@ def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> 
     if isinstance(checkpoint, str | os.PathLike):
         return resolve(checkpoint, near=near, download=True, wanted=wanted)
     return source_of(checkpoint.root)
+
+
+def hub_id_of(reference: str) -> str | None:
+    """Return the repository on the Hub that `reference` names if no such folder is here; None for a mere path."""
+    match = _HUB_ID.match(reference.removeprefix(_URI))
+    return match["id"] if match else None
 
 
 def several(checkpoints: Reference | Sequence[Reference]) -> tuple[Reference, ...]:
@@ -212,19 +217,3 @@ def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bo
         message = f"{reference}: no such folder, and the Hub refused it: {str(error).strip().splitlines()[0]}"
         raise IncompleteCheckpoint(message, hint=probably_meant(reference)) from error
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
-
-
-def another_base(named: str | None, near: Path, base: Source) -> tuple[str, ...]:
-    """Return a warning where `base` is not the one that an adapter names: equal shapes would merge into nonsense.
-
-    `named` is what its config says, `near` its folder.
-    """
-    if not named or named == base.reference:
-        return ()
-    try:
-        found = resolve(named, near=near)
-    except CheckpointError:
-        return ()
-    if found.path.samefile(base.path) or (found.hub_id is not None and found.hub_id == base.hub_id):
-        return ()
-    return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)

@@ -19,7 +19,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.weights import Weights
-from lora_tool.tensors import TensorTable
+from lora_tool.tensors import DType, TensorTable
 
 
 @enum.unique
@@ -122,6 +122,19 @@ class ModelDir(_WithWeights):
 
     config: ModelConfig | None
     manifest: Manifest | None = None
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        """The config of a model that the rules found whole."""
+        if self.config is None:
+            raise AssertionError("a whole model has a config")
+        return self.config
+
+    @property
+    def dtype(self) -> DType | None:
+        """The type that `from_pretrained(dtype="auto")` gives the model: the config's, else that of the first float."""
+        first = next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
+        return (self.config.dtype if self.config else None) or first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -10,6 +10,7 @@ from typing import Any
 from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
+from lora_tool.tensors import FLOAT_NAMES, DType
 
 FILE_NAME = "config.json"
 
@@ -36,6 +37,13 @@ class ModelConfig:
     custom_code: bool = False
     """Whether `auto_map` asks for Python code from the checkpoint."""
     problems: tuple[Problem, ...] = ()
+
+    @property
+    def dtype(self) -> DType | None:
+        """The type of the weights that it names, None where it names none that we know."""
+        named = self.raw.get("dtype", self.raw.get("torch_dtype"))
+        by_name = {name: dtype for dtype, name in FLOAT_NAMES.items()}
+        return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
 
 
 def read_model_config(path: Path) -> ModelConfig:

@@ -40,7 +40,7 @@ from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sources import Source, Wanted, another_base, located, source_of
+from lora_tool.sources import Source, Wanted, located, source_of
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -229,8 +229,7 @@ class _Running:
             written = self._write("merge", key, plan, job.output)
         counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
         summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
-        named = opened.config.base_model if opened.config else None
-        warnings = tuple(map(as_options, (*another_base(named, self._root, base), *notes, *written.warnings)))
+        warnings = tuple(map(as_options, (*notes, *written.warnings)))
         self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 

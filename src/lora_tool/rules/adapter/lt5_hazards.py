@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.architectures.ends import is_end
-from lora_tool.errors import BadConfig, CorruptFile
+from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
 from lora_tool.formats import training_record
 from lora_tool.formats.files import inside
 from lora_tool.formats.training_record import TrainingRecord, read_training_record
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.sources import hub_id_of, resolve, source_of
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
@@ -23,20 +25,16 @@ _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 def other_base(subject: AdapterSubject) -> Iterator[Fault]:
     """Another base than the one that was trained on.
 
-    ## What it does
-    Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`: names, types,
-    shapes and samples of all weights.
+    What it does: Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`:
+    names, types, shapes and samples of all weights.
 
-    ## Why it matters
-    Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without a word, and
-    what comes out is garbage that looks fluent.
+    Why it matters: Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without
+    a word, and what comes out is garbage that looks fluent.
 
-    ## Example
-    The adapter was trained on `Qwen2.5-7B-Instruct` and `--base` is `Qwen2.5-7B`.
+    Example: The adapter was trained on `Qwen2.5-7B-Instruct` and `--base` is `Qwen2.5-7B`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`. The same model converted to another type is another
-    one to this rule: `--ignore LT507`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`. The same model converted to another type
+    is another one to this rule: `--ignore LT507`.
     """
     path = _record_of(subject)
     if path is None:
@@ -59,6 +57,54 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject="base.fingerprint", message=message, path=str(path), hint=hint)
 
 
+@rule("LT520", Severity.WARNING, on=AdapterSubject)
+def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter names another base.
+
+    ## What it does
+    Compares the base with the one that `adapter_config.json` names, where that one is on this disk: names, types,
+    shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two Hub ids the
+    names are compared where the named one is not here.
+
+    ## Why it matters
+    Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without a word, and
+    what comes out is garbage that looks fluent.
+
+    ## Example
+    `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, and `--base` is `Qwen/Qwen2.5-7B`.
+
+    ## What to do
+    Leave out `--base`, so that the named model is taken, or correct `base_model_name_or_path`.
+    """
+    base, named = subject.base, subject.config.base_model
+    if base is None or not named or any(problem.fatal for problem in base.problems):
+        return
+    given = source_of(base.root)
+    try:
+        found = resolve(named, near=subject.checkpoint.root)
+    except CheckpointError:
+        if given.hub_id is not None and hub_id_of(named) not in (None, given.hub_id):
+            message = f"is {named}, and the base is {given.hub_id}"
+            yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
+        return  # of a folder that is not here nobody can tell
+    if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
+        return
+    if not _is_same_model(found.path, base):
+        message = f"is {named} ({found.path}), and the base is {given.hub_id or base.root}, which holds other weights"
+        yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
+
+
+def _is_same_model(named: Path, base: ModelDir) -> bool:
+    """Whether the folder holds the weights of `base`, by samples; so is one that cannot be read, for others to say."""
+    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for two bases only
+
+    try:
+        other = open_model(named)
+    except CheckpointError:
+        return True
+    return fingerprint(other.weights) == fingerprint(base.weights)
+
+
 def _record_of(subject: AdapterSubject) -> Path | None:
     """Return the record beside the adapter, or beside the run that it is a checkpoint of."""
     root = subject.checkpoint.root
@@ -78,18 +124,14 @@ def _named(record: TrainingRecord) -> str:
 def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on one end of tied embeddings.
 
-    ## What it does
-    Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both.
+    What it does: Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both.
 
-    ## Why it matters
-    Unmerged, the adapter works. PEFT's merge changes the shared matrix, and with it the end that was not trained;
-    `lora-tool merge` refuses.
+    Why it matters: Unmerged, the adapter works. PEFT's merge changes the shared matrix, and with it the end that was
+    not trained; `lora-tool merge` refuses.
 
-    ## Example
-    `target_modules` names `lm_head`, and the base's config has `"tie_word_embeddings": true`.
+    Example: `target_modules` names `lm_head`, and the base's config has `"tie_word_embeddings": true`.
 
-    ## What to do
-    Serve it unmerged; next time train on a base that was saved with `tie_word_embeddings=False`.
+    What to do: Serve it unmerged; next time train on a base that was saved with `tie_word_embeddings=False`.
     """
     match = subject.match
     if not isinstance(match, BaseMatch) or subject.is_reward() or not _is_tied(match):
@@ -115,18 +157,14 @@ def _is_tied(match: BaseMatch) -> bool:
 def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A trained token that the base does not have.
 
-    ## What it does
-    Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's, where it
-    carries one, else the base's.
+    What it does: Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's,
+    where it carries one, else the base's.
 
-    ## Why it matters
-    The tokens were added before training, and the base is without them. PEFT fails with an index out of range.
+    Why it matters: The tokens were added before training, and the base lacks them. PEFT fails: index out of range.
 
-    ## Example
-    Token 151,670 was trained, and the base's embedding has 151,666 rows.
+    Example: Token 151,670 was trained, and the base's embedding has 151,666 rows.
 
-    ## What to do
-    Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, then `model.save_pretrained(NEW)`.
+    What to do: Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, saved anew.
     """
     match = subject.match
     if not isinstance(match, BaseMatch):
@@ -147,19 +185,15 @@ _DENSE = re.compile(r"(?P<block>.+\.\d+\.[^.]+)\.(?P<leaf>gate_proj|up_proj|down
 def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a dense layer where the base has experts.
 
-    ## What it does
-    Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers that have nothing but a
-    mixture of experts in the base.
+    What it does: Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers that have
+    nothing but a mixture of experts in the base.
 
-    ## Why it matters
-    The adapter was trained on the dense model of the family. PEFT drops these layers with a warning, and applies the
-    others, such as attention, to a model that they were not trained on.
+    Why it matters: The adapter was trained on the dense model of the family. PEFT drops these layers with a warning,
+    and applies the others, such as attention, to a model that they were not trained on.
 
-    ## Example
-    LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
+    Example: LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     if subject.base is None or subject.base.config is None:
         return
@@ -186,17 +220,14 @@ _LAYER = re.compile(r".+?\.\d+(?=\.)")
 def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     """The base holds the adapter already.
 
-    ## What it does
-    Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a merged model.
+    What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is merged
+    itself.
 
-    ## Why it matters
-    Merged again, or put onto that model unmerged, the adapter counts twice: the output drifts, and nothing fails.
+    Why it matters: Merged again, or put onto that model unmerged, the adapter counts twice, and nothing fails.
 
-    ## Example
-    `--base merged-model`, which was made from this very adapter.
+    Example: `--base merged-model`, which was made from this very adapter.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`. The merged model needs no adapter.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`. The merged model needs no adapter.
     """
     manifest = subject.base.manifest if subject.base is not None else None
     if subject.base is None or manifest is None or not manifest.merged_adapters:
