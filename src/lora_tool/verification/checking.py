@@ -26,7 +26,7 @@ from lora_tool.verification.elements import Files, Rows, rows_and_columns
 from lora_tool.verification.initial import CannotTellError
 from lora_tool.verification.pieces import (
     Compared,
-    grouped,
+    batched,
     parts_of,
     row_blocks,
     sampled_rows,
@@ -93,13 +93,13 @@ def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
 def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
     if part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
-        for some in grouped(list(found), _TASK_PIECES):
+        for some in batched(list(found), _TASK_PIECES):
             yield _Task(part=part, stretches=some)
     elif why_not(part.op) is None and part.stored.spec.numel:
         rows = list(row_blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
         # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
         # init is a decomposition of all of it
-        for blocks in [rows] if part.op.needs_all_rows else grouped(rows, _TASK_PIECES):
+        for blocks in [rows] if part.op.needs_all_rows else batched(rows, _TASK_PIECES):
             yield _Task(part=part, rows=blocks)
 
 
