@@ -15,6 +15,7 @@ from typing import Literal
 from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint
 from lora_tool.checkpoint.kinds import matches
 from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
+from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
@@ -27,16 +28,13 @@ from lora_tool.validation.validating import Criteria, judge_checkpoint, validate
 
 
 @enum.unique
-class FileRole(str, enum.Enum):
+class FileRole(TextEnum):
     """What a file of a checkpoint is for."""
 
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
     RNG = "rng"
     OTHER = "other"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 _CONTENTS = (
@@ -227,7 +225,7 @@ def _content(name: str) -> FileRole:
 
 
 @enum.unique
-class Why(str, enum.Enum):
+class Why(TextEnum):
     """Why a checkpoint is kept, or may go."""
 
     LAST = "one of the last"
@@ -239,9 +237,6 @@ class Why(str, enum.Enum):
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor the best"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}
