@@ -19,7 +19,7 @@ from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
-from lora_tool.report.model import RunCheckpoint
+from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
@@ -183,11 +183,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         if isinstance(whole, RunDir):
             return None
         report = validate(
-            whole,
-            select=criteria.select,
-            ignore=criteria.ignore,
-            deep=criteria.deep,
-            servers=criteria.servers,
+            whole, select=criteria.select, ignore=criteria.ignore, deep=criteria.deep, servers=criteria.servers
         )
     except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
         report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
