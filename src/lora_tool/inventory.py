@@ -19,7 +19,7 @@ from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
-from lora_tool.report.model import RunCheckpoint
+from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lora_tool.display import as_html, counted, shortened, some
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_rule
 from lora_tool.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
-from lora_tool.report.words import Checked, Ignored, Page, Run, RunCheckpoint, Skipped, Unread
+from lora_tool.report.words import Checked, Ignored, Page, Skipped, Unread
 
-__all__ = ["Checked", "Ignored", "Page", "Report", "Run", "RunCheckpoint", "Skipped", "Unread", "by_subject", "joined"]
+if TYPE_CHECKING:
+    from lora_tool.report.runs import Run
+
+__all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
 
 T = TypeVar("T")
 
