@@ -1020,6 +1020,16 @@ def _other_base(folder: Path) -> None:
         table[first] = edit.scrambled(table[first])
 
 
+@_breaks("LT520", CAUSAL, with_base=True)
+def _base_that_is_not_named(folder: Path) -> None:
+    shutil.copytree(folder.parent / "base", folder.parent / "named")
+    with tensors(folder.parent / "base", "model-00001-of-00002.safetensors") as table:
+        first = next(iter(table))
+        table[first] = edit.scrambled(table[first])
+    with fields(folder) as config:
+        config["base_model_name_or_path"] = "../named"
+
+
 @_breaks("LT507 unreadable", CAUSAL)
 def _no_record(folder: Path) -> None:
     (folder / "lora_tool_train.json").write_text("[]")

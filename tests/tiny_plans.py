@@ -18,7 +18,6 @@ from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.context import MergeContext, merge_context
-from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.tensors import DType
 from tests.property.strategies import write_weights
@@ -88,8 +87,7 @@ def context(
         for each in map(view_of, view.adapters)
     ]
     adapted, modules = join(parts)
-    head, labels = head_and_labels(view, modules, asked=num_labels)
-    return merge_context(view, adapted, modules, head=head, labels=labels, dtype=dtype, untie=untie)
+    return merge_context(view, adapted, modules, num_labels=num_labels, dtype=dtype, untie=untie)
 
 
 def facts(shapes: Mapping[str, tuple[int, ...]], **more: Any) -> ModelFacts:

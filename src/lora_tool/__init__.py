@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
     from lora_tool.plan.core.ops import Precision as Precision
     from lora_tool.plan.core.plan import Plan as Plan
-    from lora_tool.plan.merge.build_plan import HubOrigin as HubOrigin
     from lora_tool.plan.merge.plan_merge import plan_merge as plan_merge
     from lora_tool.progress import Progress as Progress
     from lora_tool.progress import StageWatch as StageWatch
@@ -88,7 +87,6 @@ _HOMES = {
     "plan.consolidate.plan_consolidate": "What plan_consolidate",
     "plan.core.ops": "Precision",
     "plan.core.plan": "Plan",
-    "plan.merge.build_plan": "HubOrigin",
     "plan.merge.plan_merge": "plan_merge",
     "progress": "Progress StageWatch Watch",
     "report.findings": "Finding Severity",

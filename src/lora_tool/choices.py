@@ -18,8 +18,8 @@ class Choice(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> Choice:
         """Return the member that `value` spells otherwise. Raises `WrongValue`."""
-        word = _plain(value)
-        found = next((member for member in cls if _plain(member.value) == word), None)
+        word = _folded(value)
+        found = next((member for member in cls if _folded(member.value) == word), None)
         if found is None:
             what = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
             raise wrong_value(what, value, [str(member) for member in cls])
@@ -47,7 +47,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"Did you mean {found!r}?" if found else f"Known are {', '.join(listed)}."
 
 
-def _plain(value: object) -> str:
+def _folded(value: object) -> str:
     return str(value).lower().replace("_", "-")
 
 

@@ -74,11 +74,18 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < _KIB - 1 else f"{value:.0f} {unit}"
 
 
-def number(value: float) -> str:
+def number(value: float | None, *, none: str = "-") -> str:
     """Return three significant digits: ``0.490``, ``12.3``, ``1.20e-05``."""
+    if value is None:
+        return none
     if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "inf"
+        return "NaN" if math.isnan(value) else str(value)
     return "0" if value == 0 else f"{value:#.3g}".removesuffix(".")
+
+
+def four_digits(value: float | None) -> str:
+    """Return four significant digits, without zeros at the end."""
+    return number(value) if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
 def counted(n: int, what: str) -> str:

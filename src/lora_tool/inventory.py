@@ -90,7 +90,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
             run.add(*one)
     pointed_at = set(_link_targets(root))
     for parent, run in runs.items():
-        found = sorted(run.found, key=lambda each: each[0].root == parent)
+        found = sorted(run.whole(), key=lambda each: each[0].root == parent)
         if not found:
             continue
         judged = [item for item, _ in found]
@@ -121,7 +121,7 @@ class _Run:
     """
 
     found: list[tuple[Judged, str]] = field(default_factory=list)
-    furthest: int | None = None
+    furthest: TrainerState | None = None
     base: ModelDir | Literal["unknown"] | None = "unknown"
 
     def base_of(self, parent: Path) -> ModelDir | None:
@@ -134,26 +134,16 @@ class _Run:
         return self.base
 
     def add(self, item: Judged, kind: str) -> None:
-        self.found.append((item, kind))
-        if item.state is None:
-            return
-        last, before = len(self.found) - 1, self.furthest
-        if before is None or item.state.global_step > self._state(before).global_step:
-            self.furthest = last
-            self._forget(before)
-        else:
-            self._forget(last)
+        state = item.state
+        if state is not None and (self.furthest is None or state.global_step > self.furthest.global_step):
+            self.furthest = state
+        self.found.append((item if state is None else replace(item, state=without_history(state)), kind))
 
-    def _state(self, at: int) -> TrainerState:
-        state = self.found[at][0].state
-        if state is None:
-            raise AssertionError("the furthest checkpoint has a state")
-        return state
-
-    def _forget(self, at: int | None) -> None:
-        if at is not None:
-            item, kind = self.found[at]
-            self.found[at] = replace(item, state=without_history(self._state(at))), kind
+    def whole(self) -> Iterator[tuple[Judged, str]]:
+        """Yield the checkpoints with their kinds, the furthest with its log."""
+        for item, kind in self.found:
+            is_furthest = self.furthest is not None and item.state is not None and item.state.path == self.furthest.path
+            yield replace(item, state=self.furthest) if is_furthest else item, kind
 
 
 def _checkpoints_under(root: Path) -> Iterator[Path]:
@@ -204,7 +194,6 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
             return None
         report = validate(
             whole,
-            base=named_base(whole)[0],
             select=criteria.select,
             ignore=criteria.ignore,
             deep=criteria.deep,

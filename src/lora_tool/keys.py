@@ -89,7 +89,7 @@ def parse(name: str) -> AdapterKey:
     inner = name.removeprefix(PREFIX)
     match = _PART.match(inner)
     if match is None:
-        return _plain(name, inner, prefixed=prefixed)
+        return _outside_lora(name, inner, prefixed=prefixed)
     part = _PARTS[match["part"].rpartition(".")[2]]
     adapter_name, leaf = _split_rest(part, match["rest"])
     return AdapterKey(
@@ -97,7 +97,7 @@ def parse(name: str) -> AdapterKey:
     )
 
 
-def _plain(name: str, inner: str, *, prefixed: bool) -> AdapterKey:
+def _outside_lora(name: str, inner: str, *, prefixed: bool) -> AdapterKey:
     module, _, leaf = inner.rpartition(".")
     for part in (Part.TOKENS_BASE, Part.BASE_LAYER):
         if module.endswith(f".{part.value}"):

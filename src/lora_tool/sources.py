@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,14 +22,15 @@ from lora_tool.checkpoint import (
     as_model,
     open_checkpoint,
 )
-from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
-from lora_tool.formats.files import is_folder
+from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.formats.files import is_file, is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
 """How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
 _HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
+_IN_CACHE = re.compile(r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[^/]+)")
 _URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
@@ -59,14 +61,12 @@ class Source:
 
 def source_of(path: Path, reference: str | None = None) -> Source:
     """Return the source that a local folder is; a path into the Hub cache tells Hub id and commit."""
-    real = Path(os.path.realpath(path))  # models--owner--name/snapshots/<commit>
-    repo = real.parent.parent.name
-    in_cache = real.parent.name == "snapshots" and repo.startswith("models--")
+    cached = _IN_CACHE.search(os.path.realpath(path))
     return Source(
         path=path,
         reference=reference or str(path),
-        hub_id=repo.removeprefix("models--").replace("--", "/", 1) if in_cache else None,
-        revision=real.name if in_cache else None,
+        hub_id=cached["repo"].replace("--", "/", 1) if cached else None,
+        revision=cached["commit"] if cached else None,
     )
 
 
@@ -75,6 +75,12 @@ def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> 
     if isinstance(checkpoint, str | os.PathLike):
         return resolve(checkpoint, near=near, download=True, wanted=wanted)
     return source_of(checkpoint.root)
+
+
+def hub_id_of(reference: str) -> str | None:
+    """Return the repository on the Hub that `reference` names if no such folder is here; None for a mere path."""
+    match = _HUB_ID.match(reference.removeprefix(_URI))
+    return match["id"] if match else None
 
 
 def several(checkpoints: Reference | Sequence[Reference]) -> tuple[Reference, ...]:
@@ -125,10 +131,11 @@ def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpo
     return open_checkpoint(resolve(checkpoint, download=True, wanted=wanted).path)
 
 
-def opened_model(model: Reference, *, download: bool = True) -> ModelDir:
+def opened_model(model: Reference, *, near: Path | None = None, download: bool = True) -> ModelDir:
     """Return the model that is given, or the one at a path or of a Hub id. Raises as `resolve` and `open_model` do."""
-    found = open_checkpoint(resolve(model, download=download).path) if isinstance(model, str | os.PathLike) else model
-    return as_model(found, hint="give a model: `base=MODEL`")
+    if isinstance(model, str | os.PathLike):
+        model = open_checkpoint(resolve(model, near=near, download=download).path)
+    return as_model(model, hint="give a model: `base=MODEL`")
 
 
 def opened_adapter(adapter: Reference) -> AdapterDir:
@@ -145,11 +152,8 @@ def open_adapter_at(path: Path) -> AdapterDir:
     """
     inner = adapters_below(path)
     if len(inner) > 1:
-        listed = ", ".join(folder.name for folder in inner)
-        raise NotACheckpoint(
-            f"{path} holds {len(inner)} adapters: {listed}",
-            hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}",
-        )
+        message = f"{path} holds {len(inner)} adapters: {', '.join(folder.name for folder in inner)}"
+        raise NotACheckpoint(message, hint=f"name one, or several to merge their sum: lora-tool merge {inner[0]}")
     found = open_checkpoint(inner[0] if inner else path)
     return as_adapter(found, hint=_merge_instead(found))
 
@@ -170,21 +174,14 @@ def _local(reference: str, near: Path | None) -> Path | None:
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if is_folder(candidate)]
     if len(found) > 1 and not found[0].samefile(found[1]):
-        raise NotACheckpoint(
-            f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}",
-            hint="name the one you mean: `base=PATH`",
-        )
+        message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
+        raise NotACheckpoint(message, hint="name the one you mean: `base=PATH`")
     return _tidy(found[0]) if found else None
 
 
 def _require_no_file(reference: str) -> None:
     """Raise `NotACheckpoint` for a file, which is often named where its folder is meant."""
-    path = Path(reference).expanduser()
-    try:
-        is_file = path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or has a NUL in it
-        return
-    if is_file:
+    if is_file(Path(reference).expanduser()):
         raise not_a_folder(reference)
 
 
@@ -195,56 +192,28 @@ def _tidy(path: Path) -> Path:
 
 
 def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:
-    if not download and not may_hold(hub_id):
-        raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and it is not in the Hub cache",
-            hint=probably_meant(reference) or f"hf download {hub_id}",
+    def lacking(why: str) -> IncompleteCheckpoint:
+        command = f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
+        return IncompleteCheckpoint(
+            f"{reference}: no such folder, and {why}", hint=probably_meant(reference) or command
         )
+
+    if not download and not may_hold(hub_id):
+        raise lacking("it is not in the Hub cache")
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    def fetch(*patterns: str, commit: str | None) -> Path:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=commit,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(_UNWANTED),
-                local_files_only=not download,
-            )
-        )
-
+    fetch = partial(snapshot_download, hub_id, ignore_patterns=list(_UNWANTED), local_files_only=not download)
     try:
-        path = fetch(wanted.value, *_BESIDE_WEIGHTS, commit=revision)
+        path = Path(fetch(revision=revision, allow_patterns=[wanted.value, *_BESIDE_WEIGHTS]))
         if download and not any(path.glob(wanted.value)):
-            path = fetch(wanted.torch_files, commit=path.name)
+            path = Path(fetch(revision=path.name, allow_patterns=[wanted.torch_files]))
     except HFValidationError as error:
-        raise NotACheckpoint(f"{reference}: no such folder, and no Hub id either") from error
+        raise NotACheckpoint(f"{reference}: neither a folder nor a Hub id") from error
     except LocalEntryNotFoundError as error:
         tried = "the Hub cannot be reached and it is" if download else "it is"
-        raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and {tried} not in the Hub cache",
-            hint=probably_meant(reference) or f"hf download {hub_id}" + (f" --revision {revision}" if revision else ""),
-        ) from error
+        raise lacking(f"{tried} not in the Hub cache") from error
     except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise IncompleteCheckpoint(
-            f"{reference}: no such folder, and the Hub did not give it: {reason}", hint=probably_meant(reference)
-        ) from error
+        message = f"{reference}: no such folder, and the Hub refused it: {str(error).strip().splitlines()[0]}"
+        raise IncompleteCheckpoint(message, hint=probably_meant(reference)) from error
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
-
-
-def another_base(named: str | None, near: Path, base: Source) -> tuple[str, ...]:
-    """Return a warning where `base` is not the one that an adapter names: equal shapes would merge into nonsense.
-
-    `named` is what its config says, `near` its folder.
-    """
-    if not named or named == base.reference:
-        return ()
-    try:
-        found = resolve(named, near=near)
-    except CheckpointError:
-        return ()
-    if found.path.samefile(base.path) or (found.hub_id is not None and found.hub_id == base.hub_id):
-        return ()
-    return (f"the adapter was trained on {named} ({found.path}), it is merged into {base.path}",)

@@ -19,6 +19,10 @@ from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
 from lora_tool.pipeline import render, running
 from lora_tool.report.json import schema as report_schema
+from lora_tool.rules.engine.scan import Scans
+from lora_tool.rules.engine.scan_model import Opener, WeightScan
+from lora_tool.tensors import TensorTable
+from tests.checkpoint_edits import scrambled, tensors
 from tests.cli.calling import FIXTURES, Caller
 
 Stages = dict[str, str]
@@ -67,6 +71,21 @@ def test_the_summary_is_a_line_a_stage(call: Caller, tmp_path: Path) -> None:
         ["skipped", "push"],
     ]
     assert lines[-1] == f"passed: {tmp_path / 'out'}"
+
+
+def test_the_values_of_an_adapter_are_judged_once(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanned: list[int] = []
+    scan = Scans._all
+
+    def noted(scans: Scans, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
+        scanned.append(len(tensors))
+        return scan(scans, tensors, opened)
+
+    monkeypatch.setattr(Scans, "_all", noted)
+    stages(call, "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    assert scanned == [29]
 
 
 def test_what_is_proven_is_not_done_again(call: Caller, tmp_path: Path) -> None:
@@ -241,12 +260,15 @@ def test_a_lost_head_stops_it(call: Caller, tmp_path: Path) -> None:
 
 def test_another_base_of_the_same_shape_is_said(call: Caller, clone: Path, tmp_path: Path) -> None:
     other = shutil.copytree(clone / "reward-qwen2" / "base", tmp_path / "other")
+    with tensors(other, "model-00003-of-00003.safetensors") as table:
+        last = next(reversed(table))
+        table[last] = scrambled(table[last])
     for _ in range(2):  # and again where the merge is not done again
         done = call("ci", clone / "reward-qwen2" / "adapter", "-o", tmp_path / "out", "--base", other)
         assert done.code == 0
-        assert "warning: the adapter was trained on ../base" in done.out
+        assert "LT520" in done.out
     found = call("ci", clone / "reward-qwen2" / "adapter", "-o", tmp_path / "out", "--base", other, "--json").json
-    assert [len(stage["warnings"]) for stage in found["stages"]] == [0, 0, 0, 1, 0, 0]
+    assert [finding["code"] for finding in found["report"]["findings"]] == ["LT520"]
 
 
 def test_a_model_of_another_task_is_no_reward_model(call: Caller, tmp_path: Path) -> None:

@@ -158,7 +158,12 @@ def test_what_cannot_be_done_is_told_with_exit_code_3(
 def test_another_base_of_the_same_shape_is_a_warning(tmp_path: Path, call: Caller) -> None:
     called = call("merge", LLAMA, "--base", "fixtures/reward-qwen2/base", "-o", tmp_path / "out")
     assert called.code == 0
-    assert called.err.startswith("warning: the adapter was trained on ../base")
+    assert "1 warning: LT520" in called.err
+    strict = ("--base", "fixtures/reward-qwen2/base", "--fail-on", "warning")
+    for command in (("merge", LLAMA, "-o", tmp_path / "no"), ("validate", LLAMA), ("ci", LLAMA, "-o", tmp_path / "no")):
+        refused = call(*command, *strict)
+        assert (refused.code, "LT520" in refused.out + refused.err) == (1, True)
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_base_that_the_config_does_not_name(copies: Path, call: Caller) -> None:

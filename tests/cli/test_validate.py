@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from lora_tool.formats.safetensors import build_header
+from lora_tool.report.json import report_json
 from lora_tool.tensors import DType, TensorSpec
+from lora_tool.validation.validating import validate
 from tests.cli.calling import FIXTURES, REPOSITORY, Caller, assert_golden
 
 REWARD = "fixtures/reward-qwen2/adapter"
@@ -145,6 +147,15 @@ def test_a_base_in_the_hub_cache_is_found(adapter: Path, monkeypatch: pytest.Mon
     done = in_a_process("validate", str(adapter), "--json")
     assert done.returncode == 0, done.stdout
     assert json.loads(done.stdout)["skipped"] == []
+
+
+@pytest.mark.parametrize("base", ["beside", "nowhere"])
+def test_the_library_looks_for_the_base_as_the_command_does(call: Caller, adapter: Path, base: str) -> None:
+    if base == "nowhere":
+        shutil.rmtree(adapter.parent / "base")
+    found = report_json(validate(adapter))
+    assert found == call("validate", adapter, "--json").json
+    assert bool(found["skipped"]) is (base == "nowhere")
 
 
 def test_a_base_that_is_given_must_be_there(call: Caller, tmp_path: Path) -> None:

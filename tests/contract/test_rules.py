@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ LT301 LT302 LT303 LT304 LT306 LT307 LT308 LT309 LT310 LT311 LT312
 LT317 LT318 LT319 LT320
 LT401 LT402 LT403 LT404 LT405 LT406 LT407 LT408 LT409 LT410 LT411 LT412 LT413 LT414 LT415
 LT501 LT502 LT503 LT504 LT505 LT506 LT507 LT508 LT509 LT510 LT511 LT512
-LT513 LT514 LT515
+LT513 LT514 LT515 LT520
 LT601 LT602 LT603 LT604 LT605 LT606 LT607 LT608 LT609 LT610 LT611 LT612 LT613 LT614 LT615 LT616 LT617 LT618 LT619 LT620
 LT621 LT622 LT623 LT624
 LT701 LT702 LT703 LT704 LT705 LT706 LT707 LT708
@@ -125,4 +126,6 @@ def test_what_could_not_run_is_said(tmp_path: Path) -> None:
         if Need.WEIGHTS in found.needs and Need.SERVER not in found.needs and issubclass(AdapterSubject, found.on)
     }
     assert "cannot be read" in skipped["LT201"]
-    assert "no base model" in {skip.code: skip.reason for skip in judge(FIXTURES / CAUSAL).skipped}["LT501"]
+    alone = copy_of(CAUSAL, tmp_path / "without base")
+    shutil.rmtree(alone.parent / "base")
+    assert "no base model" in {skip.code: skip.reason for skip in judge(alone).skipped}["LT501"]

@@ -230,7 +230,7 @@ def test_the_section_tells_the_manifest_and_no_path(hub: Hub, call: Caller, merg
     card = files["README.md"].decode()
     for words in (
         "passed: 27 of 27 tensors",
-        "at most 0.5 units",
+        "at most 0.5 ulp apart",
         "| precision | float32 |",
         "at `abc123`",
         "14 merged",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.train.cards import clean_card
+from lora_tool.train.saving import clean_card
 
 CARD = """---
 base_model: {base}

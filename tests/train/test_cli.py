@@ -137,7 +137,7 @@ def test_static_dry_run_prints_a_file_for_trl(tmp_path: Path, call: Caller) -> N
 
 
 def test_without_the_extra_there_is_one_message(tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lora_tool.train.options.PACKAGES", ("torch", "a_package_that_is_not_there"))
+    monkeypatch.setattr("lora_tool.train.config.PACKAGES", ("torch", "a_package_that_is_not_there"))
     done = call("train", "reward", "--config", config(tmp_path))
     assert done.code == 3
     assert done.err == "error: a_package_that_is_not_there is not installed\nhint: pip install 'lora-tool[train]'\n"
@@ -234,7 +234,7 @@ def test_guard_passes_on_what_fails(call: Caller, words: tuple[str, ...], code: 
 
 
 def test_an_adapter_without_values_is_put_together_where_that_was_asked_for(tmp_path: Path) -> None:
-    from lora_tool.cli.train import _rescued
+    from lora_tool.cli.training import _rescued
     from lora_tool.report import Severity
     from lora_tool.train.config import AfterSettings, RunConfig
     from lora_tool.train.job import TrainingOutcome, TrainingStatus
@@ -259,11 +259,14 @@ def test_an_adapter_without_values_is_put_together_where_that_was_asked_for(tmp_
 
 @pytest.mark.parametrize(("launch", "rank"), [({}, 0), ({"machine_rank": 1}, 1), ({"accelerate_config": "zero3"}, 0)])
 def test_after_runs_on_the_first_machine_only(tmp_path: Path, launch: dict[str, Any], rank: int) -> None:
+    from lora_tool.cli.after_training import after_command
     from lora_tool.train.config import read_run_config
-    from lora_tool.train.launch import machine_rank
     from lora_tool.train.methods import METHODS
 
-    assert machine_rank(read_run_config(METHODS["sft"], config(tmp_path, **launch), ())) == rank
+    path = config(tmp_path, lora_tool={"after": {"validate": True}}, **launch)
+    run = read_run_config(METHODS["sft"], path, ())
+    assert run.machine_rank == rank
+    assert after_command(run, tmp_path) == ([] if rank else ["validate", str(tmp_path)])
 
 
 def test_an_adapter_as_base_is_refused(tmp_path: Path, call: Caller) -> None:

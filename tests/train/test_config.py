@@ -10,9 +10,8 @@ import pytest
 
 from lora_tool.errors import BadRunConfig
 from lora_tool.train.checks import static_findings, with_settings
-from lora_tool.train.config import RunConfig, read_run_config
+from lora_tool.train.config import RunConfig, read_run_config, trl_arguments
 from lora_tool.train.methods import METHODS
-from lora_tool.train.options import launch_flags, launch_words, parse
 
 REWARD = METHODS["reward"]
 
@@ -23,13 +22,16 @@ def read(tmp_path: Path, text: str, *typed: str, method: str = "reward") -> RunC
     return read_run_config(METHODS[method], path, typed)
 
 
-def test_every_option_of_accelerate_is_known() -> None:
+def test_every_flag_of_accelerate_is_one(tmp_path: Path) -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    flags = launch_flags()
-    assert {"num_processes", "accelerate_config", "machine_rank"} <= flags.keys() - {"help", "module"}
-    words = [f"--{name}" for name, flag in flags.items() if flag]
-    assert launch_command_parser().parse_args([*words, "script.py"]).training_script == "script.py"
+    parser = launch_command_parser()
+    flags = {action.option_strings[0] for action in parser._actions if action.nargs == 0}
+    flags -= {"-h", "--help", "-m", "--module", "--no_python"}
+    assert flags >= {"--cpu", "--multi_gpu", "--use_deepspeed", "--use_fsdp"}
+    lines = "".join(f"    {flag[2:].replace('-', '_')}: true\n" for flag in sorted(flags))
+    run = read(tmp_path, f"lora_tool:\n  launch:\n{lines}")
+    assert {word.replace("-", "_") for word in run.launch} == {word.replace("-", "_") for word in flags}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,7 @@ def test_a_typo_is_named_with_what_was_meant(
         ("lora_tool: [1]", "expected table"),
         ("accelerate_config: zero9", "zero9"),
         ("multi_gpu: perhaps", "expected true or false"),
+        ("num_processes: many", "accelerate does not accept the options: .*many"),
         ("env: 3", "expected table"),
     ],
 )
@@ -98,13 +101,13 @@ def test_accelerates_flags_are_flags(tmp_path: Path) -> None:
     text = (
         "cpu: true\nmulti_gpu: false\nnum_processes: 2\nlora_tool: {launch: {mixed_precision: bf16, use_fsdp: 'yes'}}"
     )
-    assert launch_words(read(tmp_path, text).launch) == [
+    assert read(tmp_path, text).launch == [
         "--mixed_precision", "bf16", "--use_fsdp", "--cpu", "--num_processes", "2",
     ]  # fmt: skip
 
 
 def test_presets_are_trls(tmp_path: Path) -> None:
-    flag, path = launch_words(read(tmp_path, "accelerate_config: zero3").launch)
+    flag, path = read(tmp_path, "accelerate_config: zero3").launch
     assert flag == "--config_file"
     assert Path(path).name == "zero3.yaml"
     assert Path(path).is_file()
@@ -135,8 +138,8 @@ def test_what_is_typed_wins_and_reaches_trls_parser_as_text(tmp_path: Path) -> N
     )
     assert run.given >= {"learning_rate", "max_steps", "use_peft", "gradient_checkpointing"}
     assert "warmup_steps" not in run.given
-    assert launch_words(run.launch) == ["--num_processes", "4", "--multi_gpu"]
-    _, training, model, _ = parse(run.method, run.file, run.words)  # as the worker reads them
+    assert run.launch == ["--num_processes", "4", "--multi_gpu"]
+    _, training, model, _ = trl_arguments(run.method, run.file, run.words)  # as the worker reads them
     assert (training.learning_rate, training.max_steps, training.gradient_checkpointing) == (1e-5, 3, False)
     assert model.lora_target_modules == ["q_proj", "v_proj"]
     assert run.env == {"A": "1"}

@@ -18,7 +18,7 @@ from lora_tool.train import attached_guard
 from lora_tool.train.attached_guard import AttachedGuard
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, TrainingStatus, read_outcomes, write_job
-from lora_tool.train.rescue import consolidate, newest_rank_files, saved_in
+from lora_tool.train.remains import newest_rank_files, reassemble, saved_in
 from lora_tool.validation.validating import validate
 from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, fresh_state, overflowing, pairs, texts, tiny_base
 
@@ -63,7 +63,7 @@ def sft(tmp_path: Path, base: Path, prepare: Callable[[Any], None] = lambda _: N
 
 
 def outcome_in(folder: Path) -> Any:
-    attached_guard.write_what_was_seen(folder)
+    attached_guard.write_what_was_seen()
     (outcome,) = read_outcomes(folder)
     return outcome
 
@@ -145,7 +145,7 @@ def test_what_a_bare_save_leaves_under_zero3_is_found_and_put_together(tmp_path:
     assert saved.empty
     checkpoint = newest_rank_files(output)
     assert checkpoint == output
-    assert consolidate(checkpoint, tmp_path / "whole")
+    assert reassemble(checkpoint, tmp_path / "whole")
     whole = open_checkpoint(tmp_path / "whole")
     assert not validate(whole, task="reward", deep=True).findings
 

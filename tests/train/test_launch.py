@@ -61,7 +61,7 @@ def test_the_cause_is_that_of_the_worker_that_failed(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("text", "asked"),
-    [("", None), ("num_processes: 2", 2), ("num_processes: many", None), ("accelerate_config: c.yaml", 3)],
+    [("", None), ("num_processes: 2", 2), ("accelerate_config: c.yaml", 3)],
 )
 def test_the_processes_that_were_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, asked: int | None
@@ -69,7 +69,7 @@ def test_the_processes_that_were_asked_for(
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("num_processes: 3\n")
     Path("run.yaml").write_text(text)
-    assert launch._launch_number(read_run_config(METHODS["sft"], Path("run.yaml"), ()), "num_processes") == asked
+    assert read_run_config(METHODS["sft"], Path("run.yaml"), ()).processes == asked
 
 
 @pytest.mark.filterwarnings("default")

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool.errors import TrainingFailed
-from lora_tool.train.rescue import consolidate
-from lora_tool.train.resume import last_valid, named
+from lora_tool.train.remains import last_valid, named, reassemble
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
@@ -98,7 +97,7 @@ def test_rank_files_are_an_optimizer(tmp_path: Path) -> None:
     zero = tmp_path / "out" / "checkpoint-2"
     shutil.copytree(FIXTURES / "reward-qwen2" / "base", tmp_path / "base")
     shutil.copytree(FIXTURES / "zero" / "stage3-saved", zero)
-    assert consolidate(zero, tmp_path / "whole")
+    assert reassemble(zero, tmp_path / "whole")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(tmp_path / "whole" / name, zero / name)
     shutil.copy(FIXTURES / "reward-run" / "checkpoint-2" / "trainer_state.json", zero)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.report import Severity
-from lora_tool.train.rescue import consolidate
+from lora_tool.train.remains import reassemble
 from lora_tool.validation.validating import validate
 from tests.train.running import COMMON, QWEN2, pairs, write_rows
 
@@ -154,7 +154,7 @@ def test_reward_under_zero3_with_two_processes(tmp_path: Path) -> None:
         assert opened.tensors.keys() == whole.keys()
 
     # the rank files hold the same adapter: what consolidate makes of them is what was gathered
-    assert consolidate(out / "checkpoint-4", tmp_path / "consolidated")
+    assert reassemble(out / "checkpoint-4", tmp_path / "consolidated")
     put_together = load_file(tmp_path / "consolidated" / "adapter_model.safetensors")
     assert put_together.keys() == whole.keys()
     for name, tensor in put_together.items():

@@ -199,12 +199,12 @@ def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: 
         (lambda _: None, "no such folder"),
         (lambda path: path.write_text(""), "is a file, not a folder"),
         (lambda path: path.mkdir(), "holds no adapter_config.json"),
-        (lambda path: files(path, "sub/config.json"), "is no checkpoint itself, but holds: sub"),
+        (lambda path: files(path, "sub/config.json"), "is not a checkpoint itself, but holds: sub"),
         (
             lambda path: files(
                 path, "a/config.json", *(f"{of}/global_step1/mp_rank_00_model_states.pt" for of in "bc")
             ),
-            "is no checkpoint itself, but holds: a, b, c",
+            "is not a checkpoint itself, but holds: a, b, c",
         ),
     ],
     ids=["missing", "file", "empty", "around", "of several kinds"],

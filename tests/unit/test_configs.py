@@ -13,7 +13,7 @@ from lora_tool.errors import BadConfig, CorruptFile
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import ModelConfig, read_model_config
-from lora_tool.formats.trainer_state import read_trainer_state, try_trainer_state
+from lora_tool.formats.trainer_state import read_trainer_state
 
 
 def adapter(tmp_path: Path, **fields: Any) -> AdapterConfig:
@@ -191,12 +191,12 @@ def test_a_trainer_state_tells_how_far_it_was(tmp_path: Path) -> None:
     state = read_trainer_state(path)
     assert (state.global_step, state.epoch, state.last_loss) == (4, 1.0, 1.5)
     path.write_text('{"global_step": "4", "log_history": 3}')
-    broken, problems = try_trainer_state(path)
-    assert broken is not None
+    broken = read_trainer_state(path)
     assert broken.last_loss is None
-    assert "expected int" in problems[0].message
+    assert "expected int" in broken.problems[0].message
     path.write_text("{")
-    assert try_trainer_state(path)[0] is None
+    with pytest.raises(CorruptFile):
+        read_trainer_state(path)
 
 
 def test_a_manifest_lists_what_was_merged(tmp_path: Path) -> None:

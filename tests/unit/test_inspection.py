@@ -13,9 +13,9 @@ import pytest
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.formats.safetensors import build_header
+from lora_tool.inspection.factors import layer_norms
 from lora_tool.inspection.folders import inspect_checkpoint, short_names, spread
 from lora_tool.inspection.model import AdapterInspection, Inspection, ModelInspection, RunInspection, ShardedInspection
-from lora_tool.inspection.norms import layer_norms
 from lora_tool.tensors import DType, TensorSpec
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -87,7 +87,7 @@ def test_a_product_that_nearly_vanishes_is_not_lost(tmp_path: Path) -> None:
 def test_blocks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(FIXTURES / "reward-qwen2" / "adapter", tmp_path / "a")
     whole = layer_norms(view_of(opened(tmp_path / "a")).layers)
-    monkeypatch.setattr("lora_tool.inspection.norms.BLOCK", 12)
+    monkeypatch.setattr("lora_tool.inspection.factors.BLOCK", 12)
     blocks = layer_norms(view_of(opened(tmp_path / "a")).layers)
     assert blocks == [pytest.approx(values, rel=1e-12) for values in whole]
 

@@ -11,7 +11,7 @@ import pytest
 
 from lora_tool import inventory as inventory_module
 from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
-from lora_tool.execution.removal import remove
+from lora_tool.execution.folder import remove
 from lora_tool.inventory import FileRole, Inventory, Why, choose, inventory
 from lora_tool.report.model import Run
 from lora_tool.rules.training.run_table import Judged, run_table

@@ -17,8 +17,8 @@ from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.inspection.spectra import Spectrum, spectra
-from lora_tool.pictures.curves import training_curves
 from lora_tool.pictures.drawing import draw
+from lora_tool.pictures.figures import training_curves
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
 

@@ -262,7 +262,7 @@ def test_text_shows_the_run_and_the_reasons_of_ignores() -> None:
     told = shown(full(), Form.TEXT)
     assert "  checkpoint    step  epoch  loss  eval_loss   size  verdict" in told
     assert "  checkpoint-2     2    0.5   0.7          -  2 KiB  good  <- best" in told
-    assert "  checkpoint-2     2    0.5   nan        0.5  2 KiB  broken LT701" in told
+    assert "  checkpoint-2     2    0.5   NaN        0.5  2 KiB  broken LT701" in told
     assert "ignored LT306: served with PEFT" in told
     assert "LT111" not in told
 

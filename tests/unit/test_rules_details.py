@@ -84,9 +84,10 @@ def test_a_lost_head_is_only_a_warning_where_the_base_has_one(tmp_path: Path) ->
 def test_without_a_task_type_the_head_of_the_base_is_kept_and_may_be_there(tmp_path: Path) -> None:
     folder = copy_of(REWARD, tmp_path)
     break_(folder, "LT301 trained without a task type")
+    base = (folder.parent / "base").rename(folder.parent / "elsewhere")
     assert _only(judge(folder), "LT301").severity is Severity.WARNING
-    edit.as_classifier(folder.parent / "base")
-    assert lines(judge(folder, base=folder.parent / "base")) == []
+    edit.as_classifier(base)
+    assert lines(judge(folder, base=base)) == []
 
 
 def test_a_lost_head_is_looked_for_in_the_training_checkpoint_nearby(tmp_path: Path) -> None:
@@ -237,8 +238,8 @@ def test_a_head_that_stayed_frozen_is_the_bases(tmp_path: Path) -> None:
     """Without a task type PEFT saves no head, and takes the one of the model that it is given."""
     folder = copy_of(REWARD, tmp_path)
     break_(folder, "LT301 by class")
+    base = (folder.parent / "base").rename(folder.parent / "elsewhere")
     assert _only(judge(folder), "LT301").severity is Severity.WARNING
-    base = folder.parent / "base"
     assert _only(judge(folder, base=base), "LT301").severity is Severity.ERROR
     edit.as_classifier(base)
     assert lines(judge(folder, base=base)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ def _judged(folder: Path, mutation: Mutation) -> Report:
     if mutation.verified:
         return verify(folder, **mutation.options).report
     base = folder.parent / "base" if mutation.with_base else None
+    if base is None and folder.name == "adapter":
+        shutil.rmtree(folder.parent / "base")  # else it would be found beside the adapter
     if mutation.with_base and folder.name == "merged":
         adapter = open_checkpoint(folder.parent / "adapter")
         return judge(folder, base=base, **{"adapters": [adapter], **mutation.options})

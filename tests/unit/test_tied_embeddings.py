@@ -9,7 +9,7 @@ import pytest
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.merge.direct_base import direct_base
+from lora_tool.plan.merge.base_view import direct_base
 from lora_tool.plan.merge.steps import base_steps
 from lora_tool.plan.merge.tied_embeddings import tied_copies, tied_under_one_name
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Q, context, facts, llama, lora, numbers

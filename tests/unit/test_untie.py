@@ -12,8 +12,8 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Copy, LoraDelta, ReplaceRows
 from lora_tool.plan.core.steps import Step
+from lora_tool.plan.merge.base_view import direct_base
 from lora_tool.plan.merge.context import MergeContext
-from lora_tool.plan.merge.direct_base import direct_base
 from lora_tool.plan.merge.steps import base_steps
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from tests.tiny_plans import EMBED, HIDDEN, OUTPUT, VOCABULARY, Array, Q, context, embedding_lora, llama, lora, numbers

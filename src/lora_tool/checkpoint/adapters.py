@@ -9,9 +9,8 @@ from pathlib import Path
 
 from lora_tool import keys
 from lora_tool.checkpoint import other_formats
-from lora_tool.checkpoint.folders import Folder, listed
+from lora_tool.checkpoint.folders import Folder, listed, read_config, without_weights
 from lora_tool.checkpoint.kinds import AdapterDir, Claim, Kind
-from lora_tool.checkpoint.reading import no_weights, read_config
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
 from lora_tool.formats.weights import Weights, read_single
@@ -36,7 +35,7 @@ def _open(folder: Folder) -> AdapterDir:
         config=config,
         weights=weights,
         keys={name: keys.parse(name) for name in weights.tensors},
-        problems=(*folder.problems, *problems, *(config.problems if config else ()), *weights.problems),
+        problems=(*folder.problems, *problems, *weights.problems),
     )
 
 
@@ -48,9 +47,9 @@ def _weights(folder: Folder) -> Weights:
     other_formats.refuse_files(folder, adapter=True)
     shards = [name for name in folder.files if _SHARD.match(name)]
     if not shards:
-        return no_weights(folder, ADAPTER_WEIGHTS)
+        return without_weights(folder, ADAPTER_WEIGHTS)
     message = f"is missing, but {len(shards)} shards are there ({shards[0]}): PEFT reads an adapter from one file alone"
-    return no_weights(folder, ADAPTER_WEIGHTS, message)
+    return without_weights(folder, ADAPTER_WEIGHTS, message)
 
 
 ADAPTER = Kind(

@@ -14,19 +14,21 @@ _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|o
 
 
 def _recognise(folder: Folder) -> Claim | None:
-    tags = (".", *folder.folders)
-    return (
-        Claim.WEIGHTS if any(map(_RANK_FILE.match, (name for tag in tags for name in folder.names_in(tag)))) else None
-    )
+    names = (name for tag in (".", *folder.folders) for name in folder.names_in(tag))
+    return Claim.WEIGHTS if any(map(_RANK_FILE.match, names)) else None
 
 
 def _open(folder: Folder) -> ShardedDir:
-    here = tuple(filter(_RANK_FILE.match, folder.files))
-    if here:
-        return ShardedDir(kind=ZERO, folder=folder, rank_files={".": here}, problems=folder.problems)
-    names = {tag: sorted(filter(_RANK_FILE.match, folder.names_in(tag))) for tag in sorted(folder.folders, key=step_of)}
-    rank_files = {tag: tuple(found) for tag, found in names.items() if found}
-    return ShardedDir(kind=ZERO, folder=folder, rank_files=rank_files, latest=_latest(folder), problems=folder.problems)
+    is_tag = any(map(_RANK_FILE.match, folder.files))
+    tags = (".",) if is_tag else sorted(folder.folders, key=step_of)
+    names = {tag: tuple(sorted(filter(_RANK_FILE.match, folder.names_in(tag)))) for tag in tags}
+    return ShardedDir(
+        kind=ZERO,
+        folder=folder,
+        rank_files={tag: found for tag, found in names.items() if found},
+        latest=None if is_tag else _latest(folder),
+        problems=folder.problems,
+    )
 
 
 def _latest(folder: Folder) -> str | None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from lora_tool.errors import NotACheckpoint, Problem
+from lora_tool.errors import BadConfig, BrokenFile, Defect, NotACheckpoint, Problem
 from lora_tool.formats import tokenizer, trainer_state
-from lora_tool.formats.trainer_state import TrainerState, try_trainer_state
+from lora_tool.formats.files import require_inside
+from lora_tool.formats.trainer_state import TrainerState, read_trainer_state
+from lora_tool.formats.weights import Weights
 from lora_tool.path_suggestions import no_such_folder, not_a_folder
+
+Config = TypeVar("Config")
 
 _OTHER_TRAINED = re.compile(
     r"(non_lora_(trainables|state_dict)|mm_projector|value_head|v_head|reward_head|vit)\.(safetensors|bin|pt|pth)\Z"
@@ -81,13 +87,11 @@ def read_folder(root: Path) -> Folder:
                 (folders if is_folder else files).append(entry.name)
     except OSError as error:
         raise NotACheckpoint(f"{root} cannot be listed: {error.strerror}") from error
-    trainer: TrainerState | None = None
-    problems: tuple[Problem, ...] = ()
-    if trainer_state.FILE_NAME in files:
-        trainer, problems = try_trainer_state(root / trainer_state.FILE_NAME)
-    return Folder(
-        root=root, files=tuple(sorted(files)), folders=tuple(sorted(folders)), trainer=trainer, problems=problems
-    )
+    folder = Folder(root=root, files=tuple(sorted(files)), folders=tuple(sorted(folders)))
+    if trainer_state.FILE_NAME not in files:
+        return folder
+    trainer, problems = read_config(folder, trainer_state.FILE_NAME, read_trainer_state)
+    return replace(folder, trainer=trainer, problems=problems)
 
 
 def listed(path: Path) -> tuple[str, ...]:
@@ -96,3 +100,22 @@ def listed(path: Path) -> tuple[str, ...]:
         return tuple(entry.name for entry in os.scandir(path))
     except OSError:
         return ()
+
+
+def read_config(folder: Folder, name: str, read: Callable[[Path], Config]) -> tuple[Config | None, tuple[Problem, ...]]:
+    """Return what `read` makes of the file `name` of the folder, None where it cannot be read, and what is wrong."""
+    path = folder.root / name
+    try:
+        if name not in folder.files:
+            raise BadConfig.of(path, Defect.BAD_FIELD, "is missing")
+        require_inside(folder.root, path)
+        config = read(path)
+    except BrokenFile as error:
+        return None, (error.problem,)
+    return config, getattr(config, "problems", ())
+
+
+def without_weights(folder: Folder, expected: str, message: str = "is missing") -> Weights:
+    """Return the weights of a folder without the file `expected`: none, and the problem that says so."""
+    problem = Problem(defect=Defect.NO_WEIGHTS, path=str(folder.root / expected), message=message)
+    return Weights(files=(), tensors={}, problems=(problem,))

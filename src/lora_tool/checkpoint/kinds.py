@@ -7,8 +7,9 @@ import fnmatch
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lora_tool import keys
 from lora_tool.checkpoint.folders import Folder
@@ -18,7 +19,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.manifest import Manifest
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.weights import Weights
-from lora_tool.tensors import TensorTable
+from lora_tool.tensors import DType, TensorTable
 
 
 @enum.unique
@@ -59,9 +60,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedKind(Kind):
-    """A kind whose weights lie in pieces, each written by one process; its files are told by patterns, as `fnmatch` has them.
+    """A kind whose weights lie in pieces, each written by one process; its files are known by patterns.
 
-    Patterns are in lower case.
+    Patterns are those of `fnmatch`, in lower case.
     """
 
     command: str = "consolidate"
@@ -105,12 +106,10 @@ class _Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ModelDir(_Opened):
-    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+class _WithWeights(_Opened):
+    """A folder whose weights are whole."""
 
-    config: ModelConfig | None
     weights: Weights
-    manifest: Manifest | None = None
 
     @property
     def tensors(self) -> TensorTable:
@@ -118,17 +117,37 @@ class ModelDir(_Opened):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class AdapterDir(_Opened):
+class ModelDir(_WithWeights):
+    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+
+    config: ModelConfig | None
+    manifest: Manifest | None = None
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        """The config of a model that the rules found whole."""
+        if self.config is None:
+            raise AssertionError("a whole model has a config")
+        return self.config
+
+    @property
+    def dtype(self) -> DType | None:
+        """The type that `from_pretrained(dtype="auto")` gives the model: the config's, else that of the first float."""
+        first = next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
+        return (self.config.dtype if self.config else None) or first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class AdapterDir(_WithWeights):
     """A PEFT adapter: config and weights. With a `trainer_state.json` it is a trainer checkpoint."""
 
     config: AdapterConfig | None
-    weights: Weights
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
-
-    @property
-    def tensors(self) -> TensorTable:
-        return self.weights.tensors
+    scans: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    """Tensor name → what its values are like, once the rules have looked: they read them once, however often it is
+    judged.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -6,9 +6,8 @@ import re
 from dataclasses import replace
 
 from lora_tool.checkpoint import other_formats
-from lora_tool.checkpoint.folders import Folder
+from lora_tool.checkpoint.folders import Folder, read_config, without_weights
 from lora_tool.checkpoint.kinds import Claim, Kind, ModelDir
-from lora_tool.checkpoint.reading import no_weights, read_config
 from lora_tool.errors import Defect, Problem
 from lora_tool.formats import manifest, model_config
 from lora_tool.formats.manifest import Manifest, read_manifest
@@ -41,13 +40,7 @@ def _open(folder: Folder) -> ModelDir:
         config=config,
         weights=weights,
         manifest=written,
-        problems=(
-            *folder.problems,
-            *problems,
-            *(config.problems if config else ()),
-            *manifest_problems,
-            *weights.problems,
-        ),
+        problems=(*folder.problems, *problems, *manifest_problems, *weights.problems),
     )
 
 
@@ -56,11 +49,11 @@ def _weights(folder: Folder) -> Weights:
     found = next((name for name in _READERS if name in folder.files), None)
     if found is None and not shards:
         other_formats.refuse_files(folder, adapter=False)
-        return no_weights(folder, _WEIGHTS)
+        return without_weights(folder, _WEIGHTS)
     if found is None:
         index = _INDEX if shards[0].endswith(".safetensors") else _PICKLE_INDEX
         message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
-        return no_weights(folder, index, message)
+        return without_weights(folder, index, message)
     weights = _READERS[found](folder.root / found)
     if any(problem.fatal for problem in weights.problems):
         return weights

@@ -24,6 +24,7 @@ from lora_tool.checkpoint.kinds import (
 )
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.checkpoint.registry import KINDS, holds_pieces, recognised, sharded_kinds
+from lora_tool.display import some
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.files import inside
@@ -67,10 +68,8 @@ def open_sharded(path: str | os.PathLike[str]) -> ShardedDir:
         return below[0]
     if below:
         last = max(below, key=lambda sharded: step_of(sharded.root.name)).root
-        raise NotACheckpoint(
-            f"{folder.root} holds {len(below)} checkpoints: {', '.join(sharded.root.name for sharded in below[:8])}",
-            hint=f"lora-tool consolidate {shlex.quote(str(last))}",
-        )
+        message = f"{folder.root} holds {len(below)} checkpoints: {some([sharded.root.name for sharded in below])}"
+        raise NotACheckpoint(message, hint=f"lora-tool consolidate {shlex.quote(str(last))}")
     other_formats.refuse_rank_files(folder)
     raise _not_sharded(folder)
 
@@ -100,10 +99,8 @@ def _not_sharded(folder: Folder) -> NotACheckpoint:
     try:
         found = open_checkpoint(folder.root)
     except CheckpointError:
-        return NotACheckpoint(
-            f"{folder.root} holds no rank files: neither {' nor '.join(expected)}",
-            hint=consolidate_command(folder.root),
-        )
+        message = f"{folder.root} holds no rank files: neither {' nor '.join(expected)}"
+        return NotACheckpoint(message, hint=consolidate_command(folder.root))
     lacking = isinstance(found, AdapterDir) or any(problem.fatal for problem in found.problems)
     return unexpected(found, " or ".join(expected), hint=consolidate_command(folder.root) if lacking else None)
 
@@ -114,16 +111,12 @@ def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheck
     held = [name for name in folder.folders if name in sharded or configs & set(folder.names_in(name))]
     ls = f"lora-tool ls {shlex.quote(str(folder.root))}"
     if held:
-        listed = ", ".join(held[:_ENOUGH]) + (", …" if len(held) > _ENOUGH else "")
-        return NotACheckpoint(
-            f"{folder.root} is no checkpoint itself, but holds: {listed}",
-            hint=f"name one of them: {shlex.quote(str(folder.root / held[0]))}; what they are: {ls}",
-        )
+        hint = f"name one of them: {shlex.quote(str(folder.root / held[0]))}; what they are: {ls}"
+        message = f"{folder.root} is not a checkpoint itself, but holds: {some(held, _ENOUGH)}"
+        return NotACheckpoint(message, hint=hint)
     *signs, last = (kind.sign for kind in KINDS)
-    return NotACheckpoint(
-        f"{folder.root} holds no {', '.join(signs)} or {last}",
-        hint=f"what is further down: {ls}" if folder.folders else None,
-    )
+    message = f"{folder.root} holds no {', '.join(signs)} or {last}"
+    return NotACheckpoint(message, hint=f"what is further down: {ls}" if folder.folders else None)
 
 
 def require_whole(checkpoint: Checkpoint) -> None:

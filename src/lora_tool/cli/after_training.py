@@ -19,27 +19,30 @@ import click
 from lora_tool.choices import suggestion
 from lora_tool.display import printable
 from lora_tool.errors import BadRunConfig
-from lora_tool.report import Finding, Severity
-from lora_tool.train.codes import finding
+from lora_tool.report import Finding
 from lora_tool.train.config import RunConfig
+from lora_tool.train.traps import trap
 
 
 def after_command(run: RunConfig, output: Path) -> list[str]:
     """Return the arguments of the command that is run on `output`: `ci` where something is merged, else `push` or `validate`.
 
-    [] where nothing is asked for. Raises `BadRunConfig` for an option that the command does not have.
+    [] where nothing is asked for, and on other machines than the first. Raises `BadRunConfig` for an option that the
+    command does not have.
     """
-    after = run.after
+    after, push = run.after, dict(run.after.push or {})
     reward = ["--rm"] if run.method.name == "reward" else []
-    push = {name: value for name, value in (after.push or {}).items() if name != "repo"}
-    repo = [] if after.push is None else [str(after.push["repo"])]
+    repo = str(push.pop("repo")) if push else None
+    if run.machine_rank:
+        return []
     if after.merge is not None:
-        merged = ["-o", str(merged_folder(run, output))]
         merge = {name: value for name, value in after.merge.items() if name != "output"}
-        pushing = [*(f"--push={name}" for name in repo), *_options("ci", push, "push")]
-        return ["ci", str(output), *merged, *reward, *_options("ci", merge, "merge"), *pushing]
+        pushing = [f"--push={repo}"] if repo else []
+        pushing += _options("ci", push, "push")
+        merging = ["-o", str(_merged_folder(run, output)), *reward, *_options("ci", merge, "merge")]
+        return ["ci", str(output), *merging, *pushing]
     if repo:
-        return ["push", str(output), *repo, *_options("push", push, "push")]
+        return ["push", str(output), repo, *_options("push", push, "push")]
     return ["validate", str(output), *reward] if after.validate else []
 
 
@@ -64,29 +67,19 @@ def _options(command: str, given: Mapping[str, Any], block: str) -> Iterator[str
 
 def foreseen(run: RunConfig, output: Path) -> Iterator[Finding]:
     """Yield what would make the command fail that is run when training has ended. Raises `BadRunConfig` for a bad value."""
-    name, *arguments = after_command(run, output)
+    name, *arguments = after_command(run, output) or [""]
+    if not name:
+        return
     try:
         _command(name).make_context(name, arguments).close()
     except click.UsageError as error:
         raise BadRunConfig(f"lora_tool.after: {error.format_message()}") from error
-    merged = merged_folder(run, output)
+    merged = _merged_folder(run, output)
     if run.after.merge is not None and merged.exists() and not run.after.merge.get("overwrite"):
-        yield finding(
-            "merge-output",
-            Severity.ERROR,
-            f"{merged} exists, and merge would not replace it when training has ended",
-            hint="lora_tool: {after: {merge: {overwrite: true}}}, or another output",
-            where="after",
-        )
+        hint = "lora_tool: {after: {merge: {overwrite: true}}}, or another output"
+        yield trap("merge-output", hint, where="after", folder=merged)
     if run.after.push is not None and not _has_token(run):
-        yield finding(
-            "no-token",
-            Severity.WARNING,
-            "has no token, and will fail without one when training has ended",
-            hint="hf auth login, or HF_TOKEN in the environment",
-            where="after",
-            subject="push",
-        )
+        yield trap("no-token", "hf auth login, or HF_TOKEN in the environment", where="after", subject="push")
 
 
 def _has_token(run: RunConfig) -> bool:
@@ -112,7 +105,7 @@ def carry_on(run: RunConfig, output: Path, *, stdout: int | None = None) -> int:
     return code if code >= 0 else 128 - code
 
 
-def merged_folder(run: RunConfig, output: Path) -> Path:
+def _merged_folder(run: RunConfig, output: Path) -> Path:
     """Return where the merged model goes: what was asked for, or a `-merged` sibling."""
     asked = (run.after.merge or {}).get("output")
     return Path(str(asked)) if asked else output.parent / f"{output.resolve().name}-merged"

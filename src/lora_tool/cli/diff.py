@@ -36,7 +36,7 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
         table = {"schema_version": 1, "first": first, "second": second, "same": comparison.same}
         click.echo(json.dumps(json_data({**table, **dataclasses.asdict(comparison)}), indent=2))
     else:
-        from lora_tool.cli.diff_view import show  # noqa: PLC0415 - rich, only for people
+        from lora_tool.cli.diff_view import show_comparison  # noqa: PLC0415 - rich, only for people
 
-        show(comparison, sys.stdout, every=every)
+        show_comparison(comparison, sys.stdout, every=every)
     return FINDINGS if tell and not comparison.same else DONE

@@ -9,23 +9,20 @@ from typing import TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from lora_tool.cli.tables import filled, new_table, print_all, ranges
-from lora_tool.display import number, printable
+from lora_tool.cli.tables import new_table, print_all, ranges
+from lora_tool.display import number
 from lora_tool.inspection.comparison import Comparison, Difference, ModuleChange
 from lora_tool.inspection.folders import short_names
 from lora_tool.keys import split_layer
 
 
-def show(comparison: Comparison, out: TextIO, *, every: bool = False) -> None:
+def show_comparison(comparison: Comparison, out: TextIO, *, every: bool = False) -> None:
     """Write the comparison to `out`: one line for the modules of a target, or with `every` for each."""
     parts: list[RenderableType] = [_summary(comparison)]
     if comparison.fields:
-        fields = new_table("config", "first", "second")
-        for name, pair in comparison.fields.items():
-            fields.add_row(name, *(Text(printable(value)) for value in pair))
-        parts.append(fields)
+        rows = [(name, *pair) for name, pair in comparison.fields.items()]
+        parts.append(new_table(("config", "first", "second"), rows))
     shown = [item for item in comparison.differences if every or item.change is not ModuleChange.SAME]
     if shown:
         parts.append(_each(shown) if every else _by_target(shown))
@@ -42,11 +39,16 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _each(items: Iterable[Difference]) -> Table:
-    rows: list[list[str | Text]] = []
-    for item in items:
-        numbers = (item.first, item.second, item.apart, item.relative, item.cosine)
-        rows.append([Text(printable(item.name)), str(item.change), *map(_number, numbers), Text(printable(item.note))])
-    return filled(("module or tensor", "", "first>", "second>", "apart>", "relative>", "cosine>", ""), rows)
+    rows = (
+        (
+            item.name,
+            str(item.change),
+            *map(number, (item.first, item.second, item.apart, item.relative, item.cosine)),
+            item.note,
+        )
+        for item in items
+    )
+    return new_table(("module or tensor", "", "first>", "second>", "apart>", "relative>", "cosine>", ""), rows)
 
 
 def _by_target(items: Iterable[Difference]) -> Table:
@@ -59,27 +61,27 @@ def _by_target(items: Iterable[Difference]) -> Table:
         "\ntarget", "\n×>", "\nlayers", "\n", "‖1st‖\nmed>", "‖2nd‖\nmed>", "relative\nmed>", "relative\nmax>",
         "cosine\nmin>", "cosine\nmed>", "\n",
     ]  # fmt: skip
-    rows: list[list[str | Text]] = []
+    rows = []
     for (target, change, note), members in groups.items():
         layers = sorted({layer for item in members if (layer := split_layer(item.name)[0]) is not None})
         relatives = [item.relative for item in members if item.relative is not None]
         cosines = [item.cosine for item in members if item.cosine is not None]
         rows.append(
-            [
-                Text(printable(names[target])),
+            (
+                names[target],
                 str(len(members)),
                 ranges(layers),
                 str(change) if differ else "",
                 _median([item.first for item in members if item.first is not None]),
                 _median([item.second for item in members if item.second is not None]),
                 _median(relatives),
-                _number(max(relatives, default=None)),
-                _number(min(cosines, default=None)),
+                number(max(relatives, default=None)),
+                number(min(cosines, default=None)),
                 _median(cosines),
-                Text(printable(note)),
-            ]
+                note,
+            )
         )
-    return filled(columns, rows)
+    return new_table(columns, rows)
 
 
 def _short(kinds: Mapping[str, str]) -> Mapping[str, str]:
@@ -90,8 +92,4 @@ def _short(kinds: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _median(values: Sequence[float]) -> str:
-    return _number(statistics.median(values) if values else None)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else number(value)
+    return number(statistics.median(values) if values else None)

@@ -16,12 +16,11 @@ import click
 from lora_tool.cli.options import ignore_option, json_option
 from lora_tool.display import counted, printable
 from lora_tool.errors import TrainingFailed, TrainingStopped
-from lora_tool.report import Finding, Severity
+from lora_tool.report import Severity
 
 if TYPE_CHECKING:
     from lora_tool.train.config import GuardSettings
-    from lora_tool.train.job import TrainingOutcome
-    from lora_tool.train.rescue import Saved
+    from lora_tool.train.remains import Saved
 
 
 @click.command(
@@ -49,11 +48,12 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     has lora-tool. What it saved is checked when it ends. Its output stays its own, and so does its exit code where it
     fails by itself; 1: a guard stopped it, or its result is bad. Needs lora-tool[train].
     """
-    from lora_tool.train.codes import CODES  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.train.config import GuardSettings  # noqa: PLC0415
+    from lora_tool.report import Report  # noqa: PLC0415 - after the usage is known to be right
+    from lora_tool.report.json import report_json  # noqa: PLC0415
+    from lora_tool.train.config import GuardSettings, require_training  # noqa: PLC0415
     from lora_tool.train.job import TrainingStatus, read_outcomes  # noqa: PLC0415
-    from lora_tool.train.options import require_training  # noqa: PLC0415
-    from lora_tool.train.rescue import saved_in  # noqa: PLC0415
+    from lora_tool.train.remains import saved_in  # noqa: PLC0415
+    from lora_tool.train.traps import CODES  # noqa: PLC0415
 
     require_training(("torch", "transformers", "accelerate"))
     unknown = [name for name in ignore if name not in CODES]
@@ -64,48 +64,50 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         settings = GuardSettings(mode=mode, window=window, ignore=ignore)
         code = _run(words, Path(folder), settings, own_stdout=not as_json)
         outcomes = read_outcomes(Path(folder))
-    stopped = next((outcome for outcome in outcomes if outcome.status is TrainingStatus.STOPPED), None)
-    outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts.get("outputs", ())})
+    outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts["outputs"]})
     saved = list(saved_in(outputs, since=begun - 1))
     rescued = [_rescue(item) for item in saved if item.empty]
+    # every rank of a training says the same
+    found = tuple(dict.fromkeys(found for outcome in outcomes for found in outcome.findings))
+    stopped = next((outcome for outcome in outcomes if outcome.status is TrainingStatus.STOPPED), None)
+    bad = [error for item in saved for error in item.errors]
     if as_json:
-        _print_json(words, code, outcomes, saved, rescued)
+        status = TrainingStatus.STOPPED if stopped else TrainingStatus.BAD_RESULT if bad else TrainingStatus.DONE
+        results = {
+            "results": [str(item.path) for item in saved],
+            "consolidated": [str(path) for path in rescued if path],
+        }
+        told = {"command": list(words), "exit_code": code, "status": str(status) if outcomes else "unguarded"}
+        click.echo(json.dumps({**report_json(Report(findings=(*found, *bad))), **told, **results}, indent=2))
     if stopped is not None:
         raise TrainingStopped(f"training was stopped: {stopped.error}", hint=stopped.hint)
     if code:
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         click.echo(f"error: {printable(words[0])} failed with {how}; see its output above", err=True)
         return code if code > 0 else 128 - code  # as a shell has it
-    bad = [item for item in saved if item.errors]
     if bad:
-        found = bad[0].errors[0]
         rescue = f"; reassembled from the rank files in {rescued[0]}" if rescued and rescued[0] else ""
-        raise TrainingStopped(f"the result is bad: {found}{rescue}", hint=found.hint)
+        raise TrainingStopped(f"the result is bad: {bad[0]}{rescue}", hint=bad[0].hint)
     if not outcomes:
         raise TrainingFailed(
             f"{words[0]} succeeded, but created no HF Trainer, so nothing was guarded",
             hint="run it with the Python environment that has lora-tool",
         )
     if not as_json:
-        warnings = sum(item.severity is Severity.WARNING for item in _findings(outcomes))
+        warnings = sum(item.severity is Severity.WARNING for item in found)
         seen = f"{counted(warnings, 'warning')}, {counted(len(saved), 'result')} checked"
         click.echo(f"guarded {printable(words[0])}: {seen}", err=True)
     return 0
 
 
-def _findings(outcomes: list[TrainingOutcome]) -> tuple[Finding, ...]:
-    """Return what was found, once: every rank of a training says the same."""
-    return tuple(dict.fromkeys(found for outcome in outcomes for found in outcome.findings))
-
-
 def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_stdout: bool) -> int:
     """Run the command with the guard's settings in `folder`, and return its exit code."""
-    import lora_tool.train  # noqa: PLC0415
+    from lora_tool import train  # noqa: PLC0415
     from lora_tool.train.job import FOLDER_VARIABLE, TrainingJob, write_job  # noqa: PLC0415
     from lora_tool.train.launch import run_group  # noqa: PLC0415
 
     write_job(TrainingJob(guard=settings), folder)
-    attach = Path(lora_tool.train.__file__).parent / "attach"
+    attach = Path(train.__file__).parent / "attach"
     paths = [str(attach), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), FOLDER_VARIABLE: str(folder)}
     try:
@@ -116,38 +118,8 @@ def _run(words: tuple[str, ...], folder: Path, settings: GuardSettings, *, own_s
 
 def _rescue(item: Saved) -> Path | None:
     """Put the adapter together beside the empty one, which is left as it is; return where, None where it cannot be."""
-    from lora_tool.train.rescue import consolidate, newest_rank_files  # noqa: PLC0415
+    from lora_tool.train.remains import newest_rank_files, reassemble  # noqa: PLC0415
 
     checkpoint = newest_rank_files(item.path) or newest_rank_files(item.path.parent)
     out = item.path.parent / f"{item.path.name}-consolidated"
-    if checkpoint is None or out.exists():
-        return None
-    return out if consolidate(checkpoint, out) else None
-
-
-def _status(outcomes: list[TrainingOutcome], saved: list[Saved]) -> str:
-    from lora_tool.train.job import TrainingStatus  # noqa: PLC0415
-
-    if any(outcome.status is TrainingStatus.STOPPED for outcome in outcomes):
-        return TrainingStatus.STOPPED.value
-    if any(item.errors for item in saved):
-        return TrainingStatus.BAD_RESULT.value
-    return TrainingStatus.DONE.value if outcomes else "unguarded"
-
-
-def _print_json(
-    words: tuple[str, ...], code: int, outcomes: list[TrainingOutcome], saved: list[Saved], rescued: list[Path | None]
-) -> None:
-    from lora_tool.report import Report  # noqa: PLC0415
-    from lora_tool.report.json import report_json  # noqa: PLC0415
-
-    found = (*_findings(outcomes), *(error for item in saved for error in item.errors))
-    table = {
-        **report_json(Report(findings=found)),
-        "command": list(words),
-        "exit_code": code,
-        "status": _status(outcomes, saved),
-        "results": [str(item.path) for item in saved],
-        "consolidated": [str(path) for path in rescued if path],
-    }
-    click.echo(json.dumps(table, indent=2))
+    return out if checkpoint is not None and not out.exists() and reassemble(checkpoint, out) else None

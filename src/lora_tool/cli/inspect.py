@@ -10,13 +10,11 @@ from typing import Any
 
 import click
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_model
 from lora_tool.cli.options import UserPath, base_option, json_option
 from lora_tool.display import json_data, printable
-from lora_tool.errors import CheckpointError
 from lora_tool.inspection.folders import inspect_checkpoint
 from lora_tool.inspection.model import Inspection
-from lora_tool.sources import opened, resolve
+from lora_tool.sources import opened, opened_model
 
 
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
@@ -36,34 +34,19 @@ def command(path: str, norms: bool | None, plot: Path | None, base: str | None, 
     checkpoint = opened(path)
     inspection = inspect_checkpoint(checkpoint, norms=norms)
     if plot is not None:
-        _draw(checkpoint, inspection, plot, base)
+        from lora_tool.pictures.drawing import draw  # noqa: PLC0415 - matplotlib, only for pictures
+        from lora_tool.validation.bases import named_base  # noqa: PLC0415
+
+        root = checkpoint.folder.root
+        model = opened_model(base, near=root, download=False) if base else named_base(checkpoint)[0]
+        draw(checkpoint, plot, base=model, facts=inspection.facts())
+        click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
         click.echo(json.dumps(inspection_json(inspection), indent=2))
         return
-    from lora_tool.cli.inspect_view import show  # noqa: PLC0415 - rich, only for people
+    from lora_tool.cli.inspect_view import show_inspection  # noqa: PLC0415 - rich, only for people
 
-    show(inspection, sys.stdout)
-
-
-def _draw(checkpoint: Checkpoint, inspection: Inspection, plot: Path, base: str | None) -> None:
-    from lora_tool.pictures.drawing import draw  # noqa: PLC0415 - matplotlib, only for pictures
-
-    draw(checkpoint, plot, base=_base(checkpoint, base), facts=inspection.facts())
-    click.echo(f"drawn: {printable(str(plot))}", err=True)
-
-
-def _base(checkpoint: Checkpoint, given: str | None) -> ModelDir | None:
-    """Return the base model: the given one, which must be there, or the one the adapter names, if it is at hand."""
-    named = checkpoint.config.base_model if isinstance(checkpoint, AdapterDir) and checkpoint.config else None
-    reference = given or named
-    if reference is None:
-        return None
-    try:
-        return open_model(resolve(reference, near=checkpoint.folder.root).path)
-    except CheckpointError:
-        if given:
-            raise
-        return None
+    show_inspection(inspection, sys.stdout)
 
 
 def inspection_json(inspection: Inspection) -> dict[str, Any]:

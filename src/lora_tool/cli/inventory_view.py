@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import filled, fits, print_all
+from lora_tool.cli.tables import fits, new_table, print_all
 from lora_tool.display import counted, number, printable, size
 from lora_tool.inventory import FileRole, Inventory, Listed, PruneChoice
 
@@ -34,41 +34,41 @@ def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content
     """Return one line per checkpoint, with its size by what the files are for, or as one number."""
     contents = [f"{content}>" for content in FileRole] if by_content else ["size>"]
     columns = ["checkpoint", "kind", "step>", "loss>", "metric>", *contents, "verdict"]
-    rows: list[list[str | Text]] = []
+    rows: list[tuple[str | Text, ...]] = []
     for run, item in listed:
         star = " *" if item.best and len(run.checkpoints) > 1 else ""
-        metric = f" {printable(run.metric)}" if run.metric and item.row.metric is not None else ""
+        metric = f" {run.metric}" if run.metric and item.row.metric is not None else ""
         sizes = [item.sizes[content] for content in FileRole] if by_content else [item.row.nbytes]
         rows.append(
-            [
-                Text(printable(_name(item, root)) + star),
+            (
+                _name(item, root) + star,
                 item.kind,
                 "" if item.row.step is None else str(item.row.step),
-                _number(item.row.loss),
-                _number(item.row.metric) + metric,
+                number(item.row.loss, none=""),
+                number(item.row.metric, none="") + metric,
                 *(size(nbytes) if nbytes else "" for nbytes in sizes),
                 Text(_verdict(item), style=_COLOURS[item.row.verdict]),
-            ]
+            )
         )
-    return filled(columns, rows)
+    return new_table(columns, rows)
 
 
 def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, done: bool) -> None:
     """Write what is kept and what goes, with the reason, and how much that frees."""
     columns = ["checkpoint", "step>", "metric>", "size>", "verdict", "", "because"]
-    rows: list[list[str | Text]] = [
-        [
-            Text(printable(_name(choice.checkpoint, root))),
+    rows = [
+        (
+            _name(choice.checkpoint, root),
             "" if choice.checkpoint.row.step is None else str(choice.checkpoint.row.step),
-            _number(choice.checkpoint.row.metric),
+            number(choice.checkpoint.row.metric, none=""),
             size(choice.checkpoint.row.nbytes),
             _verdict(choice.checkpoint),
             Text("goes", style="red") if choice.goes else Text("stays", style="green"),
             str(choice.why),
-        ]
+        )
         for choice in choices
     ]
-    table = filled(columns, rows)
+    table = new_table(columns, rows)
     going = [choice.checkpoint for choice in choices if choice.goes]
     freed = size(sum(item.row.nbytes for item in going))
     if not choices:
@@ -87,7 +87,3 @@ def _name(item: Listed, root: Path) -> str:
 
 def _verdict(item: Listed) -> str:
     return item.row.verdict + (f": {', '.join(item.row.codes)}" if item.row.codes else "")
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else number(value)

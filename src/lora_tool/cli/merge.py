@@ -57,7 +57,6 @@ def command(
         carry_out(
             plan,
             out,
-            warnings=inputs.warnings,
             dry_run=dry_run,
             as_json=as_json,
             quiet=quiet,

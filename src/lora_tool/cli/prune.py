@@ -31,7 +31,7 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
     nothing is valid; valid is what `validate` finds no error in, under the same lora-tool.toml. Finished weights, adapters and models are never touched, nor links and what they lead to.
     """
     from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
-    from lora_tool.execution.removal import remove, require_room  # noqa: PLC0415
+    from lora_tool.execution.folder import remove, require_room  # noqa: PLC0415
     from lora_tool.inventory import choose, inventory  # noqa: PLC0415
 
     if trash is not None and not apply_:

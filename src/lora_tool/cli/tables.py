@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lora_tool.cli.terminal import wants_colour
+from lora_tool.display import printable
 
 _WIDE = 240
 """Columns where nobody watches: enough that no name is cut."""
@@ -60,25 +61,22 @@ def fits(table: Table, out: TextIO) -> bool:
     return Measurement.get(console, console.options, table).maximum <= _width(out)
 
 
-def new_table(*columns: str) -> Table:
-    """Return a borderless table; a column whose name ends in ``>`` is aligned to the right.
+def new_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return a borderless table of the columns that any row has something in; one whose name ends in ``>`` is aligned
+    to the right. A text in a cell is shown as it is, made harmless.
 
     Only texts are folded, between their words: not the names in the first column, nor numbers, which are to the right.
     """
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold cyan", pad_edge=False)
-    for at, column in enumerate(columns):
-        right = column.endswith(">")
+    listed = list(rows)
+    kept = [at for at, _ in enumerate(columns) if any(str(row[at]) for row in listed)]
+    for place, at in enumerate(kept):
+        right = columns[at].endswith(">")
         justify: Literal["left", "right"] = "right" if right else "left"
-        table.add_column(column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=right or at == 0)
-    return table
-
-
-def filled(columns: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> Table:
-    """Return a table of the columns that any row has something in."""
-    kept = [at for at, _ in enumerate(columns) if any(str(row[at]) for row in rows)]
-    table = new_table(*(columns[at] for at in kept))
-    for row in rows:
-        table.add_row(*(row[at] for at in kept))
+        header = columns[at].removesuffix(">")
+        table.add_column(header, justify=justify, overflow="fold", no_wrap=right or not place)
+    for row in listed:
+        table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for at in kept for cell in [row[at]]))
     return table
 
 

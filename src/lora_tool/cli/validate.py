@@ -29,9 +29,7 @@ from lora_tool.errors import LoraToolError
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import Wanted, opened_model, resolve
-from lora_tool.validation.bases import named_base
 from lora_tool.validation.validating import validate
 
 _LONG = 1 << 30
@@ -141,12 +139,10 @@ def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configura
 
 def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tuple[AdapterDir, ...]) -> Report:
     checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
-    of_merged = adapters[0] if adapters and isinstance(checkpoint, ModelDir) else checkpoint
-    base, why_not = (given_base, NO_BASE) if given_base is not None else named_base(of_merged)
     with _bar(checkpoint, asked) as progress:
         return validate(
             checkpoint,
-            base=base,
+            base=given_base,
             adapters=adapters,
             num_labels=asked.num_labels,
             task=asked.task,
@@ -157,7 +153,6 @@ def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tup
             checkpoints=True,
             progress=progress,
             watch=None if progress else lambda nbytes: _watch(nbytes, asked),
-            why_no_base=why_not,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,7 +106,6 @@ def carry_out(
     plan: Plan,
     out: Path,
     *,
-    warnings: Iterable[str] = (),
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -114,7 +113,7 @@ def carry_out(
 ) -> None:
     """Write the folder `out` as `plan` says, or print the plan of a `dry_run`; what is found goes to stderr."""
     show_findings(plan.findings)
-    for warning in (*plan.warnings, *warnings):
+    for warning in plan.warnings:
         warn(warning)
     if dry_run and as_json:
         click.echo(json_text({"output": str(out), **plan.to_json()}, spread=_PLAN_LEVELS))

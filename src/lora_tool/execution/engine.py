@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import ExecutionError, LoraToolError, OutOfSpace
+from lora_tool.errors import ExecutionError, LoraToolError
 from lora_tool.execution.folder import (
     check_output,
     check_space,
     copy_file,
+    errors_of_the_system,
     new_folder,
     real_place,
     sync_folder,
@@ -60,7 +60,7 @@ def execute(
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target = real_place(Path(out))
     with (
-        _errors_of_the_system(target),
+        errors_of_the_system(None, target),
         Sources(plan.inputs) as sources,
         new_folder(target, overwrite=overwrite, resume=resume) as folder,
     ):
@@ -69,11 +69,12 @@ def execute(
         check_space(target, _bytes_to_write(plan, finished))
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        retained = _noted(finished)
+        noted = (notes for notes in finished.values() if notes)
+        retained = {name: DeltaRetention(**each) for notes in noted for name, each in notes.items()}
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)
-            journal.add(shard, {name: [each.meant, each.written, each.shared] for name, each in found.items()})
+            journal.add(shard, {name: asdict(each) for name, each in found.items()})
 
         missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
         work = Work(plan=plan, folder=folder, shards=missing, checks=plan.values.parts if plan.values else ())
@@ -91,15 +92,6 @@ def execute(
     return Path(out)
 
 
-def _noted(finished: Mapping[str, Any]) -> dict[str, DeltaRetention]:
-    """Return what the journal has of the changes in files that an earlier run had finished."""
-    return {
-        name: DeltaRetention(meant=meant, written=written, shared=shared)
-        for notes in finished.values()
-        for name, (meant, written, shared) in (notes or {}).items()
-    }
-
-
 @contextlib.contextmanager
 def _refusals(journal: Journal) -> Iterator[None]:
     """Let nothing that was written be taken over by a later run where a check refuses, as against a failure."""
@@ -114,11 +106,8 @@ def _refusals(journal: Journal) -> Iterator[None]:
 
 def _bytes_to_write(plan: Plan, finished: Collection[str]) -> int:
     shards = sum(len(s.header) + s.data_bytes for s in plan.shards if s.filename not in finished)
-    return shards + sum(_side_size(file) for file in plan.side_files)
-
-
-def _side_size(file: SideFile) -> int:
-    return len(file.content) if file.content is not None else file.source.stat().st_size if file.source else 0
+    copied = sum(file.source.stat().st_size for file in plan.side_files if file.source is not None)
+    return shards + copied + sum(len(file.content or b"") for file in plan.side_files)
 
 
 def _write_side_file(folder: Path, file: SideFile) -> None:
@@ -130,15 +119,3 @@ def _write_side_file(folder: Path, file: SideFile) -> None:
         copy_file(path, file.source)
     for above in path.relative_to(folder).parents[:-1]:  # the folder itself is flushed when all is in it
         sync_folder(folder / above)
-
-
-@contextlib.contextmanager
-def _errors_of_the_system(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpace(
-                f"{target}: the disk is full; nothing was kept", hint="give another disk: -o OUT"
-            ) from error
-        raise ExecutionError(f"{error.filename or target}: {error.strerror}") from error

@@ -86,17 +86,9 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
     writing the same output, `ExecutionError` where the place cannot be written.
     """
     partial = out.parent / f".{out.name}.lora-tool-partial"
-    held = Path(f"{partial}.lock")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock, locked = _lock(held, out)
-    except OSError as error:
-        raise ExecutionError(
-            f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
-        ) from error
-    if not locked and not resume:
-        partial = out.parent / f".{out.name}.{os.getpid()}.lora-tool-partial"
-    try:
+    with _only_run(partial, out) as locked:
+        if not locked and not resume:
+            partial = out.parent / f".{out.name}.{os.getpid()}.lora-tool-partial"
         if not resume:
             shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -108,30 +100,43 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                held.unlink()
-    finally:
-        os.close(lock)
 
 
 @contextlib.contextmanager
 def staging_folder(out: Path) -> Iterator[Path]:
     """Yield an empty hidden folder beside `out` for what another program writes; it is removed in any case.
 
-    Raises `OutputExists` where another run is writing the same output.
+    Raises as `new_folder`.
     """
     folder = out.parent / f".{out.name}.lora-tool-in-memory"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lock, _ = _lock(Path(f"{folder}.lock"), out)
+    with _only_run(folder, out):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _only_run(hidden: Path, out: Path) -> Iterator[bool]:
+    """Hold the lock of `out`'s sibling `hidden`, and yield whether there is one: not where the file system has none.
+
+    Raises `OutputExists` where another run is writing `out`, `ExecutionError` where the place cannot be written.
+    """
+    path = Path(f"{hidden}.lock")
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        yield folder
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock, locked = _lock(path, out)
+    except OSError as error:
+        raise ExecutionError(
+            f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
+        ) from error
+    try:
+        yield locked
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
-            Path(f"{folder}.lock").unlink()
+            path.unlink()
         os.close(lock)
 
 
@@ -227,13 +232,52 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises `OutOfSpace`, `ExecutionError`.
     """
     partial = path.parent / f".{path.name}.{os.getpid()}.lora-tool-partial"
-    try:
+    with errors_of_the_system(f"{path} cannot be written", path):
         try:
             write_file(partial, content)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def errors_of_the_system(what: str | None, target: Path) -> Iterator[None]:
+    """Raise an OSError inside as `OutOfSpace` or `ExecutionError`: `what` failed, else the file that it names."""
+    try:
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpace(f"{path}: the disk is full; nothing was kept") from error
-        raise ExecutionError(f"{path} cannot be written: {error.strerror}") from error
+            raise OutOfSpace(
+                f"{target}: the disk is full; nothing was kept", hint="give another disk: -o OUT"
+            ) from error
+        raise ExecutionError(f"{what or error.filename or target}: {error.strerror}") from error
+
+
+def remove(folder: Path, *, trash: Path | None = None) -> None:
+    """Remove `folder`, or move it into `trash`, which is made if it is not there.
+
+    It leaves its name at once, by a rename to a hidden sibling, and is removed from there. Raises `OutputExists` where
+    `trash` has something of that name, `ExecutionError` where it cannot be moved or removed.
+    """
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.lora-tool-removed")
+    try:
+        for left in folder.parent.glob(".*.lora-tool-removed"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        if trash is None:
+            shutil.rmtree(hidden if set_aside(folder, hidden) else folder)
+            return
+        require_room(folder, trash)
+        trash.mkdir(parents=True, exist_ok=True)
+        # on another disk it is copied: until all of it is there, it does not have its name
+        partial = trash / hidden.name
+        shutil.move(folder, partial)
+        partial.rename(trash / folder.name)
+    except OSError as error:
+        raise ExecutionError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from error
+
+
+def require_room(folder: Path, trash: Path) -> None:
+    """Return if `folder` can be moved into `trash` under its name. Raises `OutputExists`."""
+    target = trash / folder.name
+    if os.path.lexists(target):
+        raise OutputExists(f"{target} exists already", hint="give another folder: --trash DIR")

@@ -41,23 +41,12 @@ def digest_of(plan: Plan) -> str:
 
 
 def _versions(plan: Plan) -> Iterator[str]:
-    """Yield the versions of what computes; they are slow to import, and a plan of copies needs none."""
-    if not plan.only_copies:
-        from numpy import __version__ as numpy_version  # noqa: PLC0415
-
-        yield numpy_version
-    if "torch" in plan.precision.packages:
-        yield _torch_version()
-
-
-def _torch_version() -> str:
-    # it takes as long to import as an adapter to consolidate
-    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
-
-    try:
-        return version("torch")
-    except PackageNotFoundError as error:
-        raise MissingDependency("torch", extra="merge") from error
+    """Yield the versions of what computes; importing it is slow, and a plan of copies needs none."""
+    for package in plan.precision.packages if not plan.only_copies else ():
+        try:
+            yield str(__import__(package).__version__)
+        except ImportError as error:
+            raise MissingDependency(package, extra="merge") from error
 
 
 class Journal:

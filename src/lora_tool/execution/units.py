@@ -22,17 +22,12 @@ UNIT_WEIGHTS = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyUnit:
-    """`nbytes` bytes of `source` from `offset`, to byte `at` of the shard file."""
+    """`nbytes` bytes of `source` from `offset`, to byte `begin` of the shard file."""
 
     source: Path
     offset: int
     nbytes: int
-    at: int
-
-    @property
-    def begin(self) -> int:
-        """Where in the shard file its bytes begin."""
-        return self.at
+    begin: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,7 @@ def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
 
 def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit]:
     for span in source.spans:
-        yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, at=at)
+        yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, begin=at)
         at += span.nbytes
 
 
@@ -124,14 +119,13 @@ def _cut(first: CopyUnit, total: int) -> Iterator[CopyUnit]:
     """Yield units that copy `total` bytes from where the `first` begins."""
     for done in range(0, total, COPY_BYTES):
         nbytes = min(COPY_BYTES, total - done)
-        yield CopyUnit(source=first.source, offset=first.offset + done, nbytes=nbytes, at=first.at + done)
+        yield CopyUnit(source=first.source, offset=first.offset + done, nbytes=nbytes, begin=first.begin + done)
 
 
 def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:
     # paths last: comparing two takes as long as everything else here
-    return (
-        left.offset + left.nbytes == right.offset and left.at + left.nbytes == right.at and left.source == right.source
-    )
+    follows = left.offset + left.nbytes == right.offset and left.begin + left.nbytes == right.begin
+    return follows and left.source == right.source
 
 
 def _computes(out: TensorSpec, op: RowOp, at: int, *, is_new: bool, whole: bool) -> Iterator[ComputeUnit]:

@@ -68,7 +68,7 @@ def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:
     if done < unit.nbytes:
         rest = memoryview(bytearray(unit.nbytes - done))
         sources.read_exactly(unit.source, unit.offset + done, rest)
-        write_exactly(out, rest, unit.at + done)
+        write_exactly(out, rest, unit.begin + done)
 
 
 def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
@@ -76,7 +76,7 @@ def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
     done = 0
     while hasattr(os, "copy_file_range") and done < unit.nbytes:
         try:
-            count = os.copy_file_range(source, out, unit.nbytes - done, unit.offset + done, unit.at + done)
+            count = os.copy_file_range(source, out, unit.nbytes - done, unit.offset + done, unit.begin + done)
         except OSError:
             break  # file systems, containers and old kernels refuse in various ways; a real error comes again, named
         if count == 0:

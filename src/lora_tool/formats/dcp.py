@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
@@ -21,6 +22,7 @@ from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
 METADATA = ".metadata"
+_TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
 _MODEL_KEYS = frozenset({"model", "state_dict", "module"})
 """Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
 _OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
@@ -85,44 +87,33 @@ def _no_storage(_: object) -> NoReturn:
 def _interpret(folder: Path, found: object) -> DcpFolder:
     if not isinstance(found, Stub):
         raise ValueError("does not hold a Metadata object")  # noqa: TRY004 - of the file, not of Python
-    stored, storage = found.get("state_dict_metadata"), found.get("storage_data")
-    if not isinstance(stored, dict) or not isinstance(storage, dict):
-        raise ValueError("has no tables of tensors and of their storage")  # noqa: TRY004
-    # what is no tensor (counters, random states) has no size
+    stored, storage = found.get("state_dict_metadata", dict), found.get("storage_data", dict)
+    if stored is None or storage is None:
+        raise ValueError("has no tables of tensors and of their storage")
+    # what is not a tensor (counters, random states) has no size
     entries = {
         name: entry
         for name, entry in stored.items()
         if isinstance(name, str) and isinstance(entry, Stub) and entry.get("size") is not None
     }
-    paths = _paths(entries, found.get("planner_data"))
+    # the keys that were joined to a name: ("model", "lm_head.weight")
+    joined = (found.get("planner_data", dict) or {}).items()
+    paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
     names = _module_names(folder, paths)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
-        raise ValueError("gives two tensors one name, or one what is no name")
+        raise ValueError("gives two tensors one name, or one of them a name that no tensor can have")
     places = {
         (key.get("fqn"), key.get("offset")): info
         for key, info in storage.items()
         if isinstance(key, Stub) and type(key.get("fqn")) is str and _is_sizes(key.get("offset"))
     }
-    tensors = {name: _tensor(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
-    meta = found.get("storage_meta")
-    save_id = meta.get("save_id") if isinstance(meta, Stub) else None
+    tensors = {name: _described(folder, fqn, entries[fqn], places) for fqn, name in names.items()}
+    meta = found.get("storage_meta", Stub)
     others = {
         ".".join(map(str, path[: max(1, min(2, len(path) - 1))])) for fqn, path in paths.items() if fqn not in names
     }
-    return DcpFolder(
-        folder=folder,
-        tensors=tensors,
-        beside=tuple(sorted(others)),
-        save_id=save_id if isinstance(save_id, str) else None,
-    )
-
-
-def _paths(entries: Mapping[str, Stub], planner: object) -> dict[str, tuple[Any, ...]]:
-    """Return the checkpoint's name → the keys that were joined to it: `("model", "lm_head.weight")`."""
-    paths: dict[str, tuple[Any, ...]] = {fqn: (fqn,) for fqn in entries}
-    if isinstance(planner, dict):
-        paths |= {fqn: path for fqn, path in planner.items() if fqn in entries and _is_path(path)}
-    return paths
+    save_id = meta.get("save_id", str) if meta else None
+    return DcpFolder(folder=folder, tensors=tensors, beside=tuple(sorted(others)), save_id=save_id)
 
 
 def _module_names(folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
@@ -139,12 +130,10 @@ def _module_names(folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[st
     shallowest = min(map(len, modules))
     found = sorted((module for module in modules if len(module) == shallowest), key=str)
     if len(found) > 1:
-        listed = ", ".join(".".join(map(str, module)) for module in found[:8])
-        raise UnsupportedCheckpoint(
-            f"{folder} holds the states of {len(found)} modules: {listed}",
-            hint="save the one that you want by itself; to have them all in one file: "
-            "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE",
-        )
+        listed = some([".".join(map(str, module)) for module in found])
+        message = f"{folder} holds the states of {len(found)} modules: {listed}"
+        hint = f"save the one that you want alone; to have them all in one file: {_TO_ONE_FILE}"
+        raise UnsupportedCheckpoint(message, hint=hint)
     inside = {fqn: path[shallowest:] for fqn, path in weights.items() if path[:shallowest] == found[0]}
     return {fqn: ".".join(map(str, path)) for fqn, path in inside.items()}
 
@@ -160,20 +149,17 @@ def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
     return bool(parts) and sum(len(part) if type(part) is str else 20 for part in parts[:4096]) <= 4096 >= len(parts)  # noqa: PLR2004
 
 
-def _tensor(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
+def _described(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
     if fqn.rpartition(".")[2] in ("_flat_param", "flat_param"):
-        raise UnsupportedCheckpoint(
-            f"{folder}: `{fqn}` is a flat parameter of FSDP1, whose names and shapes are only in the running model",
-            hint="save it again with StateDictType.FULL_STATE_DICT, or train with FSDP2 (fsdp_version: 2)",
-        )
-    properties, shape = entry.get("properties"), entry.get("size")
-    dtype = _dtype(properties)
+        what = f"`{fqn}` is a flat parameter of FSDP1, whose names and shapes are only in the running model"
+        hint = "save it again with StateDictType.FULL_STATE_DICT, or train with FSDP2 (fsdp_version: 2)"
+        raise UnsupportedCheckpoint(f"{folder}: {what}", hint=hint)
+    dtype, shape = _dtype(entry.get("properties")), entry.get("size")
     if dtype is None or not _is_sizes(shape):
         raise ValueError(f"gives `{fqn}` no type or no shape that we know")
     TensorSpec(name=fqn, dtype=dtype, shape=shape)  # raises ValueError for impossible sizes
     chunks = []
-    pieces = entry.get("chunks")
-    for piece in pieces if isinstance(pieces, list | tuple) else ():
+    for piece in entry.get("chunks", (list, tuple)) or ():
         offsets, sizes = (piece.get("offsets"), piece.get("sizes")) if isinstance(piece, Stub) else (None, None)
         if not _is_sizes(offsets) or not _is_sizes(sizes) or not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"gives a chunk of `{fqn}` no offsets and sizes")
@@ -193,24 +179,23 @@ def _dtype(properties: object) -> DType | None:
 
 
 def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
-    return (
-        isinstance(values, tuple) and len(values) <= MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in values)
-    )
+    sizes = values if isinstance(values, tuple) and len(values) <= MOST_DIMENSIONS else (None,)
+    return all(type(size) is int and size >= 0 for size in sizes)
 
 
 def _chunk(
     folder: Path, fqn: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub
 ) -> Chunk:
     if sizes[1:] != shape[1:] or any(offsets[1:]):
-        raise UnsupportedCheckpoint(
-            f"{folder}: `{fqn}` {list(shape)} is cut along more than its rows: tensor parallel checkpoints are not put together",
-            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE",
+        what = (
+            f"`{fqn}` {list(shape)} is cut along more than its rows: tensor parallel checkpoints are not put together"
         )
+        raise UnsupportedCheckpoint(f"{folder}: {what}", hint=_TO_ONE_FILE)
     if info.get("transform_descriptors"):
         raise UnsupportedCheckpoint(f"{folder}: `{fqn}` is stored compressed ({info.get('transform_descriptors')})")
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or type(at) is not int or type(nbytes) is not int:
-        raise ValueError(f"places `{fqn}` in {name!r:.60}, which is no file beside it")
+        raise ValueError(f"places `{fqn}` in {name!r:.60}, which is not a file beside it")
     return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes)
 
 
@@ -271,9 +256,8 @@ def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
     file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
     lazy = file.value
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
-        raise CorruptFile.of(
-            path, Defect.WRONG_SIZE, f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}", name
-        )
+        message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"
+        raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
     return Piece(file.stored(lazy, name), file.record(lazy))
 
 
@@ -287,18 +271,14 @@ def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> di
         if name not in wanted:
             continue
         if name not in pieces or uncovered(tensor):
-            raise IncompleteCheckpoint(
-                f"{found.folder}: `{name}` {list(tensor.shape)} is not whole",
-                hint="copy the .distcp files from the machines that wrote them: every node writes its own ranks",
-            )
+            hint = "copy the .distcp files from the machines that wrote them: every node writes its own ranks"
+            raise IncompleteCheckpoint(f"{found.folder}: `{name}` {list(tensor.shape)} is not whole", hint=hint)
         spans = tuple(span for piece in pieces[name] for span in piece.stored.spans)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
-        tensors[name] = StoredTensor(spec=spec, spans=spans or (_nothing(found.folder),))
+        tensors[name] = StoredTensor(
+            spec=spec, spans=spans or (Span(path=found.folder / METADATA, offset=0, nbytes=0),)
+        )
     return tensors
-
-
-def _nothing(folder: Path) -> Span:
-    return Span(path=folder / METADATA, offset=0, nbytes=0)
 
 
 def stamps(found: DcpFolder) -> dict[Path, FileStamp]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, Defect
+from lora_tool.formats.fields import is_strings
 from lora_tool.formats.files import read_object
 from lora_tool.tensors import DType, TensorSpec
 
@@ -50,6 +51,6 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest in the file `path`. Raises `CorruptFile`, `BadConfig`."""
     raw = read_object(path)
     merged = raw.get("merged_adapters", [])
-    if not isinstance(merged, list) or not all(isinstance(item, str) for item in merged):
+    if not is_strings(merged):
         raise BadConfig.of(path, Defect.BAD_FIELD, "expected a list of strings", "merged_adapters")
     return Manifest(path=path, raw=raw, merged_adapters=tuple(merged))

@@ -10,6 +10,7 @@ from typing import Any
 from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
+from lora_tool.tensors import FLOAT_NAMES, DType
 
 FILE_NAME = "config.json"
 
@@ -36,6 +37,13 @@ class ModelConfig:
     custom_code: bool = False
     """Whether `auto_map` asks for Python code from the checkpoint."""
     problems: tuple[Problem, ...] = ()
+
+    @property
+    def dtype(self) -> DType | None:
+        """The type of the weights that it names, None where it names none that we know."""
+        named = self.raw.get("dtype", self.raw.get("torch_dtype"))
+        by_name = {name: dtype for dtype, name in FLOAT_NAMES.items()}
+        return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -82,10 +90,8 @@ def _pad_token_id(fields: Fields, text: Fields) -> int | None:
 
 def _layers(text: Fields) -> int | None:
     # GPT-2 and its like write n_layer, Bloom writes n_layer too; MPT n_layers
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-        if name in text.table:
-            return text.optional_integer(name)
-    return None
+    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    return next((text.optional_integer(name) for name in names if name in text.table), None)
 
 
 def _quantization(fields: Fields) -> str | None:

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 _MOST_OPEN = 256
 
 
-def _limit() -> int:
-    """Return how many may be open at once: a checkpoint of 1000 ranks must do with what the system allows."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(4, min(_MOST_OPEN, allowed // 4))
-
-
 @dataclass(slots=True)
 class _Open:
     """An open file, and how many readers are reading from it right now."""
@@ -45,7 +39,9 @@ class OpenFiles:
         self._opener = opener
         self._held: OrderedDict[Path, _Open] = OrderedDict()
         self._lock = threading.Lock()
-        self._limit = _limit()
+        # a checkpoint of 1000 ranks must do with what the system allows
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(4, min(_MOST_OPEN, allowed // 4))
 
     def __enter__(self) -> Self:
         return self

@@ -14,12 +14,15 @@ import enum
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
 
+from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
-from lora_tool.formats.torch_zip import LazyTensor
-from lora_tool.formats.zero import Shape, ZeroTag
+from lora_tool.formats.zero import ModelStates, ZeroTag
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
 
+_Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]
 _ALIGNED = 2
 """`nccl_start_alignment_factor`: groups are filled up to a multiple of so many elements per rank."""
 
@@ -43,7 +46,7 @@ class StateEntry:
     """One tensor of the training module: its role and shape."""
 
     role: Role
-    shape: Shape
+    shape: tuple[int, ...]
 
 
 def entries(tag: ZeroTag) -> dict[str, StateEntry]:
@@ -51,28 +54,25 @@ def entries(tag: ZeroTag) -> dict[str, StateEntry]:
     first = tag.first
     if first is None:
         return {}
-    trained = {name: shape for group in first.param_shapes for name, shape in group.items()}
-    if tag.stage == 0:
-        trained = {}
-    found = {name: StateEntry(role=Role.TRAINED, shape=shape) for name, shape in trained.items()}
-    frozen = _frozen_shapes(tag)
-    other = Role.FROZEN if tag.stage else Role.SAVED
-    found |= {name: StateEntry(role=other, shape=shape) for name, shape in frozen.items() if name not in found}
-    for name in first.buffer_names:
-        if name in first.module and name not in found:
-            found[name] = StateEntry(role=Role.BUFFER, shape=first.module[name].shape)
+    trained = {name: shape for group in first.param_shapes for name, shape in group.items()} if tag.stage else {}
+    buffers = {name: first.module[name].shape for name in first.buffer_names if name in first.module}
+    found: dict[str, StateEntry] = {}
+    for role, shapes in (
+        (Role.TRAINED, trained),
+        (Role.FROZEN if tag.stage else Role.SAVED, _frozen_shapes(tag, first, trained)),
+        (Role.BUFFER, buffers),
+    ):
+        found |= {name: StateEntry(role=role, shape=shape) for name, shape in shapes.items() if name not in found}
     order = {name: number for number, name in enumerate(first.module)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _frozen_shapes(tag: ZeroTag) -> Mapping[str, Shape]:
-    first = tag.first
-    if first is None or (tag.stage == 3 and first.frozen is None):  # noqa: PLR2004 - the stage
-        return {}
+def _frozen_shapes(tag: ZeroTag, first: ModelStates, trained: Container[str]) -> Mapping[str, tuple[int, ...]]:
     if first.frozen is not None and first.frozen_shapes is not None:
         return first.frozen_shapes
+    if tag.stage == 3 and first.frozen is None:  # noqa: PLR2004 - the stage
+        return {}
     # stage 1 never lists them (DeepSpeed #5439), but `module` has them, whole
-    trained = {name for group in first.param_shapes for name in group} if tag.stage else set()
     return {
         name: tensor.shape
         for name, tensor in first.module.items()
@@ -83,9 +83,7 @@ def _frozen_shapes(tag: ZeroTag) -> Mapping[str, Shape]:
 def unaccounted(tag: ZeroTag, known: Mapping[str, StateEntry]) -> tuple[str, ...]:
     """Return the module's names that are not among the `known`: frozen parameters left out."""
     first = tag.first
-    if first is None:
-        return ()
-    return tuple(name for name in first.module if name not in known and name not in first.shared)
+    return tuple(name for name in first.module if name not in known and name not in first.shared) if first else ()
 
 
 def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str]) -> dict[str, StoredTensor]:
@@ -94,23 +92,16 @@ def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[st
     `known` are its `entries`. Raises `IncompleteCheckpoint` where rank files are missing or do not fit the shapes,
     `CorruptFile` where one is broken.
     """
-    require_all_ranks(tag)
-    return {**_trained(tag, wanted), **_others(tag, known, wanted)}
-
-
-def require_all_ranks(tag: ZeroTag) -> None:
-    """Raise `IncompleteCheckpoint` unless every rank's files were read."""
     ranks = range(tag.world_size)
     lost = {rank for rank in ranks if rank not in tag.optim} if tag.stage else set()
     # without frozen parameters all that counts is in the first rank's model file
     has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
     lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
     if lost:
-        listed = ", ".join(map(str, sorted(lost)[:8]))
-        raise IncompleteCheckpoint(
-            f"{tag.folder}: of {tag.world_size} ranks the files of these are missing or unreadable: {listed}",
-            hint="copy them from the machines that trained: every node writes its own ranks",
-        )
+        message = f"of {tag.world_size} ranks the files of these are missing or unreadable: {some(sorted(lost))}"
+        hint = "copy them from the machines that trained: every node writes its own ranks"
+        raise IncompleteCheckpoint(f"{tag.folder}: {message}", hint=hint)
+    return {**_trained(tag, wanted), **_others(tag, known, wanted)}
 
 
 def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
@@ -121,62 +112,59 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(first.param_shapes):
         if any(number >= len(states.groups) for states in ranks):
-            raise IncompleteCheckpoint(
-                f"{tag.folder}: not every rank has the {len(first.param_shapes)} groups of rank 0"
-            )
-        if not any(name in wanted for name in shapes):
-            continue
-        flats = [states.file.stored(states.groups[number], f"group {number}") for states in ranks]
-        cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
-        found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
+            message = f"not every rank has the {len(first.param_shapes)} groups of rank 0"
+            raise IncompleteCheckpoint(f"{tag.folder}: {message}")
+        if any(name in wanted for name in shapes):
+            flats = [states.file.stored(states.groups[number], f"group {number}") for states in ranks]
+            cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
+            found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
     return found
 
 
-def leftover(shapes: Mapping[str, Shape], sizes: Sequence[int], stage: int) -> int | None:
+def leftover(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[int], stage: int) -> int | None:
     """Return by how many elements the flat groups of `sizes` differ from what `shapes` need; None where they fit."""
     if stage == 3:  # noqa: PLR2004 - the stage
-        need = sum(_piece(math.prod(shape), len(sizes)) for shape in shapes.values())
+        need = sum(_piece(shape, len(sizes)) for shape in shapes.values())
         return next((size - need for size in sizes if size != need), None)
     extra = sum(sizes) - sum(math.prod(shape) for shape in shapes.values())
     return None if 0 <= extra < _ALIGNED * len(sizes) else extra
 
 
-def _piece(numel: int, world: int) -> int:
-    return -(-numel // world)
+def _piece(shape: tuple[int, ...], world: int) -> int:
+    return -(-math.prod(shape) // world)
 
 
-def _cut_by_parameter(shapes: Mapping[str, Shape], flats: Sequence[StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
-    at, world = 0, len(flats)
+def _cut_by_parameter(shapes: Mapping[str, tuple[int, ...]], flats: Sequence[StoredTensor]) -> _Cut:
+    at = 0
     for name, shape in shapes.items():
-        numel = math.prod(shape)
-        piece = _piece(numel, world)
-        parts = [(flat, at, _owned(numel, piece, rank)) for rank, flat in enumerate(flats)]
-        yield name, _joined(name, flats[0].dtype, shape, parts)
-        at += piece
+        yield name, _by_rank(name, shape, flats, at)
+        at += _piece(shape, len(flats))
 
 
-def _owned(numel: int, piece: int, rank: int) -> int:
-    """How many of a rank's elements belong to the parameter; the rest of its piece is padding."""
-    return min(piece, max(0, numel - rank * piece))
+def _by_rank(name: str, shape: tuple[int, ...], flats: Sequence[StoredTensor], at: int) -> StoredTensor:
+    """Return the tensor of which each rank holds an equal piece from its element `at` on, filled up on the last ones."""
+    numel, piece = math.prod(shape), _piece(shape, len(flats))
+    parts = [(flat, at, min(piece, max(0, numel - rank * piece))) for rank, flat in enumerate(flats)]
+    return _joined(name, flats[0].dtype, shape, parts)
 
 
-def _cut_in_one(shapes: Mapping[str, Shape], flats: Sequence[StoredTensor]) -> Iterator[tuple[str, StoredTensor]]:
-    starts = [0]
-    for flat in flats:
-        starts.append(starts[-1] + flat.spec.numel)
+def _cut_in_one(shapes: Mapping[str, tuple[int, ...]], flats: Sequence[StoredTensor]) -> _Cut:
+    ends = list(accumulate(flat.spec.numel for flat in flats))
     at = 0
     for name, shape in shapes.items():
         end = at + math.prod(shape)
         parts = [
             (flat, max(at - start, 0), min(end, start + flat.spec.numel) - max(at, start))
-            for flat, start in zip(flats, starts, strict=False)
+            for flat, start in zip(flats, (0, *ends), strict=False)
             if start < end and start + flat.spec.numel > at
         ]
         yield name, _joined(name, flats[0].dtype, shape, parts)
         at = end
 
 
-def _joined(name: str, dtype: DType, shape: Shape, parts: Sequence[tuple[StoredTensor, int, int]]) -> StoredTensor:
+def _joined(
+    name: str, dtype: DType, shape: tuple[int, ...], parts: Sequence[tuple[StoredTensor, int, int]]
+) -> StoredTensor:
     """Return the tensor made of `count` elements from element `at` of each flat tensor."""
     size = dtype.bits // 8
     spans = []
@@ -202,30 +190,21 @@ def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str
     if first is None:
         return {}
     found = {}
+    whole = {**first.module, **(first.frozen or {})}
     for name, entry in known.items():
         if entry.role is Role.TRAINED or name not in wanted:
             continue
         if entry.role is Role.FROZEN and tag.stage == 3:  # noqa: PLR2004 - the stage
-            found[name] = _frozen_by_rank(tag, name, entry.shape)
+            found[name] = _by_rank(name, entry.shape, list(_frozen_pieces(tag, name)), 0)
         else:
-            found[name] = first.file.stored(_whole(first.frozen, first.module, name), name)
+            found[name] = first.file.stored(whole[name], name)
     return found
 
 
-def _whole(frozen: Mapping[str, LazyTensor] | None, module: Mapping[str, LazyTensor], name: str) -> LazyTensor:
-    return frozen[name] if frozen is not None and name in frozen else module[name]
-
-
-def _frozen_by_rank(tag: ZeroTag, name: str, shape: Shape) -> StoredTensor:
-    pieces = []
-    numel = math.prod(shape)
+def _frozen_pieces(tag: ZeroTag, name: str) -> Iterator[StoredTensor]:
     for rank in range(tag.world_size):
-        fragment = (tag.model[rank].frozen or {}).get(name)
+        states = tag.model[rank]
+        fragment = (states.frozen or {}).get(name)
         if fragment is None:
-            raise IncompleteCheckpoint(
-                f"{tag.model[rank].file.path}: frozen `{name}` is not in it, other ranks have it"
-            )
-        pieces.append(tag.model[rank].file.stored(fragment, name))
-    piece = _piece(numel, tag.world_size)
-    parts = [(flat, 0, _owned(numel, piece, rank)) for rank, flat in enumerate(pieces)]
-    return _joined(name, pieces[0].dtype, shape, parts)
+            raise IncompleteCheckpoint(f"{states.path}: frozen `{name}` is not in it, other ranks have it")
+        yield states.file.stored(fragment, name)

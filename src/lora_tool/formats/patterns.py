@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 _MAX_PATTERN = 200_000
 """A pattern that lists every module of a large model by its path has some 30,000 characters."""
@@ -74,11 +75,7 @@ class _Paths:
 
 def _ends(module: str) -> Iterator[str]:
     """Yield the module path, and what is after each of its dots."""
-    yield module
-    at = module.find(".")
-    while at != -1:
-        yield module[at + 1 :]
-        at = module.find(".", at + 1)
+    return accumulate(reversed(module.split(".")), lambda end, part: f"{part}.{end}")
 
 
 def is_path(key: str) -> bool:

@@ -164,14 +164,8 @@ class Machine:
             raise Refused(f"of more than {MOST_CONTAINERS:,} objects")
         self._stack.append(container)
 
-    def empty(self, kind: type[object]) -> None:
-        self._new(kind())
-
-    def new_list(self) -> None:
-        self._new(self.taken())
-
-    def new_tuple(self, count: int | None = None) -> None:
-        self._new(tuple(self.taken(count)))
+    def new(self, kind: Callable[[list[Any]], object], count: int | None = None) -> None:
+        self._new(kind(self.taken(count)))
 
     def new_dict(self) -> None:
         items = self.taken()
@@ -190,7 +184,7 @@ class Machine:
         elif isinstance(found, Stub):
             found.items.extend(items)
         else:
-            raise Refused("that appends to what is no list")
+            raise Refused("that appends to something that is not a list")
 
     def setitem(self, count: int | None = None) -> None:
         self._put(self.taken(count))
@@ -206,7 +200,7 @@ class Machine:
         elif isinstance(found, Stub):
             found.items.extend(zip(items[::2], items[1::2], strict=True))
         else:
-            raise Refused("that sets items of what is no dictionary")
+            raise Refused("that sets items of something that is not a dictionary")
 
     def additems(self) -> None:
         self._add(self.taken())
@@ -214,7 +208,7 @@ class Machine:
     def _add(self, items: Iterable[Any]) -> None:
         found = self._stack[-1]
         if type(found) is not set:
-            raise Refused("that adds to what is no set")
+            raise Refused("that adds to something that is not a set")
         for item in items:
             self._require_key(item)
             found.add(item)
@@ -247,7 +241,7 @@ class Machine:
     def stack_name(self) -> None:
         module, name = self.taken(2)
         if type(name) is not str or type(module) is not str:
-            raise Refused("with a name that is no text")
+            raise Refused("with a name that is not text")
         self._stack.append(self._named(module, name))
 
     def _named(self, module: str, name: str) -> Any:  # noqa: ANN401 - a meaning or a Stub class
@@ -277,14 +271,16 @@ class Machine:
             self._containers += 10 * len(items)
             if what is DICT:
                 self._new({})
-                self._put([part for pair in items for part in _pair(pair)])
+                if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):  # noqa: PLR2004
+                    raise Refused("of a dictionary that is not made of pairs")
+                self._put([part for pair in items for part in pair])
             else:
                 self._new(set())
                 self._add(items)
         elif isinstance(what, Known):
             self._new(what.build(*args[: 2 * MOST_DIMENSIONS]))
         else:
-            raise Refused("that calls what is no class and no function")
+            raise Refused("that calls something that is neither a class nor a function")
 
     def build(self) -> None:
         state = self._stack.pop()
@@ -323,22 +319,22 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     ord("0"): Machine.pop,
     ord("1"): Machine.taken,
     0x94: Machine.memoize,
-    ord("]"): partial(Machine.empty, kind=list),
-    ord("l"): Machine.new_list,
+    ord("]"): partial(Machine.new, kind=list, count=0),
+    ord("l"): partial(Machine.new, kind=list),
     ord("a"): partial(Machine.append, count=1),
     ord("e"): Machine.append,
-    ord("}"): partial(Machine.empty, kind=dict),
+    ord("}"): partial(Machine.new, kind=dict, count=0),
     ord("d"): Machine.new_dict,
     ord("s"): partial(Machine.setitem, count=2),
     ord("u"): Machine.setitem,
-    0x8F: partial(Machine.empty, kind=set),
+    0x8F: partial(Machine.new, kind=set, count=0),
     0x90: Machine.additems,
     0x91: Machine.new_set,
     ord(")"): partial(Machine.push, value=()),
-    ord("t"): Machine.new_tuple,
-    0x85: partial(Machine.new_tuple, count=1),
-    0x86: partial(Machine.new_tuple, count=2),
-    0x87: partial(Machine.new_tuple, count=3),
+    ord("t"): partial(Machine.new, kind=tuple),
+    0x85: partial(Machine.new, kind=tuple, count=1),
+    0x86: partial(Machine.new, kind=tuple, count=2),
+    0x87: partial(Machine.new, kind=tuple, count=3),
     ord("c"): Machine.name,
     0x93: Machine.stack_name,
     ord("R"): Machine.reduce,
@@ -348,9 +344,3 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     ord("Q"): Machine.persistent,
 }
 """What else pickles of protocol 2 to 5 are made of, than what `run` does by itself. DUP is not here: nothing writes it, and it is good for bombs alone."""
-
-
-def _pair(pair: object) -> Sequence[Any]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2:  # noqa: PLR2004 - a pair
-        raise Refused("of a dictionary that is not made of pairs")
-    return pair

@@ -39,13 +39,11 @@ class Stub:
         stub.args, stub.items, stub.state = args, [], None
         return stub
 
-    def get(self, field: str, default: Any = None) -> Any:  # noqa: ANN401 - a field of an unknown class
-        """Return the attribute `field` that the pickle gave the object."""
+    def get(self, field: str, kind: type[object] | tuple[type[object], ...] = object) -> Any:  # noqa: ANN401 - a field of an unknown class
+        """Return the attribute `field` that the pickle gave the object, None where it gave none of this `kind`."""
         states = self.state if isinstance(self.state, tuple) else (self.state,)
-        for state in states[:2]:
-            if isinstance(state, dict) and field in state:
-                return state[field]
-        return default
+        value = next((state[field] for state in states[:2] if isinstance(state, dict) and field in state), None)
+        return value if isinstance(value, kind) else None
 
 
 DICT, SET = Known(dict), Known(set)

@@ -58,21 +58,17 @@ def read_modules(root: Path) -> Modules:
     require_own_file(root, path)
     listed = read_json(path)
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is no list of modules")
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is not a list of modules")
     folders = [item.get("path", "") for item in listed]
     types = [str(item.get("type", "")) for item in listed]
     for folder in folders:
         if not isinstance(folder, str) or (folder and not _BARE_NAME.match(folder)):
-            raise CorruptFile.of(
-                path, Defect.NOT_A_FILE, f"names the folder {folder!r}, which is no plain name of a folder beside it"
-            )
+            message = f"names the folder {folder!r}, which is not a plain name of a folder beside it"
+            raise CorruptFile.of(path, Defect.NOT_A_FILE, message)
     if "" not in folders:
         first = folders[0] if folders else "nowhere"
-        raise CorruptFile.of(
-            path,
-            Defect.NOT_A_FILE,
-            f"says that the transformer lies in {first!r}, not beside it: that one would be loaded",
-        )
+        message = f"says that the transformer lies in {first!r}, not beside it: that one would be loaded"
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, message)
     return Modules(
         root=root,
         folders=tuple(dict.fromkeys(folder for folder in folders if folder)),

@@ -27,25 +27,14 @@ _DIGITS = 18
 _MOST_WORDS = 200
 """More special tokens than any template uses; a search for thousands would take minutes."""
 
-FILE_NAMES = frozenset(
-    {
-        CONFIG,
-        FAST,
-        SPECIAL_MAP,
-        ADDED,
-        *("tokenizer.model", "spiece.model", "spm.model", "spm_char.model"),
-        *("sentencepiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm"),
-        *("vocab.json", "vocab.txt", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
-        *("merges.txt", "bpe.codes", "dict.txt", "prophetnet.tokenizer", "tekken.json"),
-        *("normalizer.json", "emoji.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
-        TEMPLATE,
-        PROCESSOR_TEMPLATE,
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-        "audio_tokenizer_config.json",
-    }
+_NAMES = (
+    "tokenizer.model spiece.model spm.model spm_char.model sentencepiece.model sentencepiece.bpe.model source.spm "
+    "target.spm vocab.json vocab.txt vocab-src.json vocab-tgt.json target_vocab.json entity_vocab.json merges.txt "
+    "bpe.codes dict.txt prophetnet.tokenizer tekken.json normalizer.json emoji.json byte_maps.json word_shape.json "
+    "word_pronunciation.json chat_template.jinja chat_template.json preprocessor_config.json processor_config.json "
+    "video_preprocessor_config.json audio_tokenizer_config.json"
 )
+FILE_NAMES = frozenset((CONFIG, FAST, SPECIAL_MAP, ADDED, *_NAMES.split()))
 """Files of a tokenizer or processor that are copied byte for byte, never re-serialised."""
 
 TEMPLATES = "additional_chat_templates"

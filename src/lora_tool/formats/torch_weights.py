@@ -5,30 +5,16 @@ Nothing of the file is run: `torch_zip` reads its pickle with an interpreter tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
+from lora_tool.formats.safetensors import WeightsFile
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_torch_file
 from lora_tool.tensors import FileStamp, StoredTensor, is_tensor_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchWeightsFile:
-    """The tensors of one file, and everything that is wrong with it."""
-
-    stamp: FileStamp
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def path(self) -> Path:
-        return self.stamp.path
-
-
-def scan_torch_weights(path: Path) -> TorchWeightsFile:
+def scan_torch_weights(path: Path) -> WeightsFile:
     """Return the tensors of `path` with all that is wrong; a file that cannot be read safely has none.
 
     A good file has one problem that is not fatal: that it is a pickle, which other tools run. Tensors that share a
@@ -38,32 +24,27 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
         stamp = FileStamp.of(path)
     try:
         file = read_torch_file(path)
+        if not isinstance(file.value, dict):
+            message = f"holds a {type(file.value).__name__}, expected a dict of tensors"
+            raise CorruptFile.of(path, Defect.BAD_HEADER, message)
     except CorruptFile as error:
-        return TorchWeightsFile(stamp=stamp, problems=(error.problem,))
-    value = file.value
-    if not isinstance(value, dict):
-        message = f"holds a {type(value).__name__}, expected a dict of tensors"
-        return TorchWeightsFile(stamp=stamp, problems=(_problem(path, Defect.BAD_HEADER, message),))
+        return WeightsFile(stamp=stamp, problems=(error.problem,))
     message = "is a pickle, which can run code when other tools load it; it was read without running it"
-    problems = [_problem(path, Defect.PICKLE, message, fatal=False)]
+    problems = [Problem(defect=Defect.PICKLE, path=str(path), message=message, fatal=False)]
     tensors: dict[str, StoredTensor] = {}
-    for name, item in value.items():
+    for name, item in file.value.items():
         try:
-            tensors[name] = _tensor(file, name, item)
+            tensors[name] = _stored(file, name, item)
         except CorruptFile as error:
             problems.append(error.problem)
-    return TorchWeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
+    return WeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
 
 
-def _tensor(file: TorchFile, name: object, item: object) -> StoredTensor:
+def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:
     if not isinstance(name, str) or not is_tensor_name(name):
-        raise CorruptFile(_problem(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name"))
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name")
     if not isinstance(item, LazyTensor):
         kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"
-        message = f"is {kind}, expected a tensor: it is no model's or adapter's state dict"
-        raise CorruptFile(_problem(file.path, Defect.BAD_HEADER, message, name))
+        message = f"is {kind}, expected a tensor: this is not the state dict of a model or an adapter"
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, message, name)
     return file.stored(item, name)
-
-
-def _problem(path: Path, defect: Defect, message: str, subject: str | None = None, *, fatal: bool = True) -> Problem:
-    return Problem(defect=defect, path=str(path), message=message, subject=subject, fatal=fatal)

@@ -14,7 +14,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
@@ -51,17 +51,15 @@ class Record(NamedTuple):
             raw = read_at(self.path, fd, self.header_at, _LOCAL_HEADER.size + len(os.fsencode(self.name)))
             size = os.fstat(fd).st_size
         if len(raw) < _LOCAL_HEADER.size or raw[:4] != b"PK\x03\x04":
-            raise CorruptFile.of(
-                self.path, Defect.BAD_HEADER, "has no local header where the directory says", self.name
-            )
+            message = "has no local header where the directory says"
+            raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, self.name)
         fields = _LOCAL_HEADER.unpack_from(raw)
         if raw[_LOCAL_HEADER.size :] != self.name.encode() or fields[9] != len(self.name.encode()):
             raise CorruptFile.of(self.path, Defect.BAD_HEADER, "has another name in its local header", self.name)
         start: int = self.header_at + _LOCAL_HEADER.size + fields[9] + fields[10]
         if start + self.nbytes > size:
-            raise CorruptFile.of(
-                self.path, Defect.TRUNCATED, f"ends at byte {start + self.nbytes:,}, the file at {size:,}", self.name
-            )
+            message = f"ends at byte {start + self.nbytes:,}, the file at {size:,}"
+            raise CorruptFile.of(self.path, Defect.TRUNCATED, message, self.name)
         return start
 
 
@@ -143,7 +141,16 @@ class PickleMemory:
                 _require_record(storage, records)
             return self._value
         storages: dict[str, _Storage] = {}
-        self._value = load(pickled, known=KNOWN, persistent=_storages(records, storages))
+
+        def found(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
+            kind, of, key, _, numel = pid
+            if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
+                raise ValueError("a persistent id is not that of a storage")
+            storages[key] = _Storage(key, of.dtype, numel)
+            _require_record(storages[key], records)
+            return storages[key]
+
+        self._value = load(pickled, known=KNOWN, persistent=found)
         self._pickled, self._storages = pickled, storages
         return self._value
 
@@ -282,21 +289,6 @@ class ElementType(NamedTuple):
     dtype: DType
 
 
-def _storages(records: Mapping[str, Record], found: dict[str, _Storage]) -> Callable[[Any], _Storage]:
-    """Return what turns a persistent id into a storage, and puts it into `found`."""
-
-    def storage(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
-        kind, of, key, _, numel = pid
-        if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
-            raise ValueError("a persistent id is that of no storage")
-        storage = _Storage(key, of.dtype, numel)
-        _require_record(storage, records)
-        found[key] = storage
-        return storage
-
-    return storage
-
-
 def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
     record = records.get(storage.key)
     if record is None:
@@ -308,7 +300,7 @@ def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
         )
 
 
-def _tensor(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
+def _rebuilt(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
     """`torch._utils._rebuild_tensor_v2`, and v3, whose seventh argument is the type of an untyped storage's tensor."""
     # a checkpoint has thousands of tensors: this is written for speed
     if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_DIMENSIONS:
@@ -370,9 +362,9 @@ KNOWN: dict[Global, Any] = {
     ("torch.storage", "UntypedStorage"): ElementType(DType.U8),
     **{("torch", name): ElementType(dtype) for name, dtype in _DTYPES.items()},
     ("torch", "Size"): Known(_size),
-    ("torch._utils", "_rebuild_tensor"): Known(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): Known(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): Known(_tensor),
+    ("torch._utils", "_rebuild_tensor"): Known(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v2"): Known(_rebuilt),
+    ("torch._utils", "_rebuild_tensor_v3"): Known(_rebuilt),
     ("torch._utils", "_rebuild_parameter"): Known(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Known(_parameter),
     ("torch._tensor", "_rebuild_from_type_v2"): Known(_call),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BrokenFile, Problem
+from lora_tool.errors import Problem
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_object
 
@@ -42,17 +42,22 @@ def read_trainer_state(path: Path) -> TrainerState:
     """Return the state in the file `path`. Raises `CorruptFile`, `BadConfig`."""
     raw = read_object(path)
     fields = Fields(raw, path)
-    log = tuple(_entries(raw.get("log_history")))
+    history = raw.get("log_history")
+    log = tuple(
+        {name: number for name, value in entry.items() if (number := _logged(value)) is not None}
+        for entry in (history if isinstance(history, list) else ())
+        if isinstance(entry, dict)
+    )
     losses = [entry["loss"] for entry in log if "loss" in entry]
     max_steps = raw.get("max_steps")
     best_step = raw.get("best_global_step")
     return TrainerState(
         path=path,
         global_step=fields.integer("global_step", 0),
-        epoch=_number(raw.get("epoch")),
+        epoch=_logged(raw.get("epoch")),
         last_loss=losses[-1] if losses else None,
         max_steps=max_steps if type(max_steps) is int and max_steps > 0 else None,
-        best_metric=_number(raw.get("best_metric")),
+        best_metric=_logged(raw.get("best_metric")),
         best_step=best_step if type(best_step) is int else None,
         stopped=_control(raw).get("should_training_stop") is True,
         log=log,
@@ -60,13 +65,7 @@ def read_trainer_state(path: Path) -> TrainerState:
     )
 
 
-def _entries(history: object) -> Iterator[Mapping[str, float]]:
-    for entry in history if isinstance(history, list) else ():
-        if isinstance(entry, dict):
-            yield {name: number for name, value in entry.items() if (number := _number(value)) is not None}
-
-
-def _number(value: object) -> float | None:
+def _logged(value: object) -> float | None:
     if type(value) is float:  # nearly all of them, in logs of many thousand entries
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -83,12 +82,3 @@ def _control(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("stateful_callbacks", "TrainerControl", "args"):
         found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else {}
-
-
-def try_trainer_state(path: Path) -> tuple[TrainerState | None, tuple[Problem, ...]]:
-    """Return the state and its problems; (None, problems) where the file cannot be read."""
-    try:
-        state = read_trainer_state(path)
-    except BrokenFile as error:
-        return None, (error.problem,)
-    return state, state.problems

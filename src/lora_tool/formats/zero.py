@@ -23,7 +23,6 @@ from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
-Shape = tuple[int, ...]
 States = TypeVar("States")
 Value = TypeVar("Value")
 Default = TypeVar("Default")
@@ -70,9 +69,9 @@ class ModelStates(RankFile):
     module: Mapping[str, LazyTensor]
     """Stage 1 and 2: the weights in the model's type. Stage 3: placeholders of shape [0], and real buffers."""
     buffer_names: frozenset[str]
-    param_shapes: tuple[Mapping[str, Shape], ...]
+    param_shapes: tuple[Mapping[str, tuple[int, ...]], ...]
     """Trained parameters in the order in which they lie in each flat group."""
-    frozen_shapes: Mapping[str, Shape] | None
+    frozen_shapes: Mapping[str, tuple[int, ...]] | None
     frozen: Mapping[str, LazyTensor] | None
     """Stage 2: whole tensors. Stage 3: this rank's flat piece of each."""
     shared: Mapping[str, str]
@@ -176,10 +175,8 @@ def _require_plain_data_parallel(file: TorchFile) -> None:
     degrees["mp_world_size"] = file.value.get("mp_world_size")
     for what, degree in degrees.items():
         if isinstance(degree, int) and degree > 1:
-            raise UnsupportedCheckpoint(
-                f"{file.path}: {what} is {degree}: tensor and pipeline parallel checkpoints are not put together",
-                hint=_USE_DEEPSPEED,
-            )
+            message = f"{what} is {degree}: tensor and pipeline parallel checkpoints are not put together"
+            raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=_USE_DEEPSPEED)
 
 
 def _read_files(
@@ -319,7 +316,7 @@ def _in_one_place(module: Mapping[str, LazyTensor], stored: Container[str]) -> d
     return tied
 
 
-def _shapes(file: TorchFile, table: object, key: str) -> dict[str, Shape]:
+def _shapes(file: TorchFile, table: object, key: str) -> dict[str, tuple[int, ...]]:
     if not isinstance(table, dict):
         raise _corrupt(file, "is not a dictionary of shapes", key)
     for name, shape in table.items():

@@ -12,7 +12,7 @@ import enum
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lora_tool.choices import Choice
@@ -71,24 +71,23 @@ def merge_card(
     """
     here = None if local is None else _Source.read(local, "README.md")
     there = None if hub is None else _Source.read(hub, "README.md on the Hub")
-    source, edited, warnings = _choose(here, there, readme)
-    if source is None:
-        source = _Source.read(f"\n# {title}\n".encode(), "README.md")
-        reason = "written"
-    else:
-        reason = "the Hub's" if source is there else "the folder's"
-    where = source.where
-    changes, changed_warnings = metadata_changes(source.metadata, origin, licence, by_machine=source.by_machine)
-    if source is there and here is not None:
-        extra = {key: value for key, value in here.metadata.items() if key not in {**source.metadata, **changes}}
-        changes |= metadata_changes({**source.metadata, **extra}, origin, licence, by_machine=here.by_machine)[0]
-        changes |= {key: value for key, value in extra.items() if key not in changes}
-    card = changed(source.card, changes, where)
+    chosen, warnings = _choose(here, there, readme)
+    source = chosen or _Source.read(f"\n# {title}\n".encode(), "README.md")
+    # keys that only the folder's README has are added to the Hub's; a form that nobody filled in has none of its own
+    ours = here.metadata if here is not None and not here.by_machine else {}
+    added = {key: value for key, value in ours.items() if key not in source.metadata}
+    changes, more = metadata_changes({**source.metadata, **added}, origin, licence, by_machine=source.by_machine)
+    changes = {**added, **changes}
+    card = changed(source.card, changes, source.where)
     made_from = _NONE if here is None else _digest(here.card)
-    marker = f"<!-- lora-tool: begin from={made_from} as={_EDITED if edited else _digest(card)} -->"
+    pushed_as = _EDITED if source is there and there.edited else _digest(card)
+    marker = f"<!-- lora-tool: begin from={made_from} as={pushed_as} -->"
     text = _with_section(card, f"{marker}\n{section}\n<!-- lora-tool: end -->")
-    what = f"{reason}, with {', '.join(changes)}" if changes and reason != "written" else reason
-    return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=what, warnings=(*warnings, *changed_warnings))
+    reason = "written"
+    if chosen is not None:
+        changed_keys = f", with {', '.join(changes)}" if changes else ""
+        reason = f"the {'Hub' if source is there else 'folder'}'s{changed_keys}"
+    return MergedCard(data=text.encode("utf-8", "surrogatepass"), reason=reason, warnings=(*warnings, *more))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,40 +107,33 @@ class _Source:
         if found is not None:
             before, after = card.body[: found.start()].rstrip("\r\n"), card.body[found.end() :].lstrip("\r\n")
             gap = card.newline * 2 if before and after else card.newline if before else ""
-            card = Card(yaml=card.yaml, body=before + gap + after, newline=card.newline)
-        return cls(
-            card=card,
-            metadata=metadata,
-            where=where,
-            made_from=found["made_from"] if found else None,
-            pushed_as=found["pushed_as"] if found else None,
-        )
+            card = replace(card, body=before + gap + after)
+        made_from, pushed_as = found.groups() if found is not None else (None, None)
+        return cls(card=card, metadata=metadata, where=where, made_from=made_from, pushed_as=pushed_as)
 
     @property
     def by_machine(self) -> bool:
         """Whether it is PEFT's or transformers' form that nobody has filled in."""
         return _UNFILLED in self.card.body and any(mark in self.card.body for mark in _MADE_BY_MACHINES)
 
+    @property
+    def edited(self) -> bool:
+        """Whether the README on the Hub is not what was pushed there."""
+        return self.pushed_as != _digest(self.card)
 
-def _choose(
-    here: _Source | None, there: _Source | None, readme: Readme
-) -> tuple[_Source | None, bool, tuple[str, ...]]:
-    """Return the README to build on, whether it has edits made on the Hub, and a warning where one stays behind."""
+
+def _choose(here: _Source | None, there: _Source | None, readme: Readme) -> tuple[_Source | None, tuple[str, ...]]:
+    """Return the README to build on, and a warning where another that was written by hand stays behind."""
     if here is None or there is None:
-        edited = there is not None and there.pushed_as != _digest(there.card)
-        return here or there, edited, ()
+        return here or there, ()
     if readme is Readme.LOCAL or here.card.text() == there.card.text():
-        return here, False, ()
-    edited = there.pushed_as is None or there.pushed_as != _digest(there.card)
+        return here, ()
     if readme is Readme.HUB or there.made_from == _digest(here.card) or (here.by_machine and not there.by_machine):
-        return there, edited, ()
-    if not edited or (there.by_machine and there.made_from is None):
-        return here, False, ()
-    return (
-        there,
-        True,
-        ("README.md differs from the one on the Hub, which is kept; --readme local pushes the folder's",),
-    )
+        return there, ()
+    if not there.edited or (there.by_machine and there.made_from is None):
+        return here, ()
+    warning = "README.md differs from the one on the Hub, which is kept; --readme local pushes the folder's"
+    return there, (warning,)
 
 
 def metadata_changes(
@@ -170,9 +162,9 @@ def metadata_changes(
 
 def _base_changes(have: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     """Return what changes of `base_model` and its relation: a local path goes, the Hub id comes where none is there."""
-    named = _listed(have.get("base_model"))
+    named = _as_list(have.get("base_model"))
     kept = [name for name in named if _is_on_the_hub(name, origin)]
-    base = (kept if len(kept) > 1 else kept[0]) if kept else origin.base
+    base = kept if len(kept) > 1 else next(iter(kept), origin.base)
     changes = {"base_model": base} if kept != named or (base and not named) else {}
     if base and origin.relation and "base_model_relation" not in have:
         changes["base_model_relation"] = origin.relation
@@ -181,18 +173,20 @@ def _base_changes(have: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
 
 def _tags(have: object, origin: Origin) -> list[Any]:
     """Return the tags: the user's, without those that hold a local path, and ours."""
-    tags = [tag for tag in _listed(have) if not _names_a_path(tag, origin)]
-    ours = ["lora" if origin.adapter else "merged-lora" if origin.merged else None, "lora-tool"]
-    ours.insert(1, "reward-model" if origin.reward else None)
-    return tags + [tag for tag in ours if tag is not None and tag not in tags]
+    tags = [tag for tag in _as_list(have) if not _names_a_path(tag, origin)]
+    ours = {
+        "lora": origin.adapter,
+        "merged-lora": origin.merged and not origin.adapter,
+        "reward-model": origin.reward,
+        "lora-tool": True,
+    }
+    return tags + [tag for tag, holds in ours.items() if holds and tag not in tags]
 
 
 def _names_a_path(tag: object, origin: Origin) -> bool:
     """Whether it is PEFT's tag `base_model:adapter:PATH` with something that is no Hub id."""
-    name, _, rest = str(tag).partition(":")
-    return name == "base_model" and not _is_on_the_hub(
-        re.sub(r"\A(?:adapter|merge|quantized|finetune):", "", rest), origin
-    )
+    found = re.match(r"base_model:(?:(?:adapter|merge|quantized|finetune):)?", str(tag))
+    return found is not None and not _is_on_the_hub(str(tag)[found.end() :], origin)
 
 
 def _is_on_the_hub(name: object, origin: Origin) -> bool:
@@ -200,10 +194,10 @@ def _is_on_the_hub(name: object, origin: Origin) -> bool:
     return is_hub_id(name) and name != origin.local and ("/" in str(name) or name == origin.base)
 
 
-def _listed(value: object) -> list[Any]:
-    return (
-        list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [] if value is None else [value]
-    )
+def _as_list(value: object) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _digest(card: Card) -> str:
@@ -212,8 +206,7 @@ def _digest(card: Card) -> str:
 
 
 def _with_section(card: Card, section: str) -> str:
-    body = card.body.rstrip("\r\n")
     end = card.newline
-    placed = f"{body}{end}{end}" if body else ""
-    text = Card(yaml=card.yaml, body=placed + section.replace("\n", end) + end, newline=end)
-    return text.text()
+    body = card.body.rstrip("\r\n")
+    above = f"{body}{end}{end}" if body else ""
+    return replace(card, body=above + section.replace("\n", end) + end).text()

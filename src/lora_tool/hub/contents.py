@@ -32,49 +32,18 @@ from lora_tool.tensors import FileStamp
 README = "README.md"
 
 _STATE = "training state: it resumes a run and is of no use to others"
-_PICKLE = "a pickle: loading it can run code"
-_LOGS = "training logs"
-_SECRET = "may hold secrets"  # noqa: S105 - a reason, not a password
-_NEVER: tuple[tuple[str, str], ...] = (
-    (".env", _SECRET),
-    (".env.*", _SECRET),
-    ("*.env", _SECRET),
-    (".netrc", _SECRET),
-    (".git-credentials", _SECRET),
-    (".pypirc", _SECRET),
-    ("*.pem", _SECRET),
-    ("*.key", _SECRET),
-    ("*.p12", _SECRET),
-    ("id_rsa*", _SECRET),
-    ("id_ed25519*", _SECRET),
-    ("*credentials*", _SECRET),
-    ("token", _SECRET),
-    ("*.token", _SECRET),
-    (".git", "git's own"),
-    (".cache", "a cache"),
-    ("__pycache__", "a cache"),
-    ("training_args.bin", "a pickle of the training arguments: loading it can run code, and it tells local paths"),
-    ("trainer_state.json", _STATE),
-    ("optimizer*", _STATE),
-    ("scheduler.*", _STATE),
-    ("scaler.*", _STATE),
-    ("rng_state*", _STATE),
-    ("random_states_*", _STATE),
-    ("checkpoint-*", "a checkpoint of its own"),
-    ("runs", _LOGS),
-    ("wandb", _LOGS),
-    ("mlruns", _LOGS),
-    ("events.out.tfevents*", _LOGS),
-    ("*.bin", _PICKLE),
-    ("*.pt", _PICKLE),
-    ("*.pth", _PICKLE),
-    ("*.ckpt", _PICKLE),
-    ("*.pkl", _PICKLE),
-    ("*.pickle", _PICKLE),
-    ("*.joblib", _PICKLE),
-    ("*.dill", _PICKLE),
-)
-"""Patterns of names, of files and folders, that no `--include` lets through; nor those of the pieces of checkpoints."""
+_NEVER = {
+    "may hold secrets": """.env .env.* *.env .netrc .git-credentials .pypirc *.pem *.key *.p12 id_rsa* id_ed25519*
+        *credentials* token *.token""",
+    "git's own": ".git",
+    "a cache": ".cache __pycache__",
+    "a pickle of the training arguments: loading it can run code, and it tells local paths": "training_args.bin",
+    _STATE: "trainer_state.json optimizer* scheduler.* scaler.* rng_state* random_states_*",
+    "a checkpoint of its own": "checkpoint-*",
+    "training logs": "runs wandb mlruns events.out.tfevents*",
+    "a pickle: loading it can run code": "*.bin *.pt *.pth *.ckpt *.pkl *.pickle *.joblib *.dill",
+}
+"""Why → names of files and folders that no `--include` lets through; nor those of the pieces of checkpoints."""
 
 
 def pushable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
@@ -108,13 +77,9 @@ def select(checkpoint: AdapterDir | ModelDir, include: Iterable[str] = ()) -> tu
 def never(name: str) -> str | None:
     """Return why a path in the folder must not be pushed, whoever asks; None if it may."""
     pieces = [pattern for kind in sharded_kinds() for pattern in kind.patterns]
-    for part in name.split("/"):
-        if matches(part, pieces):
-            return _STATE
-        for pattern, reason in _NEVER:
-            if matches(part, (pattern,)):
-                return reason
-    return None
+    patterns_of = [(_STATE, pieces), *((reason, patterns.split()) for reason, patterns in _NEVER.items())]
+    parts = name.split("/")
+    return next((why for part in parts for why, patterns in patterns_of if matches(part, patterns)), None)
 
 
 def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from http import HTTPStatus
+from http.client import responses
 from typing import Any
-from urllib.parse import urlsplit
 
 from huggingface_hub import errors as hub_errors
 
@@ -21,13 +20,52 @@ from lora_tool.display import printable
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
 from lora_tool.hub.redaction import redacted
 
+Failure = tuple[type[HubError], str, str]
+"""What an error means: its class, what happened, what to do."""
+
 _TRANSPORT = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "ssl", "socket")
+_XET = re.compile(r"network|cas |xet|reqwest", re.IGNORECASE)
+"""hf_xet's errors are built-in ones whose text speaks of the network or of the CAS."""
 _XET_STATUS = re.compile(r"\b(?:status code:? |\()?(?P<status>[45]\d\d)\b(?=[ )]|\Z)")
 _QUOTA = re.compile(r"storage (?:limit|quota)|quota|limit reached|exceeded", re.IGNORECASE)
+_SIGNED = re.compile(r"[?&](?:X-Amz-Signature|Signature|sig)=")
 _LONGEST = 200
 _CARD_REFUSED = "Invalid metadata in README.md"
 _AGAIN = "run the same command again: what is uploaded already is not sent twice"
 _LOG_IN = "hf auth login, or set HF_TOKEN; in CI set HF_OIDC_RESOURCE"
+_LOOK = "lora-tool push … --dry-run shows what would be sent"
+
+_TOO_MANY, _FORBIDDEN = 429, 403
+_FREE_STORAGE = "free storage at https://huggingface.co/settings/storage, or push with --public"
+_MOVED: Failure = (
+    HubConflict,
+    "the repository was changed while this push ran ({status})",
+    "look at the new commit, then run the same command again",
+)
+_BY_STATUS: dict[int, Failure] = {
+    **dict.fromkeys((408, 425, *range(500, 600)), (HubUnreachable, "{status}", _AGAIN)),
+    401: (HubRefused, "the Hub does not accept the token ({status})", _LOG_IN),
+    402: (HubRefused, "{status}", _FREE_STORAGE),
+    _FORBIDDEN: (
+        HubRefused,
+        "the token may not do this ({status})",
+        "use a token with write access to this repository: https://huggingface.co/settings/tokens",
+    ),
+    409: _MOVED,
+    412: _MOVED,
+    _TOO_MANY: (HubUnreachable, "{status}", "run the same command again later"),
+}
+_BY_CLASS: dict[type, Failure] = {
+    hub_errors.GatedRepoError: (HubRefused, "access is gated, and this token was not let in", "ask for it on its page"),
+    hub_errors.RepositoryNotFoundError: (
+        HubRefused,
+        "no such repository, or the token may not see it ({status})",
+        "check the name and `hf auth whoami`; a private repository needs a token of its owner",
+    ),
+    hub_errors.RevisionNotFoundError: (HubRefused, "no such revision ({status})", "name a branch: --revision main"),
+    hub_errors.OfflineModeIsEnabled: (HubUnreachable, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE to push"),
+    hub_errors.LocalTokenNotFoundError: (HubRefused, "no token", _LOG_IN),
+}
 
 
 class WaitTooLong(Exception):
@@ -43,29 +81,16 @@ def translated(error: BaseException, repo: str) -> HubError:
     """Return the error as one of ours: one line of cause and one of remedy, without tokens or signed URLs."""
     if isinstance(error, HubError):
         return error
-    chain = list(_chain(error))
-    if str(error).startswith(_CARD_REFUSED):
-        return HubRefused(
-            f"{repo}: the Hub refuses the model card: {_said(error)}", hint="correct README.md's metadata"
-        )
-    for cause in chain:
-        if isinstance(cause, WaitTooLong):
-            return HubUnreachable(
-                f"{repo}: the Hub answers {cause.status} and asks to wait {cause.seconds} s",
-                hint=f"run the same command again in {cause.seconds} s",
-            )
-        if isinstance(cause, hub_errors.HfHubHTTPError) and getattr(cause, "response", None) is not None:
-            return _from_answer(cause, repo)
-    for cause in chain:
-        found = _without_answer(cause, repo)
-        if found is not None:
-            return found
     # the client says with a RuntimeError that an upload failed
     what = "" if isinstance(error, RuntimeError) else "the Hub's answer could not be understood: "
-    return HubUnreachable(f"{repo}: {what}{_said(error)}", hint=_AGAIN)
+    unknown = HubUnreachable, f"{what}{_said(error)}", _AGAIN
+    found = (meaning(cause) for meaning in (_from_answer, _without_answer) for cause in causes_of(error))
+    kind, what, hint = next((failure for failure in found if failure is not None), unknown)
+    return kind(f"{repo}: {what}", hint=hint)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, what it was raised from, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -74,102 +99,58 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-def _from_answer(error: hub_errors.HfHubHTTPError, repo: str) -> HubError:
-    response: Any = error.response
-    status = int(response.status_code)
-    said = _said(getattr(error, "server_message", None) or response.headers.get("x-error-message") or "")
-    if isinstance(error, hub_errors.GatedRepoError):
-        return HubRefused(f"{repo}: access is gated, and this token was not let in", hint=f"ask on the page of {repo}")
-    if isinstance(error, hub_errors.RepositoryNotFoundError):
-        return HubRefused(
-            f"{repo}: no such repository, or the token may not see it ({status})",
-            hint="check the name and `hf auth whoami`; a private repository needs a token of its owner",
-        )
-    if isinstance(error, hub_errors.RevisionNotFoundError):
-        return HubRefused(f"{repo}: no such revision ({status})", hint="name a branch: --revision main")
-    if _is_storage(response):
-        return _from_storage(status, repo)
-    return _from_status(status, said, repo, retry_after=response.headers.get("retry-after"))
+def _from_answer(error: BaseException) -> Failure | None:
+    """Return what an answer of the Hub or of its storage means, or an error of known class; None for another."""
+    if str(error).startswith(_CARD_REFUSED):
+        return HubRefused, f"the Hub refuses the model card: {_said(error)}", "correct README.md's metadata"
+    if isinstance(error, WaitTooLong):
+        what = f"the Hub answers {error.status} and asks to wait {error.seconds} s"
+        return HubUnreachable, what, f"run the same command again in {error.seconds} s"
+    response: Any = getattr(error, "response", None)
+    status = 0 if response is None else int(response.status_code)
+    known = next((_BY_CLASS[each] for each in type(error).__mro__ if each in _BY_CLASS), None)
+    if known is not None:
+        return known[0], known[1].format(status=status), known[2]
+    if not isinstance(error, hub_errors.HfHubHTTPError):
+        return None
+    if _SIGNED.search(str(response.url)):  # a storage host's, not the Hub's
+        kind = HubUnreachable if _from_status(status)[0] is HubUnreachable else HubRefused
+        return kind, f"the storage did not take an upload ({_named(status)}); nothing was committed", _AGAIN
+    said = _said(error.server_message or response.headers.get("x-error-message") or "")
+    return _from_status(status, said, response.headers.get("retry-after") or "")
 
 
-def _is_storage(response: Any) -> bool:  # noqa: ANN401 - the HTTP library's, whichever it is
-    """Whether the answer came from a storage host with a signed URL, not from the Hub."""
-    query = urlsplit(str(getattr(response, "url", ""))).query
-    return "X-Amz-Signature" in query or "Signature=" in query or "sig=" in query
-
-
-def _from_storage(status: int, repo: str) -> HubError:
-    kind = HubUnreachable if _is_transient(status) else HubRefused
-    return kind(f"{repo}: the storage did not take an upload ({_named(status)}); nothing was committed", hint=_AGAIN)
-
-
-def _from_status(status: int, said: str, repo: str, *, retry_after: str | None = None) -> HubError:  # noqa: PLR0911 - one per cause
-    detail = f": {said}" if said else ""
-    cause = f"{repo}: {_named(status)}{detail}"
-    if status == HTTPStatus.UNAUTHORIZED:
-        return HubRefused(f"{repo}: the Hub does not accept the token ({_named(status)}){detail}", hint=_LOG_IN)
-    if status == HTTPStatus.PAYMENT_REQUIRED or (status == HTTPStatus.FORBIDDEN and _QUOTA.search(said)):
-        return HubRefused(cause, hint="free storage at https://huggingface.co/settings/storage, or push with --public")
-    if status == HTTPStatus.FORBIDDEN:
-        return HubRefused(
-            f"{repo}: the token may not do this ({_named(status)}){detail}",
-            hint="use a token with write access to this repository: https://huggingface.co/settings/tokens",
-        )
-    if status in (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED):
-        return HubConflict(
-            f"{repo} was changed while this push ran ({_named(status)}){detail}",
-            hint="look at the new commit, then run the same command again",
-        )
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        wait = f" in {retry_after} s" if retry_after and retry_after.isdigit() else " later"
-        return HubUnreachable(cause, hint=f"run the same command again{wait}")
-    if _is_transient(status):
-        return HubUnreachable(cause, hint=_AGAIN)
-    return HubRefused(cause, hint="lora-tool push … --dry-run shows what would be sent")
-
-
-def _is_transient(status: int) -> bool:
-    return status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500  # noqa: PLR2004
+def _from_status(status: int, said: str = "", retry_after: str = "") -> Failure:
+    kind, what, hint = _BY_STATUS.get(status, (HubRefused, "{status}", _LOOK))
+    if status == _FORBIDDEN and _QUOTA.search(said):
+        what, hint = "{status}", _FREE_STORAGE
+    if status == _TOO_MANY and retry_after.isdigit():
+        hint = f"run the same command again in {retry_after} s"
+    return kind, what.format(status=_named(status)) + (f": {said}" if said else ""), hint
 
 
 def _named(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return str(status)
+    return f"{status} {responses.get(status, '')}".rstrip()
 
 
-def _without_answer(error: BaseException, repo: str) -> HubError | None:  # noqa: PLR0911 - one per cause
-    """Return the error for a cause that carries no HTTP answer; None for one that says nothing by itself."""
-    if isinstance(error, hub_errors.OfflineModeIsEnabled):
-        return HubUnreachable(f"{repo}: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE to push")
-    if isinstance(error, hub_errors.LocalTokenNotFoundError):
-        return HubRefused(f"{repo}: no token", hint=_LOG_IN)
-    if type(error).__name__ in ("OIDCError", "DeviceCodeError"):
-        return HubRefused(f"{repo}: no token by OIDC: {_said(error)}", hint="permissions: id-token: write, in the job")
-    if type(error).__module__.partition(".")[0] == "hf_xet" and "Authentication" in type(error).__name__:
-        return HubRefused(f"{repo}: the storage does not accept the token: {_said(error)}", hint=_LOG_IN)
-    module = type(error).__module__.partition(".")[0]
-    if module in _TRANSPORT or isinstance(error, ConnectionError | TimeoutError) or _is_xet(error):
+def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - one per cause
+    """Return what a cause means that carries no HTTP answer; None for one that says nothing by itself."""
+    module, name, said = type(error).__module__.partition(".")[0], type(error).__name__, _said(error)
+    if name in ("OIDCError", "DeviceCodeError"):
+        return HubRefused, f"no token by OIDC: {said}", "permissions: id-token: write, in the job"
+    if module == "hf_xet" and "Authentication" in name:
+        return HubRefused, f"the storage does not accept the token: {said}", _LOG_IN
+    by_xet = isinstance(error, RuntimeError | OSError) and not getattr(error, "filename", None) and _XET.search(said)
+    if module in _TRANSPORT or isinstance(error, ConnectionError | TimeoutError) or by_xet:
         status = _XET_STATUS.search(str(error))
         if status is not None:
-            return _from_status(int(status["status"]), "", repo)
-        return HubUnreachable(f"{repo}: no connection to the Hub: {_said(error)}", hint=_AGAIN)
+            return _from_status(int(status["status"]))
+        return HubUnreachable, f"no connection to the Hub: {said}", _AGAIN
     if isinstance(error, json.JSONDecodeError):
-        return HubUnreachable(f"{repo}: the Hub's answer is not JSON: {_said(error)}", hint=_AGAIN)
+        return HubUnreachable, f"the Hub's answer is not JSON: {said}", _AGAIN
     if isinstance(error, ValueError) and "LFS batch" in str(error):
-        return HubRefused(f"{repo}: {_said(error)}", hint="lora-tool push … --dry-run shows what would be sent")
+        return HubRefused, said, _LOOK
     return None
-
-
-def _is_xet(error: BaseException) -> bool:
-    """Whether hf_xet raised it: its errors are built-in ones whose text speaks of the network or the CAS."""
-    text = str(error).lower()
-    return (
-        isinstance(error, RuntimeError | OSError)
-        and not getattr(error, "filename", None)
-        and ("network" in text or "cas " in text or "xet" in text or "reqwest" in text)
-    )
 
 
 def _said(what: object) -> str:

@@ -1,21 +1,26 @@
-"""Hashing what is pushed: several files at a time, seen by a progress bar, ended at once by Ctrl-C."""
+"""Hashing what is pushed, several files at a time, and comparing it with what the Hub holds after the push."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from lora_tool.errors import SourceChanged
-from lora_tool.hub.model import PushContent, PushFile, PushPlan
+from huggingface_hub import HfApi
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import sha_fileobj
+
+from lora_tool.errors import SourceChanged, VerificationFailed
+from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan
 from lora_tool.progress import Progress
 from lora_tool.tensors import FileStamp
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Job = TypeVar("Job")
+Made = TypeVar("Made")
 
 _CHUNK = 1 << 20
 _READERS = 4
@@ -36,9 +41,9 @@ def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
 
 
 def in_parallel(
-    work: Callable[[Item, Progress], Result], items: Iterable[Item], progress: Progress | None = None
-) -> tuple[Result, ...]:
-    """Return what `work` makes of each item, in order; it must tell its second argument the bytes it has read.
+    work: Callable[[Job, Progress], Made], items: Iterable[Job], progress: Progress | None = None
+) -> tuple[Made, ...]:
+    """Return what `work` makes of each item, in order; it calls its second argument with the bytes it has read.
 
     An interrupt of the caller ends the readers at their next chunk instead of their last.
     """
@@ -63,9 +68,15 @@ def content_sha256(content: PushContent, progress: Progress | None = None) -> st
     return _hashed(content, hashlib.sha256(), progress)
 
 
-def git_oid_of(content: PushContent) -> str:
-    """Return git's name of the content as a blob: sha1 of a header and the bytes."""
-    return _hashed(content, hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False), None)
+def hashes_of(content: PushContent, there: RepoFile, sha256: str | None = None) -> tuple[str, str]:
+    """Return the hash that the Hub would list if the file `there` held the content, and the hash that it lists.
+
+    The sha256 of files outside of git, for those inside git's own: sha1 of a header and the bytes.
+    """
+    if there.lfs is not None:
+        return sha256 or content_sha256(content), there.lfs.sha256
+    blob = hashlib.sha1(f"blob {content.size}\0".encode(), usedforsecurity=False)
+    return _hashed(content, blob, None), there.blob_id
 
 
 def require_unchanged(content: PushContent) -> None:
@@ -92,3 +103,50 @@ def _hashed(content: PushContent, digest: Any, progress: Progress | None) -> str
                 progress(len(chunk))
     require_unchanged(content)
     return str(digest.hexdigest())
+
+
+def mismatches(plan: PushPlan, tree: Mapping[str, RepoFile]) -> list[str]:
+    """Return what in a commit's tree is not as the plan wants it, one sentence per file; none means it is all there."""
+    return [found for file in plan.files if (found := _mismatch(file, tree.get(file.name))) is not None]
+
+
+def check_tree(plan: PushPlan, tree: Mapping[str, RepoFile], commit: str) -> None:
+    """Return if the commit holds every file of the plan. Raises `VerificationFailed` naming the first that differs."""
+    found = mismatches(plan, tree)
+    if found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise VerificationFailed(
+            f"{plan.remote.repo} at {commit[:12]}: {found[0]}{more}", hint="push again: what differs is sent again"
+        )
+
+
+def check_download(api: HfApi, plan: PushPlan, commit: str, folder: Path) -> None:
+    """Return if every file reads back with the sha256 it has here. Raises `VerificationFailed`.
+
+    Files are downloaded to `folder` one by one, which needs room for the largest.
+    """
+    for file in plan.files:
+        if file.content is None:
+            continue
+        expected = file.sha256 or content_sha256(file.content)
+        path = Path(api.hf_hub_download(plan.remote.repo, file.name, revision=commit, local_dir=folder))
+        with path.open("rb") as read_back:
+            found = sha_fileobj(read_back).hex()
+        path.unlink()
+        if found != expected:
+            raise VerificationFailed(
+                f"{plan.remote.repo} at {commit[:12]}: {file.name} reads back with sha256 {found[:16]}…, "
+                f"expected {expected[:16]}…",
+                hint="push again; if it stays so, report it to the Hub with the commit",
+            )
+
+
+def _mismatch(file: PushFile, there: RepoFile | None) -> str | None:
+    if file.change is FileChange.REMOVE or file.content is None:
+        return None if there is None else f"{file.name} is still there"
+    if there is None:
+        return f"{file.name} is missing"
+    if there.size != file.size:
+        return f"{file.name} has {there.size:,} bytes, expected {file.size:,}"
+    expected, found = hashes_of(file.content, there, file.sha256)
+    return None if found == expected else f"{file.name} has hash {found[:16]}…, expected {expected[:16]}…"

@@ -15,7 +15,6 @@ from lora_tool.errors import BadConfig, Defect, Problem
 _BLOCK = re.compile(
     r"\A(?P<open>\s*---(?:\r\n|\r|\n))(?P<yaml>.*?)(?P<close>(?:\r\n|\r|\n)---[ \t]*(?:\r\n|\n|\Z))", re.DOTALL
 )
-_KEY = re.compile(r"(?P<key>[\w\-.]+|\"[^\"]+\"|'[^']+')\s*:(?:\s|\Z)")
 _LARGEST = 1 << 20
 
 
@@ -57,38 +56,29 @@ def changed(card: Card, changes: Mapping[str, Any], where: str) -> Card:
         return card
     before = _parsed(card.yaml or "", where)
     wanted = {key: value for key, value in {**before, **changes}.items() if value is not None or key not in changes}
-    text = _spliced(card, changes, list(before))
+    text = _spliced(card, changes)
     try:
-        done = text is not None and _parsed(text, where) == wanted
+        kept = text is not None and _parsed(text, where) == wanted
     except BadConfig:
-        done = False
-    if not done or text is None:  # a flow mapping, an anchor, or another form without one key per line
-        text = _dump(wanted, card.newline)
-    return replace(card, yaml=text)
+        kept = False
+    # else it is a flow mapping, an anchor, or another form without one key per line
+    return replace(card, yaml=text if kept else _dump(wanted, card.newline))
 
 
-def _spliced(card: Card, changes: Mapping[str, Any], keys: list[str]) -> str | None:
+def _spliced(card: Card, changes: Mapping[str, Any]) -> str | None:
     """Return the block with the lines of the changed keys replaced; None where its keys are not one per line."""
-    parts = _entries(card.yaml or "", card.newline)
-    if [key for key, _ in parts if key is not None] != keys:
+    block = yaml.compose(card.yaml or "", yaml.SafeLoader)
+    if isinstance(block, yaml.MappingNode) and block.flow_style:
         return None
+    lines = (card.yaml or "").split(card.newline)
+    keys = [(key.value, key.start_mark.line) for key, _ in block.value] if block is not None else []
+    ends = [line for _, line in keys[1:]] + [len(lines)]
     written = {key: _dump({key: value}, card.newline) for key, value in changes.items() if value is not None}
-    kept = [written.pop(key, "") if key is not None and key in changes else part for key, part in parts]
-    return card.newline.join(part for part in (*kept, *written.values()) if part)
-
-
-def _entries(text: str, newline: str) -> list[tuple[str | None, str]]:
-    """Return the block's top-level keys with their lines; (None, lines) for comments before the first key."""
-    parts: list[tuple[str | None, list[str]]] = []
-    for line in text.split(newline):
-        match = _KEY.match(line)
-        if match is not None:
-            parts.append((match["key"].strip("\"'"), [line]))
-        elif parts:
-            parts[-1][1].append(line)
-        else:
-            parts.append((None, [line]))
-    return [(key, newline.join(lines)) for key, lines in parts]
+    parts = [card.newline.join(lines[: keys[0][1]])] if keys else [card.yaml or ""]
+    for (key, begin), end in zip(keys, ends, strict=False):
+        own = card.newline.join(lines[begin:end])
+        parts.append(written.pop(key, "") if key in changes else own)
+    return card.newline.join(part for part in (*parts, *written.values()) if part)
 
 
 def _dump(table: Mapping[str, Any], newline: str) -> str:

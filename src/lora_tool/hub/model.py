@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from huggingface_hub.hf_api import RepoFile
+
 from lora_tool.choices import Choice
 from lora_tool.tensors import FileStamp
 
@@ -76,16 +78,6 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteFile:
-    """A file of the repository as the Hub lists it: `oid` is git's, `sha256` is known of LFS and Xet files."""
-
-    name: str
-    size: int
-    oid: str
-    sha256: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
     """A repository as it was read. `head` is None where the repository does not exist, or cannot be seen."""
 
@@ -94,7 +86,7 @@ class Remote:
     head: str | None = None
     private: bool | None = None
     branch_exists: bool = True
-    files: Mapping[str, RemoteFile] = field(default_factory=dict)
+    files: Mapping[str, RepoFile] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     readme: bytes | None = None
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.heads import is_last_layer
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.manifest import Manifest
 from lora_tool.sources import resolve
 
 _HUB_ID = re.compile(r"[\w][\w.\-]*(?:/[\w][\w.\-]*)?\Z")
-_PIPELINES = {
-    "ForSequenceClassification": "text-classification",
+_CLASSIFIES = "text-classification"
+_BY_CLASS = {
+    "ForSequenceClassification": _CLASSIFIES,
     "ForCausalLM": "text-generation",
     "ForTokenClassification": "token-classification",
     "ForQuestionAnswering": "question-answering",
     "ForMaskedLM": "fill-mask",
     "LMHeadModel": "text-generation",
 }
-_TASKS = {
-    "SEQ_CLS": "text-classification",
+"""How the name of a class ends → the Hub's word for what it does."""
+_BY_TASK_TYPE = {
+    "SEQ_CLS": _CLASSIFIES,
     "CAUSAL_LM": "text-generation",
     "TOKEN_CLS": "token-classification",
     "QUESTION_ANS": "question-answering",
@@ -54,19 +56,19 @@ class Origin:
 
 def origin_of(checkpoint: AdapterDir | ModelDir, manifest: Manifest | None) -> Origin:
     """Return where the checkpoint comes from, by its manifest first, then its config."""
-    reference = _recorded_base(manifest)
+    recorded = manifest.input("base") if manifest is not None else {}
+    named = recorded.get("hub_id") or recorded.get("path")
+    reference = named if isinstance(named, str) else None
     if isinstance(checkpoint, AdapterDir):
-        config = checkpoint.config
-        if reference is None and config is not None:
-            reference = config.base_model
-        task = config.task_type if config is not None else None
-        pipeline = _TASKS.get(task or "") or ("text-classification" if _head_rows(checkpoint) else None)
-        reward = pipeline == "text-classification" and _head_rows(checkpoint) in (None, 1)
+        reference = reference or (checkpoint.config.base_model if checkpoint.config is not None else None)
+        labels = _head_rows(checkpoint)
+        task = checkpoint.config.task_type if checkpoint.config is not None else None
+        pipeline = _BY_TASK_TYPE.get(task or "") or (_CLASSIFIES if labels else None)
+        reward = pipeline == _CLASSIFIES and labels in (None, 1)
     else:
         classes = checkpoint.config.architectures if checkpoint.config is not None else ()
-        pipeline = next((p for name in classes for end, p in _PIPELINES.items() if name.endswith(end)), None)
-        labels = checkpoint.config.num_labels if checkpoint.config is not None else None
-        reward = pipeline == "text-classification" and labels == 1
+        pipeline = next((p for name in classes for end, p in _BY_CLASS.items() if name.endswith(end)), None)
+        reward = pipeline == _CLASSIFIES and checkpoint.config is not None and checkpoint.config.num_labels == 1
     base, folder = _found(reference, checkpoint.root) if reference else (None, None)
     return Origin(
         adapter=isinstance(checkpoint, AdapterDir),
@@ -93,19 +95,8 @@ def is_hub_id(name: object) -> bool:
     return isinstance(name, str) and bool(_HUB_ID.match(name)) and ".." not in name
 
 
-def _recorded_base(manifest: Manifest | None) -> str | None:
-    """Return what the manifest calls the base model: its Hub id, else its path."""
-    inputs = manifest.raw.get("inputs") if manifest is not None else None
-    base: Any = inputs.get("base") if isinstance(inputs, Mapping) else None
-    if not isinstance(base, Mapping):
-        return None
-    named = base.get("hub_id") or base.get("path")
-    return named if isinstance(named, str) else None
-
-
 def _head_rows(adapter: AdapterDir) -> int | None:
     """Return the labels of the score head that the adapter brings; None without one."""
-    for name, tensor in adapter.tensors.items():
-        if re.search(r"(?:^|\.)(?:score|classifier|classification_head\.out_proj)\.(?:\w+\.)?weight\Z", name):
-            return tensor.shape[0] if tensor.shape else None
-    return None
+    saved = view_of(adapter).saved.items()
+    heads = (tensor for name, tensor in saved if is_last_layer(name.removesuffix(".weight")) and tensor.shape)
+    return next((tensor.shape[0] for tensor in heads), None)

@@ -7,16 +7,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from huggingface_hub.hf_api import RepoFile
+
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.errors import HubConflict, HubRefused, PlanError, VerificationFailed
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
-from lora_tool.hub.card import Licence, Readme, merge_card
+from lora_tool.hub.card import Readme, merge_card
 from lora_tool.hub.contents import README, pushable, read_readme
 from lora_tool.hub.contents import select as selected
-from lora_tool.hub.hashing import content_sha256, git_oid_of, in_parallel
+from lora_tool.hub.hashing import content_sha256, hashes_of, in_parallel
 from lora_tool.hub.local_paths import without_paths
-from lora_tool.hub.model import MAIN, FileChange, PushContent, PushFile, PushPlan, Remote, RemoteFile
+from lora_tool.hub.model import MAIN, FileChange, PushContent, PushFile, PushPlan, Remote
 from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
@@ -24,7 +26,6 @@ from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
-from lora_tool.validation.bases import named_base
 from lora_tool.validation.validating import validate
 
 _SHARD = re.compile(r"(?:model-\d{5}-of-\d{5}\.safetensors|model\.safetensors(?:\.index\.json)?)\Z")
@@ -59,24 +60,25 @@ def plan_push(
     """
     readme = Readme(readme)
     checkpoint = pushable(open_checkpoint(folder))
-    trained_on, why_no_base = named_base(checkpoint)
-    report = validate(checkpoint, base=trained_on, select=select, ignore=ignore, why_no_base=why_no_base)
+    report = validate(checkpoint, select=select, ignore=ignore)
     report.raise_at(Severity(fail_on))
-    _require_not_found_wrong(checkpoint)
+    written = _manifest_of(checkpoint)
+    _require_not_found_wrong(checkpoint, written)
     contents, left_out = selected(checkpoint, include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False) as opened:
         full_name = _with_owner(opened, repo)
         remote = read_remote(opened, full_name, revision, tags=tag is not None)
         _require_room(checkpoint, remote, private=private, tag=tag, create_pr=create_pr)
-        origin = origin_of(checkpoint, _manifest_of(checkpoint))
+        origin = origin_of(checkpoint, written)
         base, licence = read_licence(opened, origin.base, origin.base_folder)
     origin = replace(origin, base=base)
+    kind = f"{'reward ' if origin.reward else ''}{'adapter' if origin.adapter else 'model'}"
     card = merge_card(
         local_readme,
         None if readme is Readme.LOCAL and local_readme is not None else remote.readme,
         origin=origin,
-        section=section_text(checkpoint, _manifest_of(checkpoint), origin),
+        section=section_text(checkpoint, written, origin),
         licence=licence,
         title=full_name.rpartition("/")[2],
         readme=readme,
@@ -85,33 +87,34 @@ def plan_push(
     contents.append(PushContent(name=README, data=card.data, reason=f"model card: {card.reason}"))
     words = PushContent(name="the commit's message", data=f"{message or ''}\n{tag or ''}".encode())
     require_no_secrets([*contents, words])
-    files = compare(contents, remote.files, progress=progress)
+    files = file_changes(contents, remote.files, progress=progress)
     return PushPlan(
         folder=checkpoint.root,
-        kind=_kind(checkpoint, origin),
+        kind=kind,
         remote=remote,
         private=None if remote.exists else private is not False,
         files=(*files, *orphans(checkpoint, contents, remote.files)),
         left_out=tuple(left_out),
-        message=message or f"Upload {_kind(checkpoint, origin)} with lora-tool",
+        message=message or f"Upload {kind} with lora-tool",
         create_pr=create_pr,
         tag=tag,
         notes=_notes(remote, private=private),
-        warnings=(*_warnings(checkpoint, report, origin), *card.warnings, *_gated(licence, origin, private=private)),
+        warnings=(
+            *card.warnings,
+            *_warnings(checkpoint, report, origin, gated_made_public=licence.gated and private is False),
+        ),
     )
 
 
-def compare(
-    contents: Iterable[PushContent], there: Mapping[str, RemoteFile], *, progress: Progress | None = None
+def file_changes(
+    contents: Iterable[PushContent], there: Mapping[str, RepoFile], *, progress: Progress | None = None
 ) -> tuple[PushFile, ...]:
     """Return what happens to each file, by size and hash; only files of the same size on both sides are read."""
-    return in_parallel(
-        lambda content, progressed: _compared(content, there.get(content.name), progressed), tuple(contents), progress
-    )
+    return in_parallel(lambda each, read: _file_change(each, there.get(each.name), read), tuple(contents), progress)
 
 
 def orphans(
-    checkpoint: AdapterDir | ModelDir, contents: Iterable[PushContent], there: Mapping[str, RemoteFile]
+    checkpoint: AdapterDir | ModelDir, contents: Iterable[PushContent], there: Mapping[str, RepoFile]
 ) -> tuple[PushFile, ...]:
     """Return the weight files of an older push that this one does not replace: transformers could load them instead."""
     if isinstance(checkpoint, AdapterDir):
@@ -124,32 +127,28 @@ def orphans(
     )
 
 
-def _compared(content: PushContent, there: RemoteFile | None, progress: Progress) -> PushFile:
-    if there is None:
-        return PushFile(
-            name=content.name, change=FileChange.ADD, size=content.size, reason=content.reason, content=content
-        )
-    digest, same = None, False
-    if there.size == content.size:
+def _file_change(content: PushContent, there: RepoFile | None, progress: Progress) -> PushFile:
+    change = FileChange.ADD if there is None else FileChange.UPDATE
+    digest = None
+    if there is not None and there.size == content.size:
         digest = content_sha256(content, progress)
-        same = digest == there.sha256 if there.sha256 is not None else git_oid_of(content) == there.oid
-    change = FileChange.SAME if same else FileChange.UPDATE
+        wanted, found = hashes_of(content, there, digest)
+        change = FileChange.SAME if found == wanted else change
     return PushFile(
         name=content.name, change=change, size=content.size, reason=content.reason, content=content, sha256=digest
     )
 
 
-def _warnings(checkpoint: AdapterDir | ModelDir, report: Report, origin: Origin) -> Iterator[str]:
+def _warnings(
+    checkpoint: AdapterDir | ModelDir, report: Report, origin: Origin, *, gated_made_public: bool
+) -> Iterator[str]:
     """Yield what does not stop the push, but may surprise those who load it."""
     yield from map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS])
     if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
         yield "config.json asks for code of its own (auto_map): --include '*.py' pushes it"
     if origin.adapter and origin.local:
         yield f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves"
-
-
-def _gated(licence: Licence, origin: Origin, *, private: bool | None) -> Iterator[str]:
-    if licence.gated and private is False:
+    if gated_made_public:
         yield f"the base model {origin.base} is gated: see whether its licence lets you publish what is made of it"
 
 
@@ -191,9 +190,8 @@ def _is_of_the_other_kind(name: str, is_adapter: bool) -> bool:  # noqa: FBT001
     return bool(_MODEL_WEIGHTS.match(name)) if is_adapter else name == adapter_config.FILE_NAME
 
 
-def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir) -> None:
+def _require_not_found_wrong(checkpoint: AdapterDir | ModelDir, written: Manifest | None) -> None:
     """Return unless the manifest records that a check of these weights failed. Raises `VerificationFailed`."""
-    written = _manifest_of(checkpoint)
     entry = written.raw.get("verification") if written is not None else None
     errors = entry.get("errors") if isinstance(entry, Mapping) else None
     if isinstance(errors, int) and errors > 0:
@@ -210,17 +208,9 @@ def _manifest_of(checkpoint: AdapterDir | ModelDir) -> Manifest | None:
     return read_manifest(checkpoint.root / manifest.FILE_NAME) if found else None
 
 
-def _kind(checkpoint: AdapterDir | ModelDir, origin: Origin) -> str:
-    if isinstance(checkpoint, AdapterDir):
-        return "reward adapter" if origin.reward else "adapter"
-    return "reward model" if origin.reward else "model"
-
-
 def _notes(remote: Remote, *, private: bool | None) -> tuple[str, ...]:
     if not remote.exists:
-        visibility = (
-            "public" if private is False else "private" + ("" if private else " (the default; --public changes it)")
-        )
+        visibility = {None: "private (the default; --public changes it)", True: "private", False: "public"}[private]
         return (f"{remote.repo} will be created, {visibility}",)
     shown = "private" if remote.private else "public"
     asked = "; --public does not change that" if private is False and remote.private else ""

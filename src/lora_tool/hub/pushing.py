@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 
 from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
-from lora_tool.hub.checking import check_download, check_tree, mismatches
-from lora_tool.hub.hashing import require_unchanged, with_hashes
+from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
 from lora_tool.hub.model import MAIN, PushCheck, Pushed, PushFile, PushPlan, Remote
 from lora_tool.hub.remote import head_commit, read_remote, read_tree
-from lora_tool.hub.session import LONGEST_WAIT, Session, hopeless, session, wait_asked_for
+from lora_tool.hub.session import Session, session
 
-_ATTEMPTS = 3
 _CREATED_BY_THE_HUB = {".gitattributes"}
 _LOST = "the answer to the commit was lost; it is on the Hub, whole"
 
@@ -130,25 +128,9 @@ def _commit(opened: Session, plan: PushPlan, remote: Remote) -> _Landed:
     )
     _require_none_ignored(remote.repo, additions)
     _require_unchanged(plan)
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            return _committed(opened, plan, remote, operations)
-        except (HubUnreachable, HubConflict) as failure:
-            # no answer is no failure: the commit may be there
-            landed = _find(opened, plan, remote, failure)
-            if landed is not None:
-                return landed
-            if isinstance(failure, HubConflict) or plan.create_pr or attempt == _ATTEMPTS or hopeless(failure):
-                raise
-            time.sleep(min(wait_asked_for(failure.__cause__ or failure) or 2**attempt, LONGEST_WAIT))
-    raise AssertionError("the loop returns or raises")
 
-
-def _committed(
-    opened: Session, plan: PushPlan, remote: Remote, operations: list[CommitOperationAdd | CommitOperationDelete]
-) -> _Landed:
-    done = opened.work(
-        lambda: opened.api.create_commit(
+    def commit() -> _Landed:
+        done = opened.api.create_commit(
             remote.repo,
             operations,
             commit_message=plan.message,
@@ -156,8 +138,12 @@ def _committed(
             create_pr=plan.create_pr,
             parent_commit=remote.head,
         )
+        return _Landed(commit=done.oid, pull_request=done.pr_url)
+
+    # no answer is no failure: the commit may be there
+    return opened.ask(
+        lambda: opened.work(commit), retry=not plan.create_pr, despite=partial(_find, opened, plan, remote)
     )
-    return _Landed(commit=done.oid, pull_request=done.pr_url)
 
 
 def _operation(file: PushFile) -> CommitOperationAdd | CommitOperationDelete:
@@ -180,8 +166,10 @@ def _require_none_ignored(repo: str, additions: list[CommitOperationAdd]) -> Non
         )
 
 
-def _find(opened: Session, plan: PushPlan, remote: Remote, failure: HubError) -> _Landed | None:
+def _find(opened: Session, plan: PushPlan, remote: Remote, failure: BaseException) -> _Landed | None:
     """Return the commit if it is on the Hub after all; None where HEAD did not move. Raises `HubConflict`."""
+    if not isinstance(failure, HubUnreachable | HubConflict):
+        return None
     if plan.create_pr:
         return _find_pull_request(opened, plan, notes=(_LOST,))
     try:

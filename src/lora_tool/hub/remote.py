@@ -13,7 +13,7 @@ from lora_tool.errors import HubError, HubRefused
 from lora_tool.hub.card import Licence
 from lora_tool.hub.contents import README
 from lora_tool.hub.metadata import read_card
-from lora_tool.hub.model import MAIN, Remote, RemoteFile
+from lora_tool.hub.model import MAIN, Remote
 from lora_tool.hub.session import Session
 
 _LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -53,16 +53,10 @@ def read_remote(
     )
 
 
-def read_tree(session: Session, repo: str, commit: str) -> Mapping[str, RemoteFile]:
+def read_tree(session: Session, repo: str, commit: str) -> Mapping[str, RepoFile]:
     """Return all files of one commit. Raises `HubError`."""
     listed = session.ask(lambda: list(session.api.list_repo_tree(repo, recursive=True, revision=commit)), retry=False)
-    return {
-        file.path: RemoteFile(
-            name=file.path, size=file.size, oid=file.blob_id, sha256=file.lfs.sha256 if file.lfs is not None else None
-        )
-        for file in listed
-        if isinstance(file, RepoFile)
-    }
+    return {file.path: file for file in listed if isinstance(file, RepoFile)}
 
 
 def head_commit(session: Session, repo: str, revision: str) -> str | None:

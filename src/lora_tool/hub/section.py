@@ -28,19 +28,15 @@ def section_text(checkpoint: AdapterDir | ModelDir, manifest: Manifest | None, o
 
 
 def _sentence(origin: Origin) -> str:
-    what = "A reward model" if origin.reward else "A model"
-    base = f" trained on [{_md(origin.base)}](https://huggingface.co/{origin.base})" if origin.base else ""
+    base = f"[{_md(origin.base)}](https://huggingface.co/{origin.base})" if origin.base else ""
+    model = "reward model" if origin.reward else "model"
     if origin.merged:
-        into = f"[{_md(origin.base)}](https://huggingface.co/{origin.base})" if origin.base else "its base model"
-        return f"{what}: a LoRA adapter merged into {into} by lora-tool. `lora_tool.json` records every tensor."
-    if origin.adapter:
-        task = "reward model" if origin.reward else "model"
-        return (
-            f"A LoRA adapter of a {task}{base}, for PEFT; its score head is in the adapter."
-            if origin.reward
-            else (f"A LoRA adapter{base}, for PEFT.")
-        )
-    return f"{what}."
+        into = base or "its base model"
+        return f"A {model}: a LoRA adapter merged into {into} by lora-tool. `lora_tool.json` records every tensor."
+    trained = f" trained on {base}" if base else ""
+    if origin.adapter and origin.reward:
+        return f"A LoRA adapter of a reward model{trained}, for PEFT; its score head is in the adapter."
+    return f"A LoRA adapter{trained}, for PEFT." if origin.adapter else f"A {model}."
 
 
 def _plain_rows(checkpoint: AdapterDir | ModelDir, origin: Origin) -> Iterator[tuple[str, str]]:
@@ -84,11 +80,11 @@ def _input(entry: Mapping[str, Any]) -> str:
     if isinstance(hub_id, str):
         shown = f"[{_md(hub_id)}](https://huggingface.co/{_md(hub_id)})"
         if isinstance(revision, str):
-            shown += f" at `{_plain(revision)}`"
+            shown += f" at `{_code(revision)}`"
     else:
-        shown = f"a local folder `{_plain(PurePath(path).name)}`" if isinstance(path, str) else "unknown"
+        shown = f"a local folder `{_code(PurePath(path).name)}`" if isinstance(path, str) else "unknown"
     known = entry.get("fingerprint")
-    return f"{shown}, fingerprint `{_plain(known)[:_FINGERPRINT]}`" if isinstance(known, str) else shown
+    return f"{shown}, fingerprint `{_code(known)[:_FINGERPRINT]}`" if isinstance(known, str) else shown
 
 
 def _verification(entry: object) -> str:
@@ -104,13 +100,14 @@ def _verification(entry: object) -> str:
     verdict = "passed" if errors == 0 else f"FAILED with {errors} errors"
     details = [f"{right} of {total} tensors are as recomputed by a second formula"]
     if entry.get("largest_ulps") is not None:
-        details.append(f"at most {entry['largest_ulps']} units in the last place apart")
+        details.append(f"at most {entry['largest_ulps']} ulp apart")
     if entry.get("values_compared") is not None:
         details.append(f"{entry['values_compared']} of {entry.get('values')} values compared")
     return _md(f"{verdict}: {', '.join(details)}")
 
 
-def _plain(text: object) -> str:
+def _code(text: object) -> str:
+    """Return `text` for between two backticks."""
     return printable(str(text))[:_LONGEST].replace("`", "")
 
 

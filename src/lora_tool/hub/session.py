@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import huggingface_hub
@@ -18,10 +19,10 @@ from huggingface_hub.utils import _http
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from lora_tool.errors import HubUnreachable, LoraToolError
-from lora_tool.hub.failures import WaitTooLong, translated
+from lora_tool.hub.failures import WaitTooLong, causes_of, translated
 from lora_tool.hub.redaction import redacted, redacted_logs
 
-Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 LONGEST_WAIT = 60
 """Seconds that we wait when the Hub asks us to; where it asks for more, we stop and say so."""
@@ -30,11 +31,14 @@ STALLED = 300
 """Seconds without a byte after which a connection is given up. A commit of many files takes the Hub minutes."""
 
 _ATTEMPTS = 4
-_TICK = 0.1
 
 
 class Interrupted(Exception):
     """A request that was about to be sent after the user had interrupted the push."""
+
+
+_HOPELESS = (huggingface_hub.errors.OfflineModeIsEnabled, WaitTooLong, Interrupted)
+"""What trying again at once cannot help: offline by wish, a wait that is too long, an interrupt."""
 
 
 class Session:
@@ -46,52 +50,63 @@ class Session:
         self.warnings: list[str] = []
         self._stop = threading.Event()
 
-    def ask(self, call: Callable[[], Result], *, retry: bool = True) -> Result:
-        """Return what the Hub answers to `call`, which may be repeated. Raises `HubError`."""
+    def ask(
+        self,
+        call: Callable[[], Answer],
+        *,
+        retry: bool = True,
+        despite: Callable[[BaseException], Answer | None] = lambda _: None,
+    ) -> Answer:
+        """Return what the Hub answers to `call`, which may be repeated. Raises `HubError`.
+
+        `despite` is asked after each failure whether the Hub has done it all the same.
+        """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._caught(call)
             except Exception as error:  # noqa: BLE001 - the map knows them
-                failure = self.failure(error)
-                if not retry or not isinstance(failure, HubUnreachable) or attempt == _ATTEMPTS or hopeless(error):
-                    raise failure from (None if failure is error else error)
-                time.sleep(min(wait_asked_for(error) or 2 ** (attempt - 1), LONGEST_WAIT))
+                failure = self._failure(error)
+                done = despite(failure)
+                if done is not None:
+                    return done
+                causes = list(causes_of(error))
+                hopeless = any(isinstance(cause, _HOPELESS) for cause in causes)
+                if not retry or not isinstance(failure, HubUnreachable) or attempt == _ATTEMPTS or hopeless:
+                    raise failure from (error.__cause__ if failure is error else error)
+                asked = next((wait for cause in causes if (wait := _wait_of(getattr(cause, "response", None)))), None)
+                time.sleep(min(asked or 2 ** (attempt - 1), LONGEST_WAIT))
         raise AssertionError("the loop returns or raises")
 
-    def work(self, call: Callable[[], Result]) -> Result:
+    def work(self, call: Callable[[], Answer]) -> Answer:
         """Return what `call` returns, run in a thread of its own so that Ctrl-C is seen at once. Raises `HubError`.
 
         After an interrupt the thread may live on while a socket blocks; nothing that comes after it is done.
         """
-        done: list[Result] = []
-        failed: list[BaseException] = []
+        done: Future[Answer] = Future()
 
         def run() -> None:
             try:
-                done.append(self._caught(call))
+                done.set_result(self._caught(call))
             except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
-                failed.append(error)
+                done.set_exception(error)
 
-        thread = threading.Thread(target=run, name="lora-tool push", daemon=True)
-        thread.start()
+        threading.Thread(target=run, name="lora-tool push", daemon=True).start()
         try:
-            while thread.is_alive():
-                thread.join(_TICK)
+            return done.result()
         except KeyboardInterrupt:
             self._stop.set()
             raise
-        if failed:
-            failure = self.failure(failed[0])
-            raise failure from (None if failure is failed[0] else failed[0])
-        return done[0]
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = self._failure(error)
+            raise failure from (error.__cause__ if failure is error else error)
 
-    def failure(self, error: BaseException) -> BaseException:
+    def _failure(self, error: Exception) -> Exception:
         """Return `error` as one of ours. One of this machine, a file's or a mistake of ours, stays what it is."""
         local = isinstance(error, OSError) and error.filename and not hasattr(error, "response")
         known = isinstance(error, LoraToolError | AssertionError | ImportError)
         return error if local or known else translated(error, self.repo)
 
-    def _caught(self, call: Callable[[], Result]) -> Result:
+    def _caught(self, call: Callable[[], Answer]) -> Answer:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = call()
@@ -153,11 +168,6 @@ def session(repo: str, *, progress: bool) -> Iterator[Session]:
             enable_progress_bars()
 
 
-def wait_asked_for(error: BaseException) -> int | None:
-    """Return the seconds that the Hub's answer asks to wait, if there was one and it does."""
-    return _wait_of(getattr(error, "response", None))
-
-
 def _wait_of(response: Any) -> int | None:  # noqa: ANN401
     if response is None or int(response.status_code) not in (429, 503):
         return None
@@ -166,12 +176,3 @@ def _wait_of(response: Any) -> int | None:  # noqa: ANN401
         return int(named)
     limit = _http.parse_ratelimit_headers(response.headers)
     return limit.reset_in_seconds if limit is not None and limit.remaining == 0 else None
-
-
-def hopeless(error: BaseException | None) -> bool:
-    """Whether trying again at once cannot help: offline by wish, interrupted, or a wait that is too long."""
-    while error is not None:
-        if isinstance(error, huggingface_hub.errors.OfflineModeIsEnabled | WaitTooLong | Interrupted):
-            return True
-        error = error.__cause__
-    return False

@@ -8,16 +8,15 @@ from typing import Any
 from lora_tool.display import printable, size
 from lora_tool.hub.model import FileChange, Pushed, PushPlan
 
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 
 
 def plan_text(plan: PushPlan) -> str:
     """Return the plan: what happens to which file, what stays behind and why, how much is sent."""
     where = f"{plan.remote.repo}" + (f" ({plan.remote.revision})" if plan.remote.revision != "main" else "")
     lines = [printable(note) for note in plan.notes]
-    lines.append(
-        f"{plan.kind} {printable(str(plan.folder))} to {where}, as one {_act(plan)}: {printable(plan.message)}"
-    )
+    act = "pull request" if plan.create_pr else "commit"
+    lines.append(f"{plan.kind} {printable(str(plan.folder))} to {where}, as one {act}: {printable(plan.message)}")
     lines += [
         f"  {file.change.value:<7} {printable(file.name)}  {size(file.size)}"
         + (f"  ({printable(file.reason)})" if file.reason else "")
@@ -34,14 +33,10 @@ def plan_text(plan: PushPlan) -> str:
     return "\n".join(lines)
 
 
-def _act(plan: PushPlan) -> str:
-    return "pull request" if plan.create_pr else "commit"
-
-
 def plan_json(plan: PushPlan) -> dict[str, Any]:
     """Return the whole plan as JSON data."""
     return {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": _SCHEMA_VERSION,
         "folder": str(plan.folder),
         "kind": plan.kind,
         "repo": plan.remote.repo,

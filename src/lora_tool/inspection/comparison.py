@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from lora_tool.inspection.factors import (
     BLOCK,
     READABLE,
     Matrix,
-    factors_of,
+    matrices,
     raw_blocks,
     square_sum,
     triangle,
@@ -125,13 +126,14 @@ def compare_models(first: ModelDir, second: ModelDir, progress: Progress = lambd
 
 def _base_fields(first: AdapterDir, second: AdapterDir) -> dict[str, tuple[str, str]]:
     """Return the base models where they differ; a relative path means what it means from its adapter."""
-    named = [adapter.config.base_model if adapter.config else None for adapter in (first, second)]
-    folders = [adapter.root / (name or "") for adapter, name in zip((first, second), named, strict=True)]
-    meant = [
-        str(folder.resolve()) if name and folder.is_dir() else str(name)
-        for name, folder in zip(named, folders, strict=True)
-    ]
-    return {"base_model": (meant[0], meant[1])} if meant[0] != meant[1] else {}
+
+    def meant(adapter: AdapterDir) -> str:
+        name = adapter.config.base_model if adapter.config else None
+        folder = adapter.root / (name or "")
+        return str(folder.resolve()) if name and folder.is_dir() else str(name)
+
+    pair = meant(first), meant(second)
+    return {"base_model": pair} if pair[0] != pair[1] else {}
 
 
 def _fields(first: object, second: object, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
@@ -156,39 +158,30 @@ def _beside_factors(view: AdapterView) -> Mapping[str, StoredTensor]:
 
 
 def _lora(name: str, first: LoraLayer | None, second: LoraLayer | None) -> Difference:
-    known = [item for item in (first, second) if item is not None]
-    factors = [_factors(item) for item in known]
+    of = partial(Difference, name=name, kind="LoRA")
+    factors = [_factors(item) for item in (first, second) if item]
     norms = [_product_norm(*pair) if pair else None for pair in factors]
     if first is None or second is None:
-        return _absent(name, "LoRA", norms[0], in_first=second is None)
+        return _absent(of, norms[0], in_first=second is None)
     left, right = factors
     if left is None or right is None:
-        return Difference(name=name, kind="LoRA", change=ModuleChange.UNLIKE, note="a pair is broken or has no scaling")
-    shapes = [f"{item.a.shape[1]} → {item.b.shape[0]}" for item in known if item.a and item.b]
+        return of(change=ModuleChange.UNLIKE, note="a pair is broken or has no scaling")
+    shapes = [f"{item.a.shape[1]} → {item.b.shape[0]}" for item in (first, second) if item.a and item.b]
     if shapes[0] != shapes[1]:
-        return Difference(
-            name=name, kind="LoRA", change=ModuleChange.UNLIKE, note=f"in → out {shapes[0]} and {shapes[1]}"
-        )
-    ranks = (first.rank, second.rank)
-    note = f"rank {ranks[0]} and {ranks[1]}" if ranks[0] != ranks[1] else ""
+        return of(change=ModuleChange.UNLIKE, note=f"in → out {shapes[0]} and {shapes[1]}")
     if first.scaling == second.scaling and all(map(np.array_equal, left, right)):
-        return Difference(
-            name=name, kind="LoRA", change=ModuleChange.SAME, first=norms[0], second=norms[1], apart=0.0, cosine=1.0
-        )
+        return of(change=ModuleChange.SAME, first=norms[0], second=norms[1], apart=0.0, cosine=1.0)
     apart = _product_norm(np.hstack((left[0], -right[0])), np.hstack((left[1], right[1])))
     norm, other = norms[0] or 0.0, norms[1] or 0.0
-    found = _changed(name, "LoRA", norm, other, apart, note)
-    return replace(found, change=ModuleChange.ALIKE) if apart <= _ALIKE * max(norm, other) else found
+    note = f"rank {first.rank} and {second.rank}" if first.rank != second.rank else ""
+    change = ModuleChange.ALIKE if apart <= _ALIKE * max(norm, other) else ModuleChange.CHANGED
+    return _apart(partial(of, change=change, note=note), norm, other, apart)
 
 
 def _factors(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
     """Return scaling·B, [out, r], and Aᵀ, [in, r]; None where they do not fit together."""
-    found = factors_of(layer)
-    if found is None or layer.scaling is None:
-        return None
-    a, b, rank = found
-    left, right = widened(values(b), b.dtype).reshape(-1, rank), widened(values(a), a.dtype).reshape(rank, -1).T
-    return layer.scaling * left, right
+    found = matrices(layer)
+    return None if found is None or layer.scaling is None else (layer.scaling * found[0], found[1])
 
 
 def _product_norm(left: Matrix, right: Matrix) -> float:
@@ -196,25 +189,18 @@ def _product_norm(left: Matrix, right: Matrix) -> float:
     return float(np.linalg.norm(triangle(left) @ triangle(right).T))
 
 
-def _absent(name: str, kind: str, norm: float | None, *, in_first: bool) -> Difference:
+def _absent(of: Callable[..., Difference], norm: float | None, *, in_first: bool) -> Difference:
     if in_first:
-        return Difference(name=name, kind=kind, change=ModuleChange.FIRST_ONLY, first=norm)
-    return Difference(name=name, kind=kind, change=ModuleChange.SECOND_ONLY, second=norm)
+        return of(change=ModuleChange.FIRST_ONLY, first=norm)
+    return of(change=ModuleChange.SECOND_ONLY, second=norm)
 
 
-def _changed(name: str, kind: str, first: float, second: float, apart: float, note: str = "") -> Difference:
+def _apart(of: Callable[..., Difference], first: float, second: float, apart: float) -> Difference:
     # the law of cosines; rounding may leave the range by a hair
     cosine = (first * first + second * second - apart * apart) / (2 * first * second) if first and second else None
-    return Difference(
-        name=name,
-        kind=kind,
-        change=ModuleChange.CHANGED,
-        first=first,
-        second=second,
-        apart=apart,
-        cosine=None if cosine is None else min(max(cosine, -1.0), 1.0) if math.isfinite(cosine) else cosine,
-        note=note,
-    )
+    if cosine is not None and math.isfinite(cosine):
+        cosine = min(max(cosine, -1.0), 1.0)
+    return of(first=first, second=second, apart=apart, cosine=cosine)
 
 
 def _tensors(
@@ -225,33 +211,25 @@ def _tensors(
 
 
 def _tensor(name: str, first: StoredTensor | None, second: StoredTensor | None, progress: Progress) -> Difference:
+    of = partial(Difference, name=name, kind="tensor")
     if first is None or second is None:
         there = first or second
-        norm = _one_norm(there, progress) if there and there.dtype in READABLE else None
-        return _absent(name, "tensor", norm, in_first=second is None)
+        norm = math.sqrt(square_sum(there)) if there and there.dtype in READABLE else None
+        progress(there.nbytes if there else 0)
+        return _absent(of, norm, in_first=second is None)
     types = f"{first.dtype} and {second.dtype}" if first.dtype is not second.dtype else ""
     if first.shape != second.shape:
-        note = f"shape {list(first.shape)} and {list(second.shape)}"
-        return Difference(name=name, kind="tensor", change=ModuleChange.UNLIKE, note=note)
-    if not {first.dtype, second.dtype} <= READABLE:
-        return _compared_by_bytes(name, first, second, types)
-    return _by_value(name, first, second, types, progress)
-
-
-def _one_norm(tensor: StoredTensor, progress: Progress) -> float:
-    squares = math.sqrt(square_sum(tensor))
-    progress(tensor.nbytes)
-    return squares
-
-
-def _compared_by_bytes(name: str, first: StoredTensor, second: StoredTensor, types: str) -> Difference:
+        return of(change=ModuleChange.UNLIKE, note=f"shape {list(first.shape)} and {list(second.shape)}")
+    if {first.dtype, second.dtype} <= READABLE:
+        return _by_value(of, first, second, types, progress)
     if not types and all(map(np.array_equal, raw_blocks(first), raw_blocks(second))):
-        return Difference(name=name, kind="tensor", change=ModuleChange.SAME)
-    note = types or f"{first.dtype}, compared by bytes"
-    return Difference(name=name, kind="tensor", change=ModuleChange.CHANGED, note=note)
+        return of(change=ModuleChange.SAME)
+    return of(change=ModuleChange.CHANGED, note=types or f"{first.dtype}, compared by bytes")
 
 
-def _by_value(name: str, first: StoredTensor, second: StoredTensor, types: str, progress: Progress) -> Difference:
+def _by_value(
+    of: Callable[..., Difference], first: StoredTensor, second: StoredTensor, types: str, progress: Progress
+) -> Difference:
     left, right = values(first), values(second)
     same, sums = not types, [0.0, 0.0, 0.0]
     for at in range(0, left.size, BLOCK):
@@ -264,10 +242,7 @@ def _by_value(name: str, first: StoredTensor, second: StoredTensor, types: str, 
             squares = [float(np.dot(a, a)), float(np.dot(b, b)), 0.0 if equal else float(np.dot(b - a, b - a))]
         sums = [total + square for total, square in zip(sums, squares, strict=True)]
         progress(parts[0].nbytes + parts[1].nbytes)
-    norm, other, apart = (math.sqrt(total) for total in sums)
+    norm, other, apart = map(math.sqrt, sums)
     if same:
-        cosine = 1.0 if norm else None
-        return Difference(
-            name=name, kind="tensor", change=ModuleChange.SAME, first=norm, second=other, apart=0.0, cosine=cosine
-        )
-    return _changed(name, "tensor", norm, other, apart, types)
+        return of(change=ModuleChange.SAME, first=norm, second=other, apart=0.0, cosine=1.0 if norm else None)
+    return _apart(partial(of, change=ModuleChange.CHANGED, note=types), norm, other, apart)

@@ -1,17 +1,22 @@
-"""Stored tensors as float64 matrices, for measuring: mapped from their files, widened a block at a time."""
+"""Stored tensors as float64 matrices, and the norms of LoRA factors and of their product, which is never formed.
+
+‖BA‖² = tr((BA)ᵀ(BA)) = tr((BᵀB)(AAᵀ)): two r×r Gram matrices instead of an out×in matrix. Files are mapped and widened
+a block at a time; the sums are in float64, so that a product much smaller than its factors is not lost in rounding.
+"""
 
 from __future__ import annotations
 
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer
+from lora_tool.inspection.model import Measured
 from lora_tool.tensors import DType, StoredTensor
 
 Matrix = npt.NDArray[np.float64]
@@ -33,6 +38,15 @@ def factors_of(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor, int] | Non
     if not rank or a is None or b is None or b.shape[1] != rank or not {a.dtype, b.dtype} <= READABLE:
         return None
     return a, b, rank
+
+
+def matrices(layer: LoraLayer) -> tuple[Matrix, Matrix] | None:
+    """Return B, [out, r], and Aᵀ, [in, r]; None where `factors_of` has none. Raises `OSError`."""
+    found = factors_of(layer)
+    if found is None:
+        return None
+    a, b, rank = found
+    return widened(values(b), b.dtype).reshape(-1, rank), widened(values(a), a.dtype).reshape(rank, -1).T
 
 
 def values(tensor: StoredTensor) -> npt.NDArray[np.generic]:
@@ -97,3 +111,35 @@ def triangle(factor: Matrix) -> Matrix:
     if not np.isfinite(factor).all():
         return np.full((1, factor.shape[1]), np.nan)
     return np.asarray(np.linalg.qr(factor, mode="r"))
+
+
+def layer_norms(layers: Iterable[LoraLayer]) -> list[Measured | None]:
+    """Return ‖A‖, ‖B‖, ‖scaling·B·A‖ of each layer; None for one whose two factors do not fit together.
+
+    The last is None where the scaling is not known. Raises `OSError` where a file cannot be read.
+    """
+    factors = ((factors_of(layer), layer.scaling) for layer in layers)
+    return [None if found is None else _norms(*found, scaling) for found, scaling in factors]
+
+
+def _norms(a: StoredTensor, b: StoredTensor, rank: int, scaling: float | None) -> Measured:
+    gram_a, gram_b = _gram(a, rank, rows=True), _gram(b, rank, rows=False)
+    norm_a, norm_b = math.sqrt(float(np.trace(gram_a))), math.sqrt(float(np.trace(gram_b)))
+    if scaling is None:
+        return norm_a, norm_b, None
+    product = float(np.sum(gram_a * gram_b))  # both are symmetric: the sum over all entries is the trace of the product
+    delta = math.sqrt(product if math.isnan(product) else max(product, 0.0))
+    return norm_a, norm_b, abs(scaling) * delta
+
+
+def _gram(tensor: StoredTensor, rank: int, *, rows: bool) -> Matrix:
+    """Return M·Mᵀ where `rows` are the rank (A), Mᵀ·M where columns are (B), in blocks along the other side."""
+    stored = values(tensor)
+    matrix = stored.reshape(rank, -1) if rows else stored.reshape(-1, rank)
+    step = max(1, BLOCK // rank)
+    gram = np.zeros((rank, rank))
+    with np.errstate(all="ignore"):  # NaN and infinities are shown as what they are
+        for at in range(0, matrix.shape[1 if rows else 0], step):
+            block = widened(matrix[:, at : at + step] if rows else matrix[at : at + step], tensor.dtype)
+            gram += block @ block.T if rows else block.T @ block
+    return gram

@@ -1,6 +1,6 @@
 """What a folder holds, counted and grouped: the data behind `lora-tool inspect`.
 
-Everything but the norms is read from names, JSON and tensor headers (`norms` and `spectra` read weights).
+Everything but the norms is read from names, JSON and tensor headers (`factors` and `spectra` read weights).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
     factors = {factor.name for layer in view.layers for factor in layer.factors}
     measured: Sequence[Measured | None] = ()
     if norms:
-        from lora_tool.inspection.norms import layer_norms  # noqa: PLC0415 - numpy, only for norms
+        from lora_tool.inspection.factors import layer_norms  # noqa: PLC0415 - numpy, only for norms
 
         measured = layer_norms(view.layers)
     return AdapterInspection(
@@ -201,9 +201,8 @@ def _norms(values: list[Measured]) -> Norms | None:
 def spread(values: list[float]) -> Spread:
     """Return least, median and most of at least one value; NaN counts as larger than everything."""
     ordered = sorted(values, key=lambda value: (value != value, value))  # noqa: PLR0124 - NaN is not itself
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return Spread(least=ordered[0], median=median, most=ordered[-1])
+    middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return Spread(least=ordered[0], median=sum(middle) / 2, most=ordered[-1])
 
 
 def short_names(paths: Iterable[str]) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.inspection.factors import READABLE, factors_of, rounded, square_sum, triangle, values, widened
+from lora_tool.inspection.factors import READABLE, Matrix, matrices, rounded, square_sum, triangle, values, widened
 from lora_tool.keys import split_layer
 from lora_tool.tensors import StoredTensor
 
@@ -77,10 +77,10 @@ def spectra(adapter: AdapterDir, base: ModelDir | None = None) -> Iterator[Spect
 
 def spectrum(lora: LoraLayer, base: ModelDir | None = None) -> Spectrum | None:
     """Return the layer's spectrum; None where its factors do not fit together, or cannot be read as numbers."""
-    found = factors_of(lora)
+    found = matrices(lora)
     if found is None or lora.scaling is None:
         return None
-    a, b, rank = found
+    left, right = found
     weight = base.tensors.get(f"{lora.module}.weight") if base else None
     if weight is not None and weight.dtype not in READABLE:
         weight = None
@@ -89,24 +89,22 @@ def spectrum(lora: LoraLayer, base: ModelDir | None = None) -> Spectrum | None:
         module=lora.module,
         target=target + (f" ({lora.adapter_name})" if lora.adapter_name else ""),
         layer=number,
-        rank=rank,
-        singular_values=tuple(abs(lora.scaling) * _singular_values(a, b, rank)),
+        rank=left.shape[1],
+        singular_values=tuple(abs(lora.scaling) * _singular_values(left, right)),
         base_norm=math.sqrt(square_sum(weight)) if weight is not None else None,
-        kept=_kept(weight, a, b, rank, lora.scaling) if weight is not None else None,
+        kept=_kept(weight, left, right, lora.scaling) if weight is not None else None,
     )
 
 
 _SAMPLED_ROWS = 64
 
 
-def _kept(weight: StoredTensor, a: StoredTensor, b: StoredTensor, rank: int, scaling: float) -> float | None:
+def _kept(weight: StoredTensor, left: Matrix, right: Matrix, scaling: float) -> float | None:
     """Return how much of ΔW survives; None where W is not [out, in] as B·A is, or where nothing is to be kept."""
-    outputs, inputs = values(b).size // rank, values(a).size // rank
-    if weight.shape != (outputs, inputs):
+    if weight.shape != (len(left), len(right)):
         return None
-    rows = np.unique(np.linspace(0, outputs - 1, _SAMPLED_ROWS).round().astype(int))
-    delta = widened(values(b).reshape(outputs, rank)[rows], b.dtype) @ widened(values(a), a.dtype).reshape(rank, inputs)
-    delta *= scaling
+    rows = np.unique(np.linspace(0, len(left) - 1, _SAMPLED_ROWS).round().astype(int))
+    delta = scaling * (left[rows] @ right.T)
     before = widened(values(weight).reshape(weight.shape)[rows], weight.dtype)
     change = rounded(before + delta, weight.dtype) - before
     lengths = np.linalg.norm(delta) * np.linalg.norm(change)
@@ -115,13 +113,11 @@ def _kept(weight: StoredTensor, a: StoredTensor, b: StoredTensor, rank: int, sca
     return float(np.sum(delta * change) / lengths) if lengths else 0.0 if delta.any() else None
 
 
-def _singular_values(a: StoredTensor, b: StoredTensor, rank: int) -> npt.NDArray[np.float64]:
-    """Return the singular values of B·A, largest first; NaN where the factors hold NaN or infinity."""
-    right = triangle(widened(values(a), a.dtype).reshape(rank, -1).T)
-    left = triangle(widened(values(b), b.dtype).reshape(-1, rank))
-    if not (np.isfinite(left).all() and np.isfinite(right).all()):
+def _singular_values(left: Matrix, right: Matrix) -> npt.NDArray[np.float64]:
+    """Return the singular values of left·rightᵀ, largest first; NaN where the factors hold NaN or infinity."""
+    triangles = triangle(left), triangle(right)
+    rank = left.shape[1]
+    if not all(np.isfinite(each).all() for each in triangles):
         return np.full(rank, np.nan)
-    found = np.zeros(rank)
-    product = np.linalg.svd(left @ right.T, compute_uv=False)
-    found[: len(product)] = product
-    return found
+    found = np.linalg.svd(triangles[0] @ triangles[1].T, compute_uv=False)
+    return np.pad(found, (0, rank - len(found)))

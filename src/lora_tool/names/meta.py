@@ -7,19 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import transformers
+
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.tensors import FLOAT_NAMES
 
-try:
-    import torch
-except ImportError as error:  # pragma: no cover - the test environment has torch
-    raise MissingDependency("torch", extra="merge") from error
-try:
-    import transformers
-except ImportError as error:  # pragma: no cover - the test environment has transformers
-    raise MissingDependency("transformers", extra="merge") from error
 try:
     from transformers.core_model_loading import build_glob_alternation
 except ImportError as error:  # pragma: no cover - the test environment has it
@@ -74,15 +69,18 @@ def _names(found: str | tuple[str, ...]) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def is_listed(class_name: str, config: ModelConfig) -> bool:
-    """Return whether an auto class takes the class for this model type: some types have another type's class."""
-    return any(class_name in _of_type(table, config) for tables in _TABLES.values() for table in tables)
-
-
 def is_of_type(class_name: str, config: ModelConfig) -> bool:
     """Return whether the class is for configs of this model type: an auto class would take another one."""
     config_class = getattr(getattr(transformers, class_name, None), "config_class", None)
     return getattr(config_class, "model_type", None) == config.model_type
+
+
+def belongs(class_name: str, config: ModelConfig) -> bool:
+    """Return whether the class is for configs of this model type, or an auto class takes it: some types have another
+    type's class.
+    """
+    tables = (table for tables in _TABLES.values() for table in tables)
+    return is_of_type(class_name, config) or any(class_name in _of_type(table, config) for table in tables)
 
 
 def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_labels: bool = True) -> PreTrainedModel:

@@ -14,18 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
+from lora_tool.keys import PREFIX
 from lora_tool.names.model import Shape
 
 try:
     import peft
-except ImportError as error:  # pragma: no cover - the test environment has peft
-    raise MissingDependency("peft", extra="merge") from error
-try:
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 except ImportError as error:  # pragma: no cover - the test environment has it
     raise MissingDependency("peft>=0.21", extra="merge") from error
-
-_PREFIX = "base_model.model."
 
 
 def left_out(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
@@ -47,7 +43,7 @@ def left_out(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Shape])
             f"{folder}: PEFT {peft.__version__} cannot load it: {reason}",
             hint='`precision="float32"` does not ask PEFT',
         ) from error
-    places = {_PREFIX + _saved(name.replace(".default", "")) for name in model.state_dict() if ".lora_" in name}
+    places = {PREFIX + _saved(name.replace(".default", "")) for name in model.state_dict() if ".lora_" in name}
     return tuple(name for name in translated if _saved(name) not in places)
 
 

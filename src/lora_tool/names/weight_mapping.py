@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,13 +109,3 @@ class WeightMapping:
     def written(self, memory: Mapping[str, Shape]) -> dict[str, RowMapping]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
         return self._conversion.save(memory)
-
-
-def candidates(config: ModelConfig, auto_class: str) -> Iterator[str]:
-    """Yield the class names that a base of this config may be loaded as, likeliest first."""
-    return meta.candidates(config, auto_class)
-
-
-def own_class(config: ModelConfig, class_name: str) -> str | None:
-    """Return the class, if transformers has it for configs of this model type; None if not."""
-    return class_name if meta.is_of_type(class_name, config) or meta.is_listed(class_name, config) else None

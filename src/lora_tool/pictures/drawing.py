@@ -13,8 +13,7 @@ from lora_tool.display import printable
 from lora_tool.errors import NotACheckpoint
 from lora_tool.execution.folder import replace_file
 from lora_tool.inspection.spectra import spectra
-from lora_tool.pictures.curves import training_curves
-from lora_tool.pictures.figures import adapter_figure
+from lora_tool.pictures.figures import adapter_figure, training_curves
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
 

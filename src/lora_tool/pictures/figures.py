@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lora_tool.display import printable
 from lora_tool.errors import MissingDependency
+from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.inspection.folders import short_names
 from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid
@@ -37,8 +39,26 @@ _ROW = 2.6
 _LINES = 12
 """Most targets that are drawn as lines with a name each."""
 
+_FIRST = ("loss", "eval_loss", "rewards/accuracies", "accuracy", "reward", "grad_norm", "learning_rate")
+"""What is looked at first; everything else follows by name."""
+_NOT_DRAWN = frozenset({"step", "epoch", "total_flos", "num_input_tokens_seen"})
+_SUMMED_UP = ("train_", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 """Name of what was logged → (step, value), in order."""
+
+
+def training_curves(state: TrainerState) -> Curves:
+    """Return what the run logged, by name; NaN and infinities, which have no place on an axis, are left out."""
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for entry in state.log:
+        step = entry.get("step", math.nan)
+        for name, value in entry.items():
+            drawn = name not in _NOT_DRAWN and not name.startswith(_SUMMED_UP)
+            if drawn and math.isfinite(value) and math.isfinite(step):
+                curves[name].append((step, value))
+    order = {name: at for at, name in enumerate(_FIRST)}
+    return {name: curves[name] for name in sorted(curves, key=lambda name: (order.get(name, len(order)), name))}
 
 
 def colour(value: float | None, most: float) -> str:
@@ -116,22 +136,14 @@ def _lines(axes: Axes, values: Mapping[str, list[list[float]]]) -> None:
     """Draw the median over modules of each target, with the range from least to most behind it."""
     colours = color_sequences["tab10" if len(values) <= 10 else "tab20"]  # noqa: PLR2004 - as their names say
     for at, (name, rows) in enumerate(values.items()):
-        longest = max(map(len, rows))
-        table = np.full((len(rows), longest), np.nan)
-        for row, line in zip(table, rows, strict=True):
-            row[: len(line)] = line
-        table = table[:, ~np.isnan(table).all(axis=0)]
+        table = np.array(list(zip_longest(*rows, fillvalue=math.nan))).reshape(-1, len(rows))  # [k, module]
+        table = table[~np.isnan(table).all(axis=1)]
         if not table.size:
             continue
-        k = np.arange(1, table.shape[1] + 1)
-        marker = "." if table.shape[1] == 1 else None
-        label = _plain(name) if at < _LINES else None
-        axes.plot(
-            k, np.nanmedian(table, axis=0), label=label, color=colours[at % len(colours)], linewidth=1.4, marker=marker
-        )
-        axes.fill_between(
-            k, np.nanmin(table, axis=0), np.nanmax(table, axis=0), color=colours[at % len(colours)], alpha=0.12
-        )
+        k, look = np.arange(1, len(table) + 1), {"color": colours[at % len(colours)]}
+        label, marker = _plain(name) if at < _LINES else None, "." if len(table) == 1 else None
+        axes.plot(k, np.nanmedian(table, axis=1), label=label, linewidth=1.4, marker=marker, **look)
+        axes.fill_between(k, np.nanmin(table, axis=1), np.nanmax(table, axis=1), alpha=0.12, **look)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.lines:
@@ -140,32 +152,23 @@ def _lines(axes: Axes, values: Mapping[str, list[list[float]]]) -> None:
 
 def _draw_spectra(figure: FigureBase, spectra: Sequence[Spectrum]) -> None:
     left, right = figure.subplots(1, 2)
-    _singular_values(left, spectra)
-    _energy(right, spectra)
-
-
-def _singular_values(axes: Axes, spectra: Sequence[Spectrum]) -> None:
-    def shown(value: float) -> float:
-        return value if value > 0 and math.isfinite(value) else math.nan
-
     groups = _by_target(spectra)
-    values = {name: [list(map(shown, item.singular_values)) for item in items] for name, items in groups.items()}
-    if any(not math.isnan(value) for rows in values.values() for row in rows for value in row):
-        axes.set_yscale("log")
-    _lines(axes, values)
-    axes.set_title("singular values of ΔW", loc="left")
-    axes.set_xlabel("k")
-
-
-def _energy(axes: Axes, spectra: Sequence[Spectrum]) -> None:
-    groups = _by_target(spectra)
-    _lines(
-        axes,
-        {name: [[item.energy(k) for k in range(1, item.rank + 1)] for item in items] for name, items in groups.items()},
-    )
-    axes.set_ylim(0, 1.02)
-    axes.set_title("share of ‖ΔW‖² in the first k", loc="left")
-    axes.set_xlabel("k")
+    shown = {
+        name: [[value if 0 < value < math.inf else math.nan for value in item.singular_values] for item in items]
+        for name, items in groups.items()
+    }
+    if not np.isnan([value for rows in shown.values() for row in rows for value in row]).all():
+        left.set_yscale("log")
+    _lines(left, shown)
+    left.set_title("singular values of ΔW", loc="left")
+    shares = {
+        name: [[item.energy(k) for k in range(1, item.rank + 1)] for item in items] for name, items in groups.items()
+    }
+    _lines(right, shares)
+    right.set_ylim(0, 1.02)
+    right.set_title("share of ‖ΔW‖² in the first k", loc="left")
+    for axes in (left, right):
+        axes.set_xlabel("k")
 
 
 def _draw_curves(figure: FigureBase, curves: Curves) -> None:

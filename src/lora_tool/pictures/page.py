@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lora_tool.display import printable
+from lora_tool.display import four_digits, printable
 from lora_tool.errors import MissingDependency
 from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.figures import Curves, colour, curves_figure, spectra_figure
@@ -52,7 +51,7 @@ def page(
         curves_svg=_svg(curves_figure(curves)) if curves else "",
         scale=[colour(step / 8, 1) for step in range(9)],
         colour=colour,
-        number=number,
+        number=four_digits,
         version=version("lora-tool"),
         dora=dora,
     )
@@ -63,13 +62,6 @@ def _lines(grid: Grid) -> dict[str, object]:
         (row, list(zip(grid.columns, cells, strict=True))) for row, cells in zip(grid.rows, grid.cells, strict=True)
     ]
     return {"title": grid.title, "columns": grid.columns, "lines": lines, "most": grid.most}
-
-
-def number(value: float | None) -> str:
-    """Return four significant digits; a dash where there is no number."""
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if math.isfinite(value) else "NaN" if math.isnan(value) else "inf"
 
 
 def _svg(figure: Figure) -> Markup:

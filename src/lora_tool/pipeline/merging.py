@@ -21,7 +21,6 @@ from lora_tool.display import size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.build_plan import HubOrigin
 from lora_tool.plan.merge.in_memory import InMemory, ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -29,7 +28,6 @@ from lora_tool.sources import (
     Reference,
     Source,
     Wanted,
-    another_base,
     located,
     open_adapter_at,
     opened_adapter,
@@ -54,12 +52,6 @@ class FoundInputs:
     def paths(self) -> tuple[Path, ...]:
         """The folders that are read."""
         return (*(source.path for source in self.sources), self.base_source.path)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """A warning for each adapter that names another base."""
-        named = [(each.config.base_model if each.config else None, each.root) for each in self.adapters]
-        return tuple(text for name, root in named for text in another_base(name, root, self.base_source))
 
     @property
     def default_output(self) -> Path:
@@ -147,7 +139,7 @@ def planned(
     else:
         yield plan
         return
-    with _merged_by_peft(inputs, asked, options, out, reason, dry_run=dry_run) as plan_of_result:
+    with _merged_by_peft(asked, options, out, reason, dry_run=dry_run) as plan_of_result:
         yield plan_of_result
 
 
@@ -162,19 +154,13 @@ def _plan(inputs: FoundInputs, options: MergeOptions) -> Plan:
         untie=options.untie,
         max_shard_bytes=options.max_shard_bytes,
         expert_layout=options.expert_layout,
-        base_origin=_origin(inputs.base_source),
-        adapter_origin=[_origin(source) for source in inputs.sources],
         **options.rules(),
     )
 
 
-def _origin(source: Source) -> HubOrigin:
-    return HubOrigin(hub_id=source.hub_id, revision=source.revision)
-
-
 @contextlib.contextmanager
 def _merged_by_peft(
-    inputs: FoundInputs, asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
+    asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
 ) -> Iterator[Plan | None]:
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
@@ -190,8 +176,6 @@ def _merged_by_peft(
             open_model(folder),
             why=why,
             max_shard_bytes=options.max_shard_bytes,
-            base_origin=_origin(inputs.base_source),
-            adapter_origin=[_origin(source) for source in inputs.sources],
         )
 
 

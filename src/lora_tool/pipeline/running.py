@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -41,8 +40,7 @@ from lora_tool.progress import StageWatch
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sources import Source, Wanted, another_base, located, opened_model, resolve, source_of
-from lora_tool.validation.bases import named_base, open_base
+from lora_tool.sources import Source, Wanted, located, source_of
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -162,16 +160,10 @@ class _Running:
 
     def _judged(self, opened: Checkpoint) -> Report:
         job, options = self._job, self._job.options
-        if options.base is None:
-            base, why_not = named_base(opened, near=self._root)
-        elif isinstance(options.base, str | os.PathLike):
-            base, why_not = open_base(resolve(options.base, near=self._root).path), ""
-        else:
-            base, why_not = opened_model(options.base), ""
         return validate(
             opened,
-            base=base,
-            why_no_base=why_not,
+            base=options.base,
+            near=self._root,
             task=options.task,
             num_labels=options.num_labels,
             select=job.select,
@@ -237,8 +229,7 @@ class _Running:
             written = self._write("merge", key, plan, job.output)
         counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
         summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
-        named = opened.config.base_model if opened.config else None
-        warnings = (*another_base(named, self._root, base), *notes, *written.warnings)
+        warnings = tuple(map(as_options, (*notes, *written.warnings)))
         self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
 

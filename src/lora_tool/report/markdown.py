@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from lora_tool.display import printable, size
+from lora_tool.display import four_digits, printable, size
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.model import Page, Report, Run, RunCheckpoint, by_subject
-from lora_tool.report.text import number, spans
+from lora_tool.report.text import spans
 
 LIMIT = 900_000
 """Characters; GitHub refuses a summary above 1 MiB."""
@@ -93,9 +93,9 @@ def _run_row(row: RunCheckpoint, *, best: bool) -> str:
     cells = (
         f"{'**best** ' if best else ''}{code(row.name)}",
         step,
-        number(row.epoch),
-        number(row.loss),
-        number(row.metric),
+        four_digits(row.epoch),
+        four_digits(row.loss),
+        four_digits(row.metric),
         size(row.nbytes),
         f"{row.verdict}{codes}",
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lora_tool.display import printable, size
+from lora_tool.display import four_digits, printable, size
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
 from lora_tool.report.words import Ignored, Run, RunCheckpoint, Skipped
@@ -80,9 +79,9 @@ def _cells(row: RunCheckpoint, *, best: bool) -> tuple[str, ...]:
     return (
         printable(row.name),
         "-" if row.step is None else str(row.step),
-        number(row.epoch),
-        number(row.loss),
-        number(row.metric),
+        four_digits(row.epoch),
+        four_digits(row.loss),
+        four_digits(row.metric),
         size(row.nbytes),
         f"{row.verdict}{codes}{'  <- best' if best else ''}",
     )
@@ -90,13 +89,6 @@ def _cells(row: RunCheckpoint, *, best: bool) -> tuple[str, ...]:
 
 def _verdict_colour(row: RunCheckpoint) -> str:
     return "red" if row.errors else "yellow" if row.warnings else "green"
-
-
-def number(value: float | None) -> str:
-    """Return a logged number with four significant digits, ``-`` for none."""
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
 def ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
 )
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
+from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_outputs, lt6_values  # noqa: F401
@@ -124,6 +125,7 @@ class Judge:
         match = None if self.base is None else match_base(self.base, view.config, modules)
         return AdapterSubject(
             checkpoint=adapter,
+            scans=Scans(found=adapter.scans),
             view=view,
             base=self.base,
             match=match,

@@ -18,7 +18,7 @@ from lora_tool.formats.torch_zip import Record
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import ANOTHER_TAG, fault
-from lora_tool.tensors import DType, Span, StoredTensor
+from lora_tool.tensors import DType, Span
 
 try:
     from isal.isal_zlib import crc32  # nine times as fast
@@ -33,7 +33,7 @@ _STARTS_AT_ZERO = re.compile(r"\.lora_B\.|\.lora_embedding_A\.|bias\Z")
 """Tensors of which a rank's part may be all zero: the learning rate of the first steps of a warm-up is 0."""
 
 
-class _Piece(NamedTuple):
+class ValuePiece(NamedTuple):
     """Bytes `begin` to `end` of a file, which belong to the tensor `name`."""
 
     begin: int
@@ -49,15 +49,14 @@ class FileValues:
     path: Path
     records: tuple[Record | Span, ...]
     """The archive members to read, or spans where nothing has a CRC."""
-    pieces: tuple[tuple[Span, StoredTensor], ...]
+    pieces: tuple[ValuePiece, ...]
     """The parts of tensors that they hold."""
     masters: frozenset[str]
     """Names of the trained tensors."""
 
     def run(self, advance: Progress) -> list[Finding]:
         """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero."""
-        spans = (_Piece(at.offset, at.offset + at.nbytes, tensor.name, tensor.dtype) for at, tensor in self.pieces)
-        values = _Values(sorted(spans), self.masters)
+        values = _Values(sorted(self.pieces), self.masters)
         return [*_file_faults(self.path, self.records, values, advance), *values.faults(self.path)]
 
 
@@ -92,7 +91,7 @@ def _blocks(path: Path, fd: int, start: int, nbytes: int) -> Iterator[tuple[int,
 class _Values:
     """What the values of one file are like, block by block in the order of the file."""
 
-    def __init__(self, pieces: list[_Piece], masters: frozenset[str]) -> None:
+    def __init__(self, pieces: list[ValuePiece], masters: frozenset[str]) -> None:
         self._pieces, self._masters = pieces, masters
         self._at = 0
         self._not_finite: dict[str, None] = {}
@@ -120,7 +119,7 @@ class _Values:
             yield fault("LT413", path, "every master weight of this rank is zero: it was never written")
 
 
-def _overlapping(pieces: list[_Piece], at: int, end: int) -> Iterator[_Piece]:
+def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValuePiece]:
     while at < len(pieces) and pieces[at].begin < end:
         if pieces[at].end > pieces[at].begin:
             yield pieces[at]

@@ -18,7 +18,8 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adap
 from lora_tool.formats.files import read_json
 from lora_tool.formats.partitions import StateEntry
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.report import Finding, Severity
+from lora_tool.report import Finding
+from lora_tool.sharded.faults import fault
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor, TensorTable
@@ -35,10 +36,8 @@ def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> Adapte
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         places = ", ".join(str(place.parent) for place in paths)
-        raise IncompleteCheckpoint(
-            f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights",
-            hint="give the one that the run began with: `adapter_config=FILE`",
-        )
+        message = f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights"
+        raise IncompleteCheckpoint(message, hint="give the one that the run began with: `adapter_config=FILE`")
     return read_adapter_config(path)
 
 
@@ -131,14 +130,9 @@ def _lost(state: TrainingState, config: AdapterConfig | None, module: str, why: 
     if named:
         missing = "is not on this disk" if _base_tensors(config) is None else "has none that fits"
         elsewhere = f"the base model {named} {missing}"
-    return Finding(
-        code="LT415",
-        severity=Severity.ERROR,
-        path=str(state.folder),
-        subject=module,
-        message=f"the head is lost: {why}, and {elsewhere}. Every reward would be wrong",
-        hint="look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save",
-    )
+    message = f"the head is lost: {why}, and {elsewhere}. Every reward would be wrong"
+    hint = "look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save"
+    return fault("LT415", state.folder, message, subject=module, hint=hint)
 
 
 def _base_tensors(config: AdapterConfig | None) -> TensorTable | None:

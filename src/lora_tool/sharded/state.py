@@ -13,7 +13,7 @@ from typing import Any
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
-from lora_tool.sharded.file_values import FileValues
+from lora_tool.sharded.file_values import FileValues, ValuePiece
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorTable
 
@@ -72,10 +72,11 @@ def check_of_files(tensors: TensorTable, records: Collection[Record | Span], *, 
     by_path: dict[Path, list[Record | Span]] = defaultdict(list)
     for record in records:
         by_path[record.path].append(record)
-    pieces: dict[Path, list[tuple[Span, StoredTensor]]] = defaultdict(list)
+    pieces: dict[Path, list[ValuePiece]] = defaultdict(list)
     for tensor in tensors.values():
         for span in tensor.spans:
-            pieces[span.path].append((span, tensor))
+            piece = ValuePiece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype)
+            pieces[span.path].append(piece)
     parts = tuple(
         FileValues(path=path, records=tuple(by_path[path]), pieces=tuple(pieces[path]), masters=masters)
         for path in sorted(by_path)

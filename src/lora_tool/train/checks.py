@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import BadRunConfig
+from lora_tool.errors import BadRunConfig, CheckpointError
+from lora_tool.formats.model_config import read_model_config
 from lora_tool.report import Finding
-from lora_tool.train.codes import adapter_as_base, error, warning
 from lora_tool.train.config import RunConfig
+from lora_tool.train.traps import trap
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How classes end that have no head for a reward."""
@@ -63,71 +63,52 @@ def require_inputs(run: RunConfig) -> None:
 
 def static_findings(run: RunConfig) -> tuple[Finding, ...]:
     """Return what is wrong with the configuration itself, as far as it is not ignored."""
-    checks = (
-        *(_task_type, _without_peft, _adapter_as_base, _reward_model, _half_precision, _nan_filter, _conflicts),
-        *(_packing, _old_checkpoints),
-    )
+    checks = (_adapter, _models, _precision, _conflicts, _packing, _old_checkpoints)
     where = str(run.path) if run.path else "command line"
     found = (replace(item, path=item.path or where) for check in checks for item in check(run))
     return tuple(item for item in found if item.code not in run.guard.ignore)
 
 
-def _old_checkpoints(run: RunConfig) -> Iterator[Finding]:
-    output = run.output
-    names = read_folder(output).checkpoints if output.is_dir() and not run.resuming else ()
-    if names:
-        message = f"holds {names[-1]} of an earlier run, which --resume auto would later take for one of this run"
-        hint = "--resume auto resumes from it; else choose another output_dir, or move the old checkpoints away"
-        yield warning("old-checkpoints", message, hint=hint, where=str(output))
-
-
-def _task_type(run: RunConfig) -> Iterator[Finding]:
-    expected, found = run.method.task_type, run.text("lora_task_type")
-    if not run.options.get("use_peft") or "lora_task_type" not in run.given or found == expected:
-        return
-    if expected == "SEQ_CLS":
-        why = "the score head would be trained and not saved, and every load would give it new random weights"
-    else:
-        why = f"the saved adapter would name another task than {run.method.name} trains, and loaders go by it"
-    message = f"is {found or 'none'}, {run.method.name} needs {expected}: {why}"
-    yield error("task-type", message, hint=run.line("lora_task_type", expected), subject="lora_task_type")
-
-
-def _without_peft(run: RunConfig) -> Iterator[Finding]:
+def _adapter(run: RunConfig) -> Iterator[Finding]:
     """TRL reads its ``lora_`` options only with ``use_peft``, and without it trains the whole model silently."""
     unread = sorted(name for name in run.given if name.startswith("lora_"))
     if unread and "use_peft" not in run.given:
-        message = "is given without use_peft, so TRL ignores it and trains the whole model"
         hint = f"{run.line('use_peft', 'true')}; use_peft: false, if the whole model is meant"
-        yield warning("peft-off", f"{message} ({len(unread)} such options)", hint=hint, subject=unread[0])
+        yield trap("peft-off", hint, subject=unread[0], count=len(unread))
+    name, method = "lora_task_type", run.method
+    expected, given = method.task_type, run.text(name)
+    if run.options.get("use_peft") and name in run.given and given != expected:
+        if expected == "SEQ_CLS":
+            why = "the score head would be trained and not saved, and every load would give it new random weights"
+        else:
+            why = f"the saved adapter would name another task than {method.name} trains, and loaders go by it"
+        why = f"is {given or 'none'}, {method.name} needs {expected}: {why}"
+        yield trap("task-type", run.line(name, expected), subject=name, why=why)
 
 
-def _adapter_as_base(run: RunConfig) -> Iterator[Finding]:
-    named = run.text("model_name_or_path")
-    folder = Path(named).expanduser() if named and run.options.get("use_peft") else None
-    if folder and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        yield adapter_as_base(run.line("model_name_or_path", "MERGED"), adapter=str(folder))
-
-
-def _reward_model(run: RunConfig) -> Iterator[Finding]:
-    """Yield a finding if the reward model is a language model: transformers would give it a head of random numbers."""
-    named = run.text("reward_model_name_or_path")
-    config = Path(named).expanduser() / "config.json" if named else None
-    if config is None or not config.is_file():
-        return
+def _models(run: RunConfig) -> Iterator[Finding]:
+    base, judge = (_folder(run, name) for name in ("model_name_or_path", "reward_model_name_or_path"))
+    adapter = base is not None and not (base / "config.json").is_file() and (base / "adapter_config.json").is_file()
+    if adapter and run.options.get("use_peft"):
+        hint = f"lora-tool merge {base} -o MERGED, then {run.line('model_name_or_path', 'MERGED')}"
+        yield trap("adapter-as-base", hint, where="model", subject="model_name_or_path")
     try:
-        raw = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        classes = read_model_config(judge / "config.json").architectures if judge else ()
+    except (CheckpointError, OSError):
         return  # transformers says what is wrong with it
-    classes = raw.get("architectures") if isinstance(raw, dict) else None
-    if isinstance(classes, list) and classes and all(str(name).endswith(_LANGUAGE_MODELS) for name in classes):
-        message = f"is a {classes[0]}, which has no head that gives a reward: it would get a random one"
+    if classes and all(name.endswith(_LANGUAGE_MODELS) for name in classes):
         line = run.line("reward_model_name_or_path", "REWARD_MODEL")
         hint = f"{line} (lora-tool merge --rm makes one of an adapter)"
-        yield error("reward-head", message, hint=hint, subject="reward_model_name_or_path")
+        yield trap("reward-head", hint, subject="reward_model_name_or_path", model=classes[0])
 
 
-def _model_option(run: RunConfig, name: str) -> str | None:
+def _folder(run: RunConfig, name: str) -> Path | None:
+    """Return the folder that the option `name` names, None where it is none of this machine."""
+    path = Path(run.text(name) or "").expanduser()
+    return path if run.text(name) and path.is_dir() else None
+
+
+def _inner(run: RunConfig, name: str) -> str | None:
     """Return an option of ``model_init_kwargs`` as text, None where it is not there."""
     inner = run.options.get("model_init_kwargs")
     value = inner.get(name) if isinstance(inner, dict) else None
@@ -136,41 +117,38 @@ def _model_option(run: RunConfig, name: str) -> str | None:
 
 def _conflicts(run: RunConfig) -> Iterator[Finding]:
     for code, name in (("dtype-conflict", "dtype"), ("attention-conflict", "attn_implementation")):
-        outer, inner = run.text(name), _model_option(run, name)
+        outer, inner = run.text(name), _inner(run, name)
         if outer is not None and inner is not None and outer != inner:
-            message = f"is {outer}, but model_init_kwargs says {inner}, and TRL lets that win"
             hint = f"leave one of them: {run.line(name, outer)}, without {name} in model_init_kwargs"
-            yield error(code, message, hint=hint, subject=name)
+            yield trap(code, hint, subject=name, outer=outer, inner=inner)
 
 
-def _half_precision(run: RunConfig) -> Iterator[Finding]:
-    inner = _model_option(run, "dtype")
+def _precision(run: RunConfig) -> Iterator[Finding]:
+    inner = _inner(run, "dtype")
     half = (inner or run.text("dtype")) in _HALF
     if half:
-        yield warning(
-            "fp16-weights",
-            "float16 weights: one activation above 65504 makes the loss NaN, and no loss scaling helps against that",
-            hint=f"{run.line('dtype', 'auto')} (as the checkpoint is stored), or bfloat16; with fp16: true on a GPU keep "
-            "float32 weights, so that the loss is scaled",
-            subject="model_init_kwargs" if inner else "dtype",
+        hint = (
+            f"{run.line('dtype', 'auto')} (as the checkpoint is stored), or bfloat16; with fp16: true on a GPU keep "
+            "float32 weights, so that the loss is scaled"
         )
+        yield trap("fp16-weights", hint, subject="model_init_kwargs" if inner else "dtype", what="the weights are")
     clipping = run.text("max_grad_norm")
     if (half or run.options.get("fp16")) and clipping is not None and float(clipping) == 0.0:
-        message = "gradients are not clipped in float16, where one large step is enough to overflow"
-        yield warning("no-clipping", message, hint=run.line("max_grad_norm", 1.0), subject="max_grad_norm")
-
-
-def _nan_filter(run: RunConfig) -> Iterator[Finding]:
+        yield trap("no-clipping", run.line("max_grad_norm", 1.0), subject="max_grad_norm")
     name = "logging_nan_inf_filter"
     if name in run.given and run.options[name]:
-        message = "a NaN loss will be shown as 0.0 or as the mean so far; the guard watches the gradients instead"
-        yield warning("nan-filter", message, hint=run.line(name, "false"), subject=name)
+        yield trap("nan-filter", run.line(name, "false"), subject=name)
 
 
 def _packing(run: RunConfig) -> Iterator[Finding]:
     if run.method.name == "dpo" and run.options.get("padding_free"):
-        message = "TRL's DPO does not have it and pads instead: the memory and the speed are those of padding"
-        yield warning("padding-free-off", message, hint=run.line("padding_free", "false"), subject="padding_free")
+        yield trap("padding-free-off", run.line("padding_free", "false"), subject="padding_free", who="TRL's DPO")
     if run.method.name == "sft" and run.options.get("packing") and run.text("packing_strategy") == "wrapped":
-        message = "documents are cut anywhere and joined without a border: each sees the one before it"
-        yield warning("packing-wrapped", message, hint=run.line("packing_strategy", "bfd"), subject="packing_strategy")
+        yield trap("packing-wrapped", run.line("packing_strategy", "bfd"), subject="packing_strategy")
+
+
+def _old_checkpoints(run: RunConfig) -> Iterator[Finding]:
+    names = read_folder(run.output).checkpoints if run.output.is_dir() and not run.resuming else ()
+    if names:
+        hint = "--resume auto resumes from it; else choose another output_dir, or move the old checkpoints away"
+        yield trap("old-checkpoints", hint, where=str(run.output), last=names[-1])

@@ -1,26 +1,43 @@
 """A run's configuration: TRL's own flat YAML, options typed over it, and one block of ours.
 
-What is TRL's is read by TRL's own parser; what is accelerate's goes to `accelerate launch`, flags as flags; the block
-``lora_tool:`` is taken out, so that the file without it is one for `trl` too.
+What is TRL's is read by TRL's own parser, what is accelerate's by accelerate's; the block ``lora_tool:`` is taken out, so
+that the file without it is one for `trl` too. Importing this is cheap; reading a run imports TRL, and with it torch:
+seconds, as `trl` itself takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import functools
+import importlib
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lora_tool.errors import BadRunConfig, CorruptFile
+from lora_tool.choices import closest
+from lora_tool.errors import BadRunConfig, CorruptFile, MissingDependency
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
-from lora_tool.train.codes import CODES
 from lora_tool.train.methods import Method
-from lora_tool.train.options import launch_flags, launch_words, read_options
+from lora_tool.train.traps import CODES
 
-BLOCK = "lora_tool"
+PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
+"""What the extra `train` installs."""
+
 MODES = ("stop", "warn", "off")
+WORKER = "lora_tool.train.worker"
+
+_BLOCK = "lora_tool"
 _MAX_BYTES = 1 << 20
+_TRUE = frozenset(("true", "1", "yes", "on", "y", "t"))
+_FALSE = frozenset(("false", "0", "no", "off", "n", "f"))
+_PRESET = "accelerate_config"
+"""TRL's own word beside accelerate's: the name of one of its presets, or the path of an accelerate config."""
+_NOT_LAUNCH = ("help", "module", "no_python", "env")
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +46,7 @@ class GuardSettings:
 
     mode: str = "stop"
     window: int = 10
-    ignore: tuple[str, ...] = ()
+    ignore: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +72,14 @@ class RunConfig:
     """Names of the options that file or command line give."""
     file: Mapping[str, Any] = field(default_factory=dict)
     """TRL's part of the config file, as it stands there."""
-    words: tuple[str, ...] = ()
+    words: Sequence[str] = ()
     """What was typed."""
-    launch: Mapping[str, Any] = field(default_factory=dict)
+    launch: Sequence[str] = ()
+    """The command line of `accelerate launch`."""
+    processes: int | None = None
+    """How many processes accelerate was asked for, None where it is left to accelerate."""
+    machine_rank: int = 0
+    """Which machine of a multi-node run this is."""
     env: Mapping[str, str] = field(default_factory=dict)
     guard: GuardSettings = GuardSettings()
     after: AfterSettings = AfterSettings()
@@ -78,32 +100,50 @@ class RunConfig:
         return f"{name}: {value}" + (f" in {self.path}" if self.path else f" (or --{name} {value})")
 
 
+def require_training(packages: Iterable[str] | None = None) -> None:
+    """Return if the packages, by default all of the extra, are installed. Raises `MissingDependency` naming one that is not."""
+    for package in PACKAGES if packages is None else packages:
+        if find_spec(package) is None:
+            raise MissingDependency(package, extra="train")
+
+
 def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> RunConfig:
     """Return the run of `method` that the file `path` and the typed `words` describe; what is typed wins.
 
-    Raises `BadRunConfig` for a file that is not a mapping, for a value that TRL's parser refuses, and for every name
-    that neither TRL nor accelerate nor we have, with the closest one.
+    Raises `BadRunConfig` for a file that is not a mapping, for a value that TRL's or accelerate's parser refuses, and
+    for every name that neither they nor we have, with the closest one.
     """
     table = dict(_mapping(path)) if path else {}
     fields = Fields(table, path or "command line")
-    block = fields.inner(BLOCK)
+    block = fields.inner(_BLOCK)
     block.only(("guard", "after", "launch"))
     guard, after, env = _guard(block.inner("guard")), _after(block.inner("after")), fields.inner("env").table
     launch = block.inner("launch")
-    launch.only(launch_flags())
+    launch.only(_launch_flags())
     fields.require(BadRunConfig)
-    theirs = {name: value for name, value in table.items() if name not in (BLOCK, "env")}
-    options, given, file, launched = read_options(method, theirs, words, str(path))
-    launched = {**launch.table, **launched}
-    launch_words(launched)  # a value that accelerate would trip over is named now
+
+    parser = _trl_parser(method)
+    names = {action.dest for action in parser._actions} - {"help"}  # noqa: SLF001 - argparse has no other list
+    known = {*names, *_launch_flags(), _BLOCK, "env"}
+    table = {name.replace("-", "_"): value for name, value in table.items() if name not in (_BLOCK, "env")}
+    for name in table.keys() - known:
+        raise _unknown_option(name, known, str(path))
+    file = {name: value for name, value in table.items() if name in names}
+    blank = argparse.Namespace(**dict.fromkeys((*names, "help"), _ABSENT))
+    typed, rest = parser.parse_known_args(list(words), blank)
+    parser.set_defaults_with_config(**file)
+    asked = {**launch.table, **{name: value for name, value in table.items() if name not in names}}
+    launched, parsed = _launch(asked, rest, known)
     return RunConfig(
         method=method,
         path=path,
-        options=options,
-        given=given,
+        options=vars(parser.parse_known_args(list(words))[0]),
+        given=frozenset({name for name, value in vars(typed).items() if value is not _ABSENT} | file.keys()),
         file=file,
         words=tuple(words),
         launch=launched,
+        processes=parsed.get("num_processes"),
+        machine_rank=parsed.get("machine_rank") or 0,
         env={str(name): str(value) for name, value in env.items()},
         guard=guard,
         after=after,
@@ -130,9 +170,8 @@ def _guard(fields: Fields) -> GuardSettings:
     fields.only(("mode", "window", "ignore"))
     off = fields.table.get("mode") is False  # YAML reads a bare off as false
     mode = "off" if off else fields.choice("mode", MODES) or "stop"
-    return GuardSettings(
-        mode=mode, window=fields.integer("window", 10, least=1), ignore=fields.listed("ignore", tuple(CODES))
-    )
+    window = fields.integer("window", 10, least=1)
+    return GuardSettings(mode=mode, window=window, ignore=fields.listed("ignore", tuple(CODES)))
 
 
 def _after(fields: Fields) -> AfterSettings:
@@ -143,9 +182,90 @@ def _after(fields: Fields) -> AfterSettings:
     pushed = {"repo": push} if isinstance(push, str) else fields.inner("push").table or None
     if pushed is not None and not pushed.get("repo"):
         fields.note("push", "needs `repo`: push: {repo: owner/name}")
-    return AfterSettings(
-        validate=fields.boolean("validate"),
-        consolidate=consolidate == "auto" or fields.boolean("consolidate"),
-        merge=merged,
-        push=pushed,
-    )
+    consolidates = consolidate == "auto" or fields.boolean("consolidate")
+    return AfterSettings(validate=fields.boolean("validate"), consolidate=consolidates, merge=merged, push=pushed)
+
+
+def _unknown_option(name: str, known: Collection[str], where: str) -> BadRunConfig:
+    close = closest(name, known)
+    hint = f"did you mean `{close}`?" if close else "neither TRL nor accelerate has such an option"
+    return BadRunConfig(f"{where}: unknown option `{name}`", hint=hint)
+
+
+def _trl_parser(method: Method) -> Any:
+    """Return TRL's parser of the method's options, which raises `BadRunConfig` where it would end the process."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if method.experimental:
+        trl, scripts = importlib.import_module("trl"), importlib.import_module("trl.scripts.utils")
+        config = getattr(importlib.import_module(method.home), f"{method.prefix}Config")
+        classes = (scripts.ScriptArguments, config, trl.ModelConfig, scripts.DatasetMixtureConfig)
+        parser = trl.TrlParser(classes, prog=f"lora-tool train {method.name}")
+    else:
+        parser = importlib.import_module(f"trl.scripts.{method.name}").make_parser(prog=f"trl {method.name}")
+    parser.allow_abbrev = False
+    parser.error = functools.partial(_refuse, "TRL")
+    return parser
+
+
+def _refuse(who: str, message: str) -> NoReturn:
+    raise BadRunConfig(f"{who} does not accept the options: {message}")
+
+
+@functools.cache
+def _launch_parser() -> Any:
+    parser = importlib.import_module("accelerate.commands.launch").launch_command_parser()
+    parser.error = functools.partial(_refuse, "accelerate")
+    return parser
+
+
+@functools.cache
+def _launch_flags() -> Mapping[str, bool]:
+    """Return each option of `accelerate launch` with whether it is a flag, which takes no value."""
+    flags = {
+        option[2:].replace("-", "_"): action.nargs == 0
+        for action in _launch_parser()._actions  # noqa: SLF001
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    return {name: flag for name, flag in flags.items() if name not in _NOT_LAUNCH} | {_PRESET: False}
+
+
+def _launch(asked: Mapping[str, Any], typed: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return accelerate's command line of what the file asks for and what was `typed`, and what accelerate makes of it."""
+    words = [word for name, value in asked.items() for word in _launch_words(name, value)]
+    words += [part for word in typed for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    resolve = importlib.import_module("trl.cli.accelerate_config").resolve_accelerate_config_argument
+    try:
+        words = [str(word) for word in resolve(words)]
+    except ValueError as error:
+        raise BadRunConfig(f"{_PRESET}: {error}", hint=f"{_PRESET}: zero3, or an accelerate.yaml") from error
+    parsed, unknown = _launch_parser().parse_known_args([*words, WORKER])
+    if unknown:
+        raise _unknown_option(unknown[0].lstrip("-").replace("-", "_"), known, "command line")
+    if parsed.training_script != WORKER:
+        raise BadRunConfig(f"unexpected argument `{parsed.training_script}`", hint="options are written --name value")
+    config = Path(parsed.config_file or "")
+    defaults = _mapping(config) if config.is_file() else {}
+    return words, {**defaults, **{name: value for name, value in vars(parsed).items() if value is not None}}
+
+
+def _launch_words(name: str, value: Any) -> list[str]:
+    """Return the words of one option. A flag is given or left out: accelerate would run a file called `True`."""
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if not _launch_flags()[name]:
+        return [] if value is None else [f"--{name}", text.lower() if isinstance(value, bool) else text]
+    if text.lower() not in _TRUE | _FALSE:
+        raise BadRunConfig(f"{name}: expected true or false, found {value!r}")
+    return [f"--{name}"] if text.lower() in _TRUE else []
+
+
+def trl_arguments(method: Method, table: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
+    """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
+    parser = _trl_parser(method)
+    try:
+        parser.set_defaults_with_config(**table)
+        # what is left over is accelerate's, and was judged before
+        return list(parser.parse_args_into_dataclasses(args=list(words), return_remaining_strings=True)[:4])
+    except (ValueError, TypeError) as error:
+        hint = None if method.experimental else f"trl {method.name} --help"
+        raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,11 @@ class TrainingJob:
     method: Method = METHODS["sft"]
     file: Mapping[str, Any] = field(default_factory=dict)
     """TRL's part of the config file, and what was set."""
-    words: tuple[str, ...] = ()
+    words: Sequence[str] = ()
     """What was typed."""
     dry_run: bool = False
     resume: str | None = None
-    reported: tuple[str, ...] = ()
+    reported: Sequence[str] = ()
     """Codes that the parent has reported already."""
     processes: int | None = None
     """How many processes the launcher was asked for."""
@@ -59,7 +60,7 @@ class TrainingOutcome:
 
     status: TrainingStatus
     findings: tuple[Finding, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     hint: str | None = None
@@ -76,9 +77,7 @@ def write_job(job: TrainingJob, folder: Path) -> None:
 def read_job(folder: Path) -> TrainingJob:
     """Return the job in `folder`."""
     raw = json.loads((folder / JOB_FILE).read_text(encoding="utf-8"))
-    guard = GuardSettings(**raw["guard"] | {"ignore": tuple(raw["guard"]["ignore"])})
-    tuples = {name: tuple(raw[name]) for name in ("words", "reported")}
-    return TrainingJob(**raw | tuples | {"method": METHODS[raw["method"]], "guard": guard})
+    return TrainingJob(**raw | {"method": METHODS[raw["method"]], "guard": GuardSettings(**raw["guard"])})
 
 
 def write_begun(folder: Path, rank: int) -> None:
@@ -88,31 +87,35 @@ def write_begun(folder: Path, rank: int) -> None:
 
 def ended_silently(folder: Path) -> list[int]:
     """Return the ranks of processes on this machine that began and left no outcome."""
-    begun = {int(path.name.split("-")[1]) for path in folder.glob("begun-*")}
-    return sorted(begun - {int(path.stem.split("-")[1]) for path in folder.glob("outcome-*.json")})
+    begun, ended = ({_rank(path) for path in folder.glob(f"{name}-*")} for name in ("begun", "outcome"))
+    return sorted(begun - ended)
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.split("-")[1])
 
 
 def write_outcome(folder: Path, rank: int, outcome: TrainingOutcome) -> None:
     """Write how this process ended, whole or not at all."""
     name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
-    part = folder / f"{name}.part"
+    part = folder / f".{name}.part"
     part.write_text(json.dumps(asdict(outcome) | {"rank": rank}, default=str), encoding="utf-8")
     part.replace(folder / f"{name}.json")
 
 
 def read_outcomes(folder: Path) -> list[TrainingOutcome]:
     """Return the outcomes of the processes on this machine, that of the lowest rank first, its newest first."""
-
-    def place(path: Path) -> tuple[int, float]:
-        return int(path.stem.split("-")[1]), -path.stat().st_mtime
-
-    return [
-        _outcome(json.loads(path.read_text(encoding="utf-8")))
-        for path in sorted(folder.glob("outcome-*.json"), key=place)
-    ]
+    paths = sorted(folder.glob("outcome-*.json"), key=lambda path: (_rank(path), -path.stat().st_mtime))
+    outcomes = []
+    for raw in (json.loads(path.read_text(encoding="utf-8")) for path in paths):
+        findings = tuple(Finding(**item | {"severity": Severity(item["severity"])}) for item in raw["findings"])
+        outcomes.append(TrainingOutcome(**raw | {"status": TrainingStatus(raw["status"]), "findings": findings}))
+    return outcomes
 
 
-def _outcome(raw: dict[str, Any]) -> TrainingOutcome:
-    findings = tuple(Finding(**item | {"severity": Severity(item["severity"])}) for item in raw["findings"])
-    known = {"status": TrainingStatus(raw["status"]), "findings": findings, "notes": tuple(raw["notes"])}
-    return TrainingOutcome(**raw | known)
+def finite(value: Any) -> Any:
+    """Return the value as JSON has it: NaN and infinity as words, tensors as numbers; also inside a table."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,24 +31,19 @@ class Probe:
 
 def probe(model: Any, collator: Any, *, packing: bool, sharded: bool) -> Probe:
     """Return whether documents leak in the rows that `collator` makes; `why_not` where the model cannot be run here."""
-    if sharded:
-        return _by_name(model, "its weights are sharded")
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            first, second = (_logits(model, collator, seed, packing=packing) for seed in (1, 2))
-    except Exception as error:  # noqa: BLE001 - remote code may raise anything; that is no reason not to train
-        return _by_name(model, str(error).splitlines()[0] if str(error) else type(error).__name__)
-    finally:
-        model.train(training)
-    scale = float(first.std()) or 1.0
-    difference = float((first - second).abs().max()) / scale
-    limit = _TOLERANCE.get(next(model.parameters()).dtype, _HALF_TOLERANCE)
-    return Probe(difference=difference, leaks=difference > limit)
-
-
-def _by_name(model: Any, why_not: str) -> Probe:
+    training, why_not = model.training, "its weights are sharded"
+    if not sharded:
+        model.eval()
+        try:
+            with torch.no_grad():
+                first, second = (_logits(model, collator, seed, packing=packing) for seed in (1, 2))
+            difference = float((first - second).abs().max()) / (float(first.std()) or 1.0)
+            limit = _TOLERANCE.get(next(model.parameters()).dtype, _HALF_TOLERANCE)
+            return Probe(difference=difference, leaks=difference > limit)
+        except Exception as error:  # noqa: BLE001 - remote code may raise anything; that is no reason not to train
+            why_not = next(iter(str(error).splitlines()), type(error).__name__)
+        finally:
+            model.train(training)
     return Probe(leaks=model.config.model_type in LEAKING, why_not=why_not)
 
 
@@ -56,17 +51,12 @@ def _logits(model: Any, collator: Any, seed: int, *, packing: bool) -> torch.Ten
     """Return the logits of the second document, in float32; `seed` chooses the first one."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     vocabulary = min(inner.config.get_text_config().vocab_size, 1000)
-
-    def document(of: int) -> list[int]:
-        drawn = torch.randint(0, vocabulary, (_LENGTH,), generator=torch.Generator().manual_seed(of))
-        return [int(token) for token in drawn]
-
-    before, after = document(seed), document(0)
-    if packing:
-        examples: list[dict[str, Any]] = [{"input_ids": before + after, "seq_lengths": [_LENGTH, _LENGTH]}]
-    else:
-        examples = [{"input_ids": before}, {"input_ids": after}]
-    batch = collator(examples)
+    before, after = (
+        torch.randint(0, vocabulary, (_LENGTH,), generator=torch.Generator().manual_seed(of)).tolist()
+        for of in (seed, 0)
+    )
+    packed = [{"input_ids": before + after, "seq_lengths": [_LENGTH, _LENGTH]}]
+    batch = collator(packed if packing else [{"input_ids": before}, {"input_ids": after}])
     taken = inspect.signature(inner.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     given = {

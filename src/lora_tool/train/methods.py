@@ -1,7 +1,4 @@
-"""The training methods: which script of TRL runs each one, what its adapter is, which columns it reads.
-
-Nothing of TRL is imported here.
-"""
+"""The training methods: what each learns from, what its adapter is, which columns it reads. Nothing of TRL is imported."""
 
 from __future__ import annotations
 
@@ -21,34 +18,25 @@ class Feedback(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One method of `lora-tool train`. `prefix` begins the names of TRL's classes: ``DPO`` of DPOTrainer and DPOConfig."""
+    """One method of `lora-tool train`."""
 
     name: str
-    prefix: str
     feedback: Feedback
     columns: tuple[tuple[str, ...], ...]
     """Sets of columns, one of which the data must have."""
     task_type: str = "CAUSAL_LM"
-    home: str = "trl"
-    """The module that has the trainer and its config."""
+    experimental: bool = False
+    """Whether TRL has no command for it: such a method trains by the script of dpo, which reads the same data."""
 
     @property
-    def trainer(self) -> str:
-        return f"{self.prefix}Trainer"
+    def home(self) -> str:
+        """The module that has the trainer and its config."""
+        return f"trl.experimental.{self.name}" if self.experimental else "trl"
 
     @property
-    def config(self) -> str:
-        return f"{self.prefix}Config"
-
-    @property
-    def has_script(self) -> bool:
-        """Whether TRL has a command for the method. cpo and orpo train by the script of dpo, which reads the same data."""
-        return self.home == "trl"
-
-    @property
-    def model_class(self) -> str:
-        """The auto class that trains: what the adapter will be loaded with."""
-        return "AutoModelForSequenceClassification" if self.task_type == "SEQ_CLS" else "AutoModelForCausalLM"
+    def prefix(self) -> str:
+        """How the names of TRL's classes begin: ``DPO`` of DPOTrainer and DPOConfig."""
+        return "Reward" if self.name == "reward" else self.name.upper()
 
 
 _PAIRS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
@@ -59,14 +47,14 @@ _PROMPTS = (("prompt",),)
 METHODS = {
     method.name: method
     for method in (
-        Method(name="reward", prefix="Reward", feedback=Feedback.PREFERENCE, columns=_PAIRS, task_type="SEQ_CLS"),
-        Method(name="sft", prefix="SFT", feedback=Feedback.TEXT, columns=_TEXTS),
-        Method(name="dpo", prefix="DPO", feedback=Feedback.PREFERENCE, columns=_PAIRS),
-        Method(name="kto", prefix="KTO", feedback=Feedback.LABEL, columns=_LABELLED),
-        Method(name="grpo", prefix="GRPO", feedback=Feedback.REWARD, columns=_PROMPTS),
-        Method(name="rloo", prefix="RLOO", feedback=Feedback.REWARD, columns=_PROMPTS),
-        Method(name="cpo", prefix="CPO", feedback=Feedback.PREFERENCE, columns=_PAIRS, home="trl.experimental.cpo"),
-        Method(name="orpo", prefix="ORPO", feedback=Feedback.PREFERENCE, columns=_PAIRS, home="trl.experimental.orpo"),
+        Method(name="reward", feedback=Feedback.PREFERENCE, columns=_PAIRS, task_type="SEQ_CLS"),
+        Method(name="sft", feedback=Feedback.TEXT, columns=_TEXTS),
+        Method(name="dpo", feedback=Feedback.PREFERENCE, columns=_PAIRS),
+        Method(name="kto", feedback=Feedback.LABEL, columns=_LABELLED),
+        Method(name="grpo", feedback=Feedback.REWARD, columns=_PROMPTS),
+        Method(name="rloo", feedback=Feedback.REWARD, columns=_PROMPTS),
+        Method(name="cpo", feedback=Feedback.PREFERENCE, columns=_PAIRS, experimental=True),
+        Method(name="orpo", feedback=Feedback.PREFERENCE, columns=_PAIRS, experimental=True),
     )
 }
 """Name on the command line → method."""

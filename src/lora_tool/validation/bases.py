@@ -12,7 +12,7 @@ from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import resolve
 
 
-def named_base(checkpoint: Checkpoint, *, near: Path | None = None) -> tuple[ModelDir | None, str]:
+def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelDir | None, str]:
     """Return the base that the adapter's config names, if it is on this disk, else None and why it is not.
 
     The base of a run is that of its last adapter. A relative path is looked for in the working directory and in the
@@ -27,14 +27,9 @@ def named_base(checkpoint: Checkpoint, *, near: Path | None = None) -> tuple[Mod
     if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
         return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
     try:
-        return open_base(resolve(config.base_model, near=near, revision=config.revision).path), ""
+        return open_model(resolve(config.base_model, near=near, revision=config.revision).path), ""
     except CheckpointError as error:
         return None, f"no base model (--base): {error}"
-
-
-def open_base(path: Path) -> ModelDir:
-    """Return the model in the folder. Raises as `open_model` does, with a hint that names --base."""
-    return open_model(path, hint="give a model: `base=MODEL`")
 
 
 def _last_adapter(run: RunDir) -> AdapterDir | None:

@@ -23,10 +23,11 @@ from lora_tool.report import Report
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server
-from lora_tool.rules.judging import NO_BASE, Judge, unopened
+from lora_tool.rules.judging import Judge, unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.sources import Reference, opened, opened_adapter, opened_model
+from lora_tool.validation.bases import named_base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +54,35 @@ def validate(
     checkpoints: bool = False,
     progress: Callable[[int], None] | None = None,
     watch: Watch | None = None,
-    why_no_base: str = NO_BASE,
+    near: Path | None = None,
 ) -> Report:
     """Return everything that the rules find in `checkpoint`, from headers; nothing is changed, no code is run.
 
-    Every checkpoint may be a path, a Hub id or an opened one; a base is not downloaded.
-    `base` switches on the rules that compare with it; `why_no_base` is what the report says without one. `adapters` are
-    those that a model was merged with: with `base` it is compared with what they give; of an adapter they are those that
-    it is to be merged together with. `task`
-    "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models; `num_labels` are the rows that
-    the head must have. `select` are the only rules that judge, `ignore` those that do not. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the
-    rules of what serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run
-    folder are judged one by one, with `checkpoints` also those beside finished weights, and put into one table of
-    `runs`. `progress` is called with the bytes that were read, where they are many;
-    `watch` is called for the progress of reading rank files. Raises `CheckpointError` for what cannot be opened,
-    `UnknownRule` for a `select` or `ignore` that means no rule, `WrongValue` for another argument.
+    Every checkpoint may be a path, a Hub id or an opened one; a base is not downloaded. `base` switches on the rules
+    that compare with it; None is the one that the adapter names, if it is on this disk. A relative path of the base is
+    looked for in the working directory and in `near`, by default the adapter's folder. `adapters` are those that a
+    model was merged with: with a base it is compared with what they give; of an adapter they are those that it is to be
+    merged together with. `task` "reward" expects a reward model with one label, "seq-cls" and "causal-lm" such models;
+    `num_labels` are the rows that the head must have. `select` are the only rules that judge, `ignore` those that do
+    not. `deep` True reads all weights, False none, None those of adapters. `servers` switches on the rules of what
+    serves the adapter unmerged. Rules that could not run are in `skipped`. The checkpoints of a run folder are judged
+    one by one, with `checkpoints` also those beside finished weights, and put into one table of `runs`. `progress` is
+    called with the bytes that were read, where they are many; `watch` is called for the progress of reading rank files.
+    Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a `select` or `ignore` that means no rule,
+    `WrongValue` for another argument.
     """
     checkpoint = opened(checkpoint)
+    several = tuple(map(opened_adapter, adapters))
+    if base is None:
+        found, why_no_base = named_base(
+            several[0] if several and isinstance(checkpoint, ModelDir) else checkpoint, near
+        )
+    else:
+        found, why_no_base = opened_model(base, near=near, download=False), ""
     task = None if task is None else Task(task).expected
     judge = Judge(
         rules=chosen(select, ignore),
-        base=None if base is None else opened_model(base, download=False),
+        base=found,
         num_labels=num_labels,
         task=task,
         deep=deep,
@@ -82,7 +91,6 @@ def validate(
         watch=watch,
         why_no_base=why_no_base,
     )
-    several = tuple(map(opened_adapter, adapters))
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
     inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]

@@ -15,7 +15,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.plan.merge.read_base import plain_row
 from lora_tool.rules.merged.evidence import OutputEvidence
-from lora_tool.verification.files import Files
+from lora_tool.verification.elements import Files
 from lora_tool.verification.layers import (
     Noise,
     NotStreamable,

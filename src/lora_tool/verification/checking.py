@@ -22,7 +22,7 @@ from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
 from lora_tool.verification.diagnosis import evidence_of
-from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.elements import Files, Rows, rows_and_columns
 from lora_tool.verification.initial import CannotTellError
 from lora_tool.verification.pieces import (
     Compared,

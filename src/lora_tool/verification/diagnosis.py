@@ -12,8 +12,7 @@ from lora_tool.plan.core.ops import LowRank
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
-from lora_tool.verification.elements import Array, decode, half_ulps
-from lora_tool.verification.files import Files, Rows, rows_and_columns
+from lora_tool.verification.elements import Array, Files, Rows, decode, half_ulps, rows_and_columns
 from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally

@@ -14,7 +14,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import MissingDependency
 from lora_tool.keys import PREFIX, Part
 from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorTable
-from lora_tool.verification.files import Files
+from lora_tool.verification.elements import Files
 
 try:
     import torch

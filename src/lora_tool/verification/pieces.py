@@ -10,7 +10,7 @@ from typing import TypeVar
 from lora_tool.plan.core.ops import Cast, Copy, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
-from lora_tool.verification.files import Rows, rows_and_columns
+from lora_tool.verification.elements import Rows, rows_and_columns
 
 Piece = TypeVar("Piece")
 
@@ -83,10 +83,10 @@ def rows_at_once(width: int, weights: int = PRODUCT_WEIGHTS) -> int:
     return max(1, weights // max(1, width))
 
 
-def row_blocks(tensor: StoredTensor) -> Iterator[Rows]:
-    """Yield ranges of rows that cover the tensor, `PRODUCT_WEIGHTS` at a time."""
+def row_blocks(tensor: StoredTensor, weights: int = PRODUCT_WEIGHTS) -> Iterator[Rows]:
+    """Yield ranges of rows that cover the tensor, each of about so many weights."""
     height, width = rows_and_columns(tensor.shape)
-    step = rows_at_once(width)
+    step = rows_at_once(width, weights)
     for first in range(0, height, step):
         yield [(first, min(first + step, height))]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,15 +17,14 @@ from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import StoredTensor
-from lora_tool.verification.elements import FLOATS, Array, decode
-from lora_tool.verification.files import Files, Rows, rows_and_columns
-from lora_tool.verification.initial import Taken, taken
-from lora_tool.verification.pieces import split
+from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns
+from lora_tool.verification.initial import taken
+from lora_tool.verification.pieces import row_blocks, split
 
+Kept = TypeVar("Kept")
 Products = Callable[[Array, Array], Array]
 
-MATRIX = 2
+_MATRIX = 2
 _NORM_WEIGHTS = 1 << 20
 _DOUBLE = np.dtype(np.float64)
 
@@ -68,7 +68,7 @@ def _no_products(rows: Array, _columns: Array) -> Array:
 
 def why_not(op: RowOp) -> str | None:
     """Return why the operation is not recomputed here, None where it is."""
-    if isinstance(op, LowRank) and len(op.source.shape) != MATRIX:
+    if isinstance(op, LowRank) and len(op.source.shape) != _MATRIX:
         return f"LoRA on a tensor of shape {list(op.source.shape)} has no second formula yet"
     if not op.source.dtype.is_float:
         return f"{op.source.dtype} is not a float type"
@@ -80,9 +80,8 @@ class Recomputer:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._factors_kept: dict[str, tuple[StoredTensor, int, Array]] = {}
+        self._held: dict[str, tuple[object, int, Any]] = {}
         self._buffer: Array = np.empty(0)
-        self._taken_kept: tuple[LoraDelta, Taken] | None = None
 
     def blocks(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Iterator[tuple[Rows, Recomputed]]:
         """Yield the given rows of what `op` makes, a few at a time. Raises `SourceChanged` where a file ends early.
@@ -121,7 +120,7 @@ class Recomputer:
 
     def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""
-        if op.source.shape[0] != op.source.shape[1] or (op.taken_out):
+        if op.source.shape[0] != op.source.shape[1] or op.taken_out:
             return None
         return self._multiplied(op.terms, rows, transposed=not op.transposed).values
 
@@ -176,35 +175,35 @@ class Recomputer:
         chosen = own if rows is None else np.concatenate([own[first:last] for first, last in rows])
         return decode(np.ascontiguousarray(chosen).reshape(-1), term.b.dtype, _DOUBLE).reshape(-1, term.rank)
 
-    def _kept(self, place: str, tensor: StoredTensor, what: int, read: Callable[[], Array]) -> Array:
-        held = self._factors_kept.get(place)
-        if held is None or held[0] is not tensor or held[1] != what:
-            self._factors_kept[place] = held = (tensor, what, read())
-        return held[2]
+    def _kept(self, place: str, owner: object, what: int, make: Callable[[], Kept]) -> Kept:
+        """Return what `make` gives for the owner, made again where the place holds something else."""
+        held = self._held.get(place)
+        if held is None or held[0] is not owner or held[1] != what:
+            self._held[place] = held = (owner, what, make())
+        kept: Kept = held[2]
+        return kept
 
     def _lora(self, op: LoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Recomputed:
         """Return W plus the delta; with an init W less what that takes out of it, which is rounded once more."""
         if op.init is None:
             return Recomputed(base, product.values.astype(wide, copy=False), product.norms)
-        (term,) = op.terms
-        out = self._taken_kept
-        if out is None or out[0] is not op:
-            weight = self._files.matrix(op.source, None, _DOUBLE)
-            self._taken_kept = out = (op, taken(op.init, weight, term.rank, term.scaling))
+        init, (term,) = op.init, op.terms
+        weight = partial(self._files.matrix, op.source, None, _DOUBLE)
+        out = self._kept("taken", op, 0, lambda: taken(init, weight(), term.rank, term.scaling))
         chosen = np.concatenate([np.arange(first, last) for first, last in rows])
-        gone = out[1].left[chosen] @ out[1].right
+        gone = out.left[chosen] @ out.right
         roundoff = FLOATS[op.source.dtype].roundoff
 
         def room(i: Array, j: Array) -> Array:
             left, whole = np.abs(base[i, j] - gone[i, j]), np.abs(base[i, j]) + np.abs(gone[i, j])
-            return np.asarray(1.01 * roundoff * left + 2.0**-22 * whole + out[1].room(chosen[i], j))
+            return np.asarray(1.01 * roundoff * left + 2.0**-22 * whole + out.room(chosen[i], j))
 
         return Recomputed(base, (product.values - gone).astype(wide, copy=False), product.norms, room)
 
     def _dora(self, op: DoraDelta, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Recomputed:
         moved = product.values + base
         if op.transposed:
-            factor = self._column_factors(op)[None, :]
+            factor = self._kept("columns", op.magnitude, 0, lambda: self._column_factors(op))[None, :]
         else:
             magnitude = self._files.matrix(op.magnitude, rows, _DOUBLE)
             factor = magnitude / np.sqrt(np.square(moved).sum(axis=1, keepdims=True))
@@ -213,21 +212,14 @@ class Recomputer:
         return Recomputed(base, change, lambda i, j: product.norms(i, j) * sizes[i, j])
 
     def _column_factors(self, op: DoraDelta) -> Array:
-        """Return m/‖column of W + Δ‖ of a weight stored [in, out]: a pass over the whole tensor, kept until the next."""
-        held = self._factors_kept.get("columns")
-        if held is None or held[0] is not op.magnitude:
-            other = Recomputer(self._files)  # our own product is in use
-            height, width = rows_and_columns(op.source.shape)
-            squares = np.zeros(width)
-            step = max(1, _NORM_WEIGHTS // width)
-            for first in range(0, height, step):
-                block = [(first, min(first + step, height))]
-                moved = other._multiplied((op.term,), block, transposed=True).values
-                moved += self._files.matrix(op.source, block, _DOUBLE)
-                squares += np.square(moved).sum(axis=0)
-            magnitude = self._files.matrix(op.magnitude, None, _DOUBLE).reshape(-1)
-            self._factors_kept["columns"] = held = (op.magnitude, 0, magnitude / np.sqrt(squares))
-        return held[2]
+        """Return m/‖column of W + Δ‖ of a weight stored [in, out]: a pass over the whole tensor."""
+        other = Recomputer(self._files)  # our own product is in use
+        squares = np.zeros(rows_and_columns(op.source.shape)[1])
+        for block in row_blocks(op.source, _NORM_WEIGHTS):
+            moved = other._multiplied((op.term,), block, transposed=True).values
+            moved += self._files.matrix(op.source, block, _DOUBLE)
+            squares += np.square(moved).sum(axis=0)
+        return self._files.matrix(op.magnitude, None, _DOUBLE).reshape(-1) / np.sqrt(squares)
 
     def _replaced(self, op: ReplaceRows, rows: Rows, base: Array, wide: np.dtype[Any]) -> Recomputed:
         change = np.zeros_like(base)

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lora_tool.execution import kernels
 from lora_tool.execution.backends.backend import refuse_nonfinite, refuse_overflow
+from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
@@ -22,8 +22,6 @@ from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
-
-Array = NDArray[Any]
 
 BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
@@ -247,10 +245,8 @@ def retention(source: Array, meant: Array, written: Array) -> DeltaRetention:
     every = max(1, meant.size // _SAMPLES) | 1
     before, after, now = (array[::every].astype(np.float64) for array in (source, meant, written))
     delta, effect = after - before, now - before
-    products = (delta * delta, effect * effect, delta * effect)
-    return DeltaRetention(
-        **dict(zip(("meant", "written", "shared"), (math.fsum(p.tolist()) for p in products), strict=True))
-    )
+    sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
+    return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])
 
 
 def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:

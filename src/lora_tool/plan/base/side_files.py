@@ -10,17 +10,9 @@ from lora_tool.checkpoint.registry import piece_folders
 from lora_tool.errors import CorruptFile
 from lora_tool.formats import generation_config, model_config
 from lora_tool.formats.files import json_bytes, read_json, require_own_file, same_content
-from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import TEMPLATES, SpecialToken, read_tokenizer
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import FLOAT_NAMES, DType
-
-
-def config_of(base: ModelDir) -> ModelConfig:
-    """Return the config, which a whole model has."""
-    if base.config is None:
-        raise AssertionError("a whole model has a config")
-    return base.config
 
 
 def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | None:
@@ -35,7 +27,7 @@ def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | 
 
 def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     """Return `config.json`: the base's own bytes where nothing changes, else the base's object with `changes`."""
-    config = config_of(base)
+    config = base.whole_config
     raw = dict(config.raw)
     # the code that it names is not copied, and transformers has the class itself
     own_code = raw.pop("auto_map", None) is not None
@@ -61,14 +53,14 @@ def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_tok
 
 def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
     """Return what `config.json` must say for a class with this number of labels; nothing where it says so now."""
-    said = base.config.num_labels if base.config else None
+    said = base.whole_config.num_labels
     return (
         {} if num_labels == (model_config.TRANSFORMERS_LABELS if said is None else said) else _labels(base, num_labels)
     )
 
 
 def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
-    raw = base.config.raw if base.config else {}
+    raw = base.whole_config.raw
     labels = raw.get("id2label")
     if not isinstance(labels, dict) or len(labels) != num_labels:
         labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
@@ -85,10 +77,10 @@ def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
 
 def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
     """Return what `config.json` must say for the weights to be loaded in the type that they have."""
-    if dtype is None or base.config is None:
+    if dtype is None:
         return {}
     # transformers 4 wrote `torch_dtype`, 5 writes `dtype` and reads both
-    name = "torch_dtype" if "torch_dtype" in base.config.raw else "dtype"
+    name = "torch_dtype" if "torch_dtype" in base.whole_config.raw else "dtype"
     return {name: FLOAT_NAMES[dtype]}
 
 
@@ -138,7 +130,7 @@ def _templates(folder: Folder) -> list[str]:
 
 def vocabulary_changes(base: ModelDir, size: int) -> dict[str, Any]:
     """Return what `config.json` must say for a model with `size` tokens, where it says it now."""
-    raw = base.config.raw if base.config else {}
+    raw = base.whole_config.raw
     nested = raw.get("text_config")
     if isinstance(nested, dict) and "vocab_size" in nested:
         changes: dict[str, Any] = {"text_config": {"vocab_size": size}}
@@ -202,22 +194,9 @@ def code_named(files: Iterable[SideFile]) -> Iterator[str]:
             )
 
 
-def model_dtype(base: ModelDir) -> DType | None:
-    """Return the type that `from_pretrained(dtype="auto")` gives the model: the config's, else the first float's."""
-    first = next((tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float), None)
-    return _named_dtype(base) or first
-
-
-def _named_dtype(base: ModelDir) -> DType | None:
-    raw = base.config.raw if base.config else {}
-    named = raw.get("dtype", raw.get("torch_dtype"))
-    by_name = {name: dtype for dtype, name in FLOAT_NAMES.items()}
-    return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
-
-
 def another_dtype(base: ModelDir) -> Iterator[str]:
     """Yield a warning where no weight has the type that the config names: transformers would convert all of them."""
-    named = _named_dtype(base)
+    named = base.whole_config.dtype
     held = {tensor.dtype for tensor in base.tensors.values() if tensor.dtype.is_float}
     if named is not None and held and named not in held:
         found, wanted = ", ".join(sorted(dtype.value for dtype in held)), FLOAT_NAMES[named]

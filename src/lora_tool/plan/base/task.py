@@ -80,8 +80,7 @@ def is_classifier(class_names: tuple[str, ...]) -> bool:
 def trained_class(adapters: Sequence[AdapterDir], base: ModelDir) -> str | None:
     """Return the class that AS_TRAINED means: of the first adapter that names one, else of the base."""
     named = [adapter.config.trained_class for adapter in adapters if adapter.config]
-    own = base.config.architectures if base.config else ()
-    return next(filter(None, (*named, *own)), None)
+    return next(filter(None, (*named, *base.whole_config.architectures)), None)
 
 
 def declared_types(adapters: Sequence[AdapterDir]) -> frozenset[str | None]:
@@ -100,7 +99,7 @@ def other_task(task: Task, adapters: Sequence[AdapterDir], base: ModelDir) -> Ta
     declared = _declared(adapters)
     if declared is not None:
         return None if declared in _THE_TWO else declared
-    own = next(iter(base.config.architectures), None) if base.config else None
+    own = next(iter(base.whole_config.architectures), None)
     # the head that an adapter brings is a sequence classifier's, if the base does not say that it has one of its own
     brought = not ("Classification" in (own or "") or "Answering" in (own or "")) and any(map(_carries_head, adapters))
     return Task.AS_TRAINED if own is not None and not brought and not _is_of_the_two(own, base) else None
@@ -116,7 +115,7 @@ def _declared(adapters: Sequence[AdapterDir]) -> Task | None:
 
 
 def _is_of_the_two(class_name: str, base: ModelDir) -> bool:
-    row = architecture_of(base.config.model_type or "") if base.config else None
+    row = architecture_of(base.whole_config.model_type or "")
     known = (row.causal_lm, row.sequence_classification) if row else ()
     return class_name.endswith((*_CAUSAL, _CLASSIFIER)) or class_name in known
 
@@ -137,5 +136,4 @@ def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, hea
         return said
     modules = {f"{key.module}." for adapter in adapters for key in adapter.keys.values()}
     has_head = head is not None and any(module.startswith(f"{head}.") for module in modules)
-    classifier_base = base.config is not None and is_classifier(base.config.architectures)
-    return Task.SEQ_CLS if has_head or classifier_base else Task.CAUSAL_LM
+    return Task.SEQ_CLS if has_head or is_classifier(base.whole_config.architectures) else Task.CAUSAL_LM

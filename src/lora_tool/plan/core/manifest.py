@@ -16,6 +16,7 @@ from lora_tool.plan.core.delta_retention import DeltaRetention, summary, warning
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.render import step_json
 from lora_tool.report.findings import Severity
+from lora_tool.sources import Source
 from lora_tool.version import __version__
 
 
@@ -35,14 +36,12 @@ def hub_sha256(path: Path) -> str | None:
     return blob.name if known else None
 
 
-def describe_input(
-    root: Path, weights: Weights, *, hub_id: str | None, revision: str | None, print_: str
-) -> dict[str, Any]:
+def describe_input(source: Source, weights: Weights, print_: str) -> dict[str, Any]:
     """Return the manifest's entry of one input: where it was, which revision, how to know it again."""
     return {
-        "path": None if hub_id else str(root.resolve()),
-        "hub_id": hub_id,
-        "revision": revision,
+        "path": None if source.hub_id else str(source.path.resolve()),
+        "hub_id": source.hub_id,
+        "revision": source.revision,
         "fingerprint": print_,
         "files": [
             {"name": file.path.name, "bytes": file.stamp.size, "sha256": hub_sha256(file.path)}

@@ -1,8 +1,12 @@
-"""What every later step of a merge reads of the base: the decisions about its model, and its tensors as in memory."""
+"""What every later step of a merge reads of the base: the decisions about its model, and its tensors as in memory.
+
+`DirectBase` is a base that is stored so, `ConvertedBase` one that transformers translates; `read_base` decides which.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lora_tool.architectures import Architecture
@@ -13,6 +17,7 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
+from lora_tool.plan.merge.unexpected_tensors import computed_buffers
 from lora_tool.rules.engine.subjects import BaseMatch
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
@@ -20,10 +25,7 @@ PerExpert = Mapping[str, tuple[LoraTerm, ...]]
 
 
 class BaseView(Protocol):
-    """A base and the adapters in the names that parameters have in memory, which are those that adapters use.
-
-    `DirectBase` has these names on disk, `ConvertedBase` is translated by transformers; `read_base` decides which.
-    """
+    """A base and the adapters in the names that parameters have in memory, which are those that adapters use."""
 
     @property
     def base(self) -> ModelDir:
@@ -67,3 +69,50 @@ class BaseView(Protocol):
 
     def on_disk(self, steps: Sequence[Step], per_expert: PerExpert) -> tuple[Step, ...]:
         """Return the steps on parameters as steps on the tensors that `save_pretrained` writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectBase:
+    """The inputs as they are: the `BaseView` with nothing to translate."""
+
+    base: ModelDir
+    adapters: Sequence[AdapterDir]
+    arch: Architecture
+    task: Task
+    leftovers: tuple[InputRecord, ...] = ()
+    facts: None = None
+    missing_keys: frozenset[str] = frozenset()
+
+    @property
+    def tied_by_config(self) -> Mapping[str, str]:
+        """The second bias of BERT's kin, `X.decoder.bias`, which is `X.bias`."""
+        ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
+        return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
+
+    def in_memory(self) -> None:
+        """Return nothing: its names on disk are those in memory."""
+
+    def parts_of_fused(self, modules: AdapterModules, precision: Precision) -> tuple[AdapterModules, PerExpert]:
+        """Return the modules, and none that are a part of a fused parameter, in any precision."""
+        del precision
+        return modules, {}
+
+    def on_disk(self, steps: Sequence[Step], per_expert: PerExpert) -> tuple[Step, ...]:
+        """Return the steps."""
+        if per_expert:
+            raise AssertionError("a plainly stored model has no fused parameters")
+        return tuple(steps)
+
+
+def direct_base(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> DirectBase:
+    """Return the view of a plainly stored base, without the buffers that transformers does not load."""
+    leftovers = tuple(computed_buffers(base))
+    left = {item.name for item in leftovers}
+    tensors = {name: tensor for name, tensor in base.tensors.items() if name not in left}
+    return DirectBase(
+        base=replace(base, weights=replace(base.weights, tensors=tensors)) if left else base,
+        adapters=adapters,
+        arch=arch,
+        task=task,
+        leftovers=leftovers,
+    )

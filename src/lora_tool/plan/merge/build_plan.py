@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint import ModelDir
 from lora_tool.display import counted
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.base.module_files import module_files
@@ -37,60 +35,15 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, SideFile, Step
 from lora_tool.plan.merge.context import MergeContext
+from lora_tool.sources import source_of
 from lora_tool.tensors import FileStamp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubOrigin:
-    """Hub id and commit of an input, for the manifest; both None for a local folder."""
-
-    hub_id: str | None = None
-    revision: str | None = None
-
-
-LOCAL = HubOrigin()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeInputs:
-    """Base and adapters as they are on disk, each with its origin."""
-
-    base: ModelDir
-    adapters: tuple[AdapterDir, ...]
-    base_origin: HubOrigin = LOCAL
-    adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL
-    """One for all, or one per adapter."""
-
-    @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """The fingerprint of each adapter's weights, by which a merged model knows it again."""
-        return tuple(fingerprint(each.weights) for each in self.adapters)
-
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        """What the manifest calls each adapter."""
-        return tuple(adapter_name(number) for number, _ in enumerate(self.adapters, start=1))
-
-    def described(self, fingerprints: Sequence[str]) -> dict[str, Any]:
-        """Return the manifest's entry of each input; `fingerprints` are the adapters'."""
-        origins = self.adapter_origin
-        origins = (origins,) * len(self.adapters) if isinstance(origins, HubOrigin) else tuple(origins)
-        adapters = zip(self.adapter_names, self.adapters, origins, fingerprints, strict=True)
-        return {
-            "base": self._entry(self.base, self.base_origin, fingerprint(self.base.weights)),
-            **{name: self._entry(each, origin, print_) for name, each, origin, print_ in adapters},
-        }
-
-    @staticmethod
-    def _entry(each: ModelDir | AdapterDir, origin: HubOrigin, print_: str) -> dict[str, Any]:
-        return describe_input(each.root, each.weights, hub_id=origin.hub_id, revision=origin.revision, print_=print_)
 
 
 def build_plan(
     merge: MergeContext,
     steps: Sequence[Step],
     leftovers: Sequence[InputRecord],
-    inputs: MergeInputs,
+    base: ModelDir,
     *,
     precision: Precision,
     max_shard_bytes: int | None,
@@ -98,9 +51,10 @@ def build_plan(
 ) -> Plan:
     """Return the plan of these steps: shards of at most `max_shard_bytes`, else the base's own; side files; manifest.
 
-    `options` go into the manifest.
+    `base` is the one on disk; `options` go into the manifest.
     """
-    base, fingerprints = inputs.base, inputs.fingerprints
+    adapters = {adapter_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
+    fingerprints = {name: fingerprint(each.weights) for name, each in adapters.items()}
     homes = sharding.homes(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge)
@@ -118,26 +72,27 @@ def build_plan(
         precision=precision,
         warnings=warnings,
         notes=(_task_note(merge), *_left_out_notes(leftovers, base), *notes),
-        input_names=_input_names(inputs),
-        hashed=tuple(file.path for each in inputs.adapters for file in each.weights.files),
+        # the tensors of one adapter need no telling apart
+        input_names={each.root: name for name, each in {"base": base, **adapters}.items()}
+        if adapters.keys() - {"adapter"}
+        else {},
+        hashed=tuple(file.path for each in adapters.values() for file in each.weights.files),
         manifest={
             "operation": "merge",
             "task": (Task.SEQ_CLS if merge.task in CLASSIFIERS else merge.task).value,
             "num_labels": merge.labels,
             "dtype": merge.dtype.value if merge.dtype else "as in the base",
             **options,
-            "merged_adapters": [*earlier, *fingerprints],
-            "inputs": inputs.described(fingerprints),
+            "merged_adapters": [*earlier, *fingerprints.values()],
+            "inputs": {
+                "base": describe_input(source_of(base.root), base.weights, fingerprint(base.weights)),
+                **{
+                    name: describe_input(source_of(each.root), each.weights, fingerprints[name])
+                    for name, each in adapters.items()
+                },
+            },
         },
     )
-
-
-def _input_names(inputs: MergeInputs) -> dict[Path, str]:
-    """Return folder → name in the manifest where there are several adapters; tensors of one need no telling apart."""
-    if len(inputs.adapters) == 1:
-        return {}
-    roots = (each.root for each in inputs.adapters)
-    return {inputs.base.root: "base", **dict(zip(roots, inputs.adapter_names, strict=True))}
 
 
 def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, ...], tuple[str, ...]]:
@@ -163,7 +118,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
     ]
     if merge.head is not None:
         pad = pad_token(adapters, merge.base)
-        pad_id = pad.id if pad else merge.base.config.pad_token_id if merge.base.config else None
+        pad_id = pad.id if pad else merge.base.whole_config.pad_token_id
         if pad_id is None:
             warnings.append(
                 "no pad_token_id: neither tokenizer nor base config names a pad token, so the merged model can only "

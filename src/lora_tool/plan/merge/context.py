@@ -1,48 +1,34 @@
-"""Everything that the steps of a merge are made from: the model, what the adapters do, and its ends, settled once."""
+"""Everything that the steps of a merge are made from: the model, what the adapters do, its head and its ends, settled once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
-from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary
+from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import UnsupportedAdapter, WrongValue
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.base.task import Task
+from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.merge.base_view import BaseView
-from lora_tool.plan.merge.head import Head
-from lora_tool.plan.merge.tied_embeddings import (
-    TiedEmbeddings,
-    tied_copies,
-    tied_ends,
-    tied_under_one_name,
-    trained_apart,
-    with_tied_names,
-    with_vocabulary,
-    without_tied_repeats,
-)
-from lora_tool.tensors import DType
+from lora_tool.plan.merge.tied_embeddings import ModelEnds, settled_ends, with_vocabulary
+from lora_tool.tensors import DType, StoredTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEnds:
-    """The input embedding and the output layer of the merged model, and what is tied to them."""
+class Head:
+    """The classification head of the merged model: the tensors that have no place in a causal LM."""
 
-    tied: TiedEmbeddings | None = None
-    """The shared matrix of a causal LM with tied embeddings."""
-    copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of the base that are tied copies of another, by name: the output has them once."""
-    untied: bool = False
-    """Whether the output has two matrices and a config that says so."""
-    untied_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Other tensors that the config alone tied, which are written besides, and the base's tensors that they equal."""
-    untied_unsaved: Mapping[str, str] = field(default_factory=dict)
-    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
-    vocabulary: Vocabulary | None = None
-    """Where the adapter brings another number of tokens than the base has."""
+    module: str
+    name: str
+    """What the model calls the weight of the last layer, whose rows are the labels."""
+    weight: StoredTensor
+    """That weight, where it is: by its name in the adapter's file, if it comes from there."""
+    num_labels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +51,7 @@ class MergeContext:
     """What transformers says of the model, where it was asked."""
     missing_keys: frozenset[str] = frozenset()
     """Parameters that the merged model's class has and the base does not."""
-    ends: ModelEnds = ModelEnds()
+    ends: ModelEnds
 
 
 def merge_context(
@@ -73,68 +59,80 @@ def merge_context(
     adapted: Sequence[Adapted],
     modules: AdapterModules,
     *,
-    head: Head | None,
-    labels: int | None,
+    num_labels: int | None,
     dtype: DType | None,
     untie: bool,
 ) -> MergeContext:
-    """Return what the steps are made from, with the ends of the model settled.
+    """Return what the steps are made from, with the head and the ends of the model settled.
 
-    `modules` are those of all `adapted` together. `untie` gives tied embeddings two matrices. Raises
-    `UnsupportedAdapter` where an adapter holds tied tensors with different values, `IncompatibleBase` where the rows of
-    new tokens are missing.
+    `modules` are those of all `adapted` together. `num_labels` is what the user asked for, `untie` gives tied embeddings
+    two matrices. Raises `UnsupportedAdapter` where the architecture has no class for the task or adapters hold tied
+    tensors with different values, `WrongValue` where its class has no labels.
     """
-    base, arch, facts = view.base, view.arch, view.facts
-    copies = tied_copies(base, arch, facts) if head is None or facts is not None else {}
-    tied = tied_ends(base, arch, facts, copies) if head is None else None
-    if facts is not None:
-        adapted, modules = with_tied_names(facts, adapted, modules)
-    untied = _differ_in_the_base(view) if tied is None and head is None else False
-    untied_tensors: Mapping[str, str] = {}
-    if tied is not None:
-        untied = untie or trained_apart(tied, adapted)
-        if untied:
-            untied_tensors = _tied_to_others(view, tied, modules)
-        else:
-            adapted, modules = without_tied_repeats(tied, adapted, modules)
-    vocabulary = other_vocabulary(base, arch, {**modules.frozen_base, **modules.saved})
-    if vocabulary is not None:
-        dropped = frozenset(copies) | (frozenset(arch.causal_only) if head is not None else frozenset())
-        base = with_vocabulary(base, vocabulary, dropped)
+    head, labels = _head_and_labels(view, modules, asked=num_labels)
+    ends, adapted, modules = settled_ends(view, adapted, modules, classifies=head is not None, untie=untie)
+    base = view.base
+    if ends.vocabulary is not None:
+        dropped = {*ends.copies, *(view.arch.causal_only if head is not None else ())}
+        base = with_vocabulary(base, ends.vocabulary, dropped)
     return MergeContext(
         base=base,
-        adapted=tuple(adapted),
-        arch=arch,
+        adapted=adapted,
+        arch=view.arch,
         task=view.task,
         modules=modules,
         head=head,
         labels=labels,
         dtype=dtype,
-        facts=facts,
+        facts=view.facts,
         missing_keys=view.missing_keys,
-        ends=ModelEnds(
-            tied=tied,
-            copies=copies,
-            untied=untied,
-            untied_tensors=untied_tensors if untie else {},
-            untied_unsaved={} if untie else untied_tensors,
-            vocabulary=vocabulary,
-        ),
+        ends=ends,
     )
 
 
-def _differ_in_the_base(view: BaseView) -> bool:
-    """Return whether the base has two ends although its config ties them: transformers leaves two that differ on disk
-    apart, and PEFT then corrects the config.
+def _head_and_labels(view: BaseView, modules: AdapterModules, *, asked: int | None) -> tuple[Head | None, int | None]:
+    """Return the head of a sequence classifier, and how many labels the model has; None for each that it lacks.
+
+    `asked` is the number of labels that the user gave, which the rules have compared with those that there are. Raises
+    `UnsupportedAdapter` where the architecture has no class for the task, `WrongValue` where its class has no labels.
     """
-    says_tied = view.base.config is not None and view.base.config.tie_word_embeddings is True
-    return says_tied and bool(view.arch.causal_only) and not tied_under_one_name(view.base, view.facts)
+    if view.task in CLASSIFIERS:
+        head = _find_head(view, modules)
+        return head, head.num_labels
+    if view.task is Task.CAUSAL_LM and view.arch.causal_lm is None:
+        raise UnsupportedAdapter(
+            f"{view.base.root}: {view.arch.model_type} has no causal LM that is stored as it is in memory",
+            hint=WITH_PEFT,
+        )
+    labels = count_labels(view.facts, modules.saved, view.base) if view.facts is not None else None
+    if asked is not None and labels is None:
+        class_name = view.facts.class_name if view.facts is not None else view.arch.causal_lm
+        raise WrongValue(
+            f"{view.base.root}: a {class_name} has no labels, asked for: {asked}", hint="give no number of labels"
+        )
+    return None, labels
 
 
-def _tied_to_others(view: BaseView, tied: TiedEmbeddings, modules: AdapterModules) -> dict[str, str]:
-    """Return the tensors besides the output layer that lose their tie with it, as transformers ties all or nothing."""
-    return {
-        name: of
-        for name, of in view.tied_by_config.items()
-        if name != tied.output and of in view.base.tensors and name not in modules.saved
-    }
+def _find_head(view: BaseView, modules: AdapterModules) -> Head:
+    """Return the head: from the adapter if it was saved or carried there, else from a base that has one."""
+    arch = view.arch
+    if arch.head is None or arch.sequence_classification is None:
+        raise UnsupportedAdapter(
+            f"{view.base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
+            hint=WITH_PEFT,
+        )
+    places = (modules.saved, modules.frozen_base, view.base.tensors)
+    found = ((name, place[name]) for place in places for name in last_weights(arch.head) if name in place)
+    name, weight = next(found, (None, None))
+    if name is None or weight is None:
+        raise AssertionError("the rules let no classifier without its head pass")
+    return Head(module=arch.head, name=name, weight=weight, num_labels=weight.shape[0])
+
+
+def count_labels(facts: ModelFacts, saved: Mapping[str, StoredTensor], base: ModelDir) -> int | None:
+    """Return how many labels the tensors of a class have whose shapes depend on it; None for a class without any.
+
+    What the adapter `saved` goes before the base's; the rules saw that they agree.
+    """
+    held = ((saved.get(name) or base.tensors.get(name), axis) for name, axis in facts.label_axes.items())
+    return next((tensor.shape[axis] for tensor, axis in held if tensor is not None and len(tensor.shape) > axis), None)

@@ -18,17 +18,15 @@ from lora_tool.adapter.support import ALLOW_IN_MEMORY
 from lora_tool.architectures import Architecture
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
-from lora_tool.keys import AdapterKey
+from lora_tool.keys import AdapterKey, Part
 from lora_tool.names.model import LABELS, ModelFacts, RowMapping
 from lora_tool.plan.adapter.modules import AdapterModules
-from lora_tool.plan.base.side_files import model_dtype
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.operation import rows_of
 from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.base_view import PerExpert
-from lora_tool.plan.merge.homes import homes, leaf_in_memory
 from lora_tool.plan.merge.split_steps import disk_steps, joined
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan
@@ -77,7 +75,7 @@ class ConvertedBase:
         their names on disk, where an adapter has LoRA on one of them.
         """
         held = {key.tensor: each.tensors[name] for each in self.adapters for name, key in each.keys.items()}
-        dtype = model_dtype(self.base) or DType.F32
+        dtype = self.base.dtype or DType.F32
         tensors: dict[str, StoredTensor] = {}
         for name, shape in self.facts.shapes.items():
             found = held.get(name)
@@ -200,10 +198,43 @@ def _in_memory(adapter: AdapterDir, mapping: WeightMapping) -> AdapterDir:
     found = homes(adapter, mapping)
 
     def in_memory(key: AdapterKey) -> AdapterKey:
-        path = found[key.module, leaf_in_memory(key)] or key.module
+        path = found[key.module, _leaf_in_memory(key)] or key.module
         return key if path == key.module else replace(key, module=path)
 
     return replace(adapter, keys={name: in_memory(key) for name, key in adapter.keys.items()})
+
+
+def homes(adapter: AdapterDir, mapping: WeightMapping) -> dict[tuple[str, str], str | None]:
+    """Return module and leaf of each of the adapter's tensors → the path in memory of the module that it belongs to.
+
+    None where there is none.
+    """
+    # in the file's order: a rule of transformers may wait for a name before it looks at others
+    wanted = dict.fromkeys((key.module, _leaf_in_memory(key)) for key in adapter.keys.values())
+    return {(module, leaf): _home(module, leaf, mapping) for module, leaf in wanted}
+
+
+def _leaf_in_memory(key: AdapterKey) -> str:
+    """Return the parameter of its module that an adapter's tensor is for."""
+    return key.leaf if key.part is Part.PLAIN and key.leaf else "weight"
+
+
+def _home(module: str, leaf: str, mapping: WeightMapping) -> str | None:
+    """Return the path in memory of a module that an adapter names.
+
+    An adapter of an earlier transformers has the names of then, which are mostly those on disk.
+    """
+    bare = module
+    while bare.endswith(".base_layer"):
+        bare = bare.removesuffix(".base_layer")
+    if bare in mapping.facts.modules:
+        return module
+    placed = mapping.place(f"{bare}.{leaf}")
+    if placed not in mapping.facts.shapes:
+        return None
+    path, _, found = placed.rpartition(".")
+    # a part of a fused parameter keeps its own name: `per_expert` finds it on disk
+    return path + module.removeprefix(bare) if found == leaf else module
 
 
 def _parameter(name: str, made: RowMapping, disk: TensorTable) -> StoredTensor:

@@ -19,10 +19,10 @@ from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.core.ops import Copy, Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.build_plan import HubOrigin, MergeInputs, build_plan
-from lora_tool.plan.merge.context import MergeContext, ModelEnds
-from lora_tool.plan.merge.head import Head, count_labels
+from lora_tool.plan.merge.build_plan import build_plan
+from lora_tool.plan.merge.context import Head, MergeContext, count_labels
 from lora_tool.plan.merge.read_base import read_base
+from lora_tool.plan.merge.tied_embeddings import ModelEnds
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.tensors import DType, StoredTensor, float_type
@@ -125,8 +125,6 @@ def plan_in_memory(
     *,
     why: str,
     max_shard_bytes: int | None = None,
-    base_origin: HubOrigin,
-    adapter_origin: Sequence[HubOrigin],
 ) -> Plan:
     """Return the plan that makes a model folder of the weights that PEFT wrote into `staged`; `why` it had to."""
     head = None
@@ -134,8 +132,8 @@ def plan_in_memory(
         name = next(name for name in last_weights(asked.arch.head or "") if name in staged.tensors)
         weight = staged.tensors[name]
         head = Head(module=asked.arch.head or "", name=name, weight=weight, num_labels=weight.shape[0])
-    was_tied = asked.base.config is not None and asked.base.config.tie_word_embeddings
-    is_tied = staged.config is not None and staged.config.tie_word_embeddings
+    was_tied = asked.base.whole_config.tie_word_embeddings
+    is_tied = staged.whole_config.tie_word_embeddings
     merge = MergeContext(
         base=asked.base,
         adapted=tuple(Adapted(view=view_of(adapter), modules=_NOTHING) for adapter in asked.adapters),
@@ -152,7 +150,7 @@ def plan_in_memory(
         merge,
         [_step(asked.base, tensor) for tensor in staged.tensors.values()],
         list(_leftovers(asked, staged)),
-        MergeInputs(base=asked.base, adapters=asked.adapters, base_origin=base_origin, adapter_origin=adapter_origin),
+        asked.base,
         precision=Precision.PEFT,
         max_shard_bytes=max_shard_bytes,
         options={"tier": "in memory", "why": why},

@@ -14,82 +14,74 @@ from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.names.weight_mapping import WeightMapping, candidates, own_class
-from lora_tool.plan.base.side_files import config_of, model_dtype
-from lora_tool.plan.base.task import CLASSIFIERS, Task, declared_types, is_classifier, trained_class
-from lora_tool.plan.merge.homes import homes
-from lora_tool.tensors import DType, TensorTable
+from lora_tool.names import meta
+from lora_tool.names.weight_mapping import WeightMapping
+from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, is_classifier, trained_class
+from lora_tool.plan.merge.converted_base import homes
+from lora_tool.tensors import DType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassCandidates:
-    """What a base may be loaded as: a sequence classifier, a class without such a head, or either."""
+class ModelClass:
+    """What transformers loads the base as, for a task that is decided."""
 
-    base: ModelDir
-    generator: WeightMapping | None
-    classifier: WeightMapping | None
-
-    @property
-    def architecture(self) -> Architecture:
-        """The two classes in the words of the table of plainly stored ones."""
-        generator = self.generator.facts if self.generator else None
-        classifier = self.classifier.facts if self.classifier else None
-        head = classifier.head if classifier else None
-        last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
-        output = generator.output if generator else None
-        return Architecture(
-            model_type=self.base.config.model_type or "" if self.base.config else "",
-            causal_lm=generator.class_name if generator else None,
-            sequence_classification=classifier.class_name if classifier and head else None,
-            head=head.removesuffix(last) if head else None,
-            causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
-            conv1d=frozenset().union(*(facts.conv1d for facts in (generator, classifier) if facts)),
-        )
-
-    def mapping(self, task: Task) -> WeightMapping:
-        """Return the class for the task. Raises `UnsupportedAdapter` where transformers has none."""
-        found = self.classifier if task in CLASSIFIERS else self.generator
-        if found is None:
-            what = "sequence classifier" if task in CLASSIFIERS else "causal LM"
-            raise UnsupportedAdapter(
-                f"{self.base.root}: transformers has no {what} of model_type {self.architecture.model_type}",
-                hint=WITH_PEFT,
-            )
-        return found
+    task: Task
+    mapping: WeightMapping
+    arch: Architecture
+    """The classes that were looked at, in the words of the table of plainly stored ones."""
 
 
-def class_candidates(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> ClassCandidates:
-    """Return what transformers would load the base as, a causal LM or a sequence classifier. Imports torch and
-    transformers.
+def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, task: Task | None) -> ModelClass:
+    """Return the class of the merged model; `task` None is decided between a causal LM and a sequence classifier.
 
-    Raises `MissingDependency`, and `UnsupportedAdapter` for a model that this transformers cannot build.
+    Raises `UnsupportedAdapter` for a model that this transformers cannot build, or has no class for.
     """
-    config = config_of(base)
+    config = base.whole_config
     errors: list[LoraToolError] = []
-    generator = _fitting(base, adapters, candidates(config, "AutoModelForCausalLM"), errors)
-    classifier = None
-    if generator is None or _may_classify(base, adapters, asked):
-        classifier = _fitting(base, adapters, candidates(config, "AutoModelForSequenceClassification"), errors)
-    if generator is None and classifier is None:
-        raise errors[0] if errors else _unknown_type(config, "neither a causal LM nor a sequence classifier")
-    return ClassCandidates(base=base, generator=generator, classifier=classifier)
 
+    def of(auto_class: str) -> WeightMapping | None:
+        return _fitting(base, adapters, meta.candidates(config, auto_class), errors)
 
-def class_for_task(base: ModelDir, adapters: Sequence[AdapterDir], task: Task) -> ClassCandidates:
-    """Return what transformers would load the base as for a task that is decided. Raises as `class_candidates`."""
-    config = config_of(base)
-    if task.auto_class is not None:
-        names, what = tuple(candidates(config, task.auto_class)), f"no {task.auto_class}"
+    generator, classifier = None, None
+    if task is None:
+        what = "neither a causal LM nor a sequence classifier"
+        generator = of("AutoModelForCausalLM")
+        if generator is None or _may_classify(base, adapters, asked):
+            classifier = of("AutoModelForSequenceClassification")
+    elif task.auto_class is None:
+        name = trained_class(adapters, base) or ""
+        what = f"no {name or 'class'}"
+        generator = _fitting(base, adapters, (name,) if meta.belongs(name, config) else (), errors)
     else:
-        wanted = trained_class(adapters, base) or ""
-        own = own_class(config, wanted)
-        names, what = (own,) if own else (), f"no {wanted or 'class'}"
-    errors: list[LoraToolError] = []
-    found = _fitting(base, adapters, names, errors)
-    if found is None:
+        what, found = f"no {task.auto_class}", of(task.auto_class)
+        generator, classifier = (None, found) if task in CLASSIFIERS else (found, None)
+    if generator is None and classifier is None:
         raise errors[0] if errors else _unknown_type(config, what)
-    classifies = task in CLASSIFIERS
-    return ClassCandidates(base=base, generator=None if classifies else found, classifier=found if classifies else None)
+    arch = _architecture(config, generator, classifier)
+    decided = task or decide_task(asked, adapters, base, arch.head)
+    mapping = classifier if decided in CLASSIFIERS else generator
+    if mapping is None:
+        kind = "sequence classifier" if decided in CLASSIFIERS else "causal LM"
+        raise UnsupportedAdapter(
+            f"{base.root}: transformers has no {kind} of model_type {config.model_type}", hint=WITH_PEFT
+        )
+    return ModelClass(task=decided, mapping=mapping, arch=arch)
+
+
+def _architecture(
+    config: ModelConfig, generator: WeightMapping | None, classifier: WeightMapping | None
+) -> Architecture:
+    head = classifier.facts.head if classifier else None
+    last = next((last for last in LAST_LAYERS if last and head and head.endswith(last)), "")
+    output = generator.facts.output if generator else None
+    return Architecture(
+        model_type=config.model_type or "",
+        causal_lm=generator.facts.class_name if generator else None,
+        sequence_classification=classifier.facts.class_name if classifier and head else None,
+        head=head.removesuffix(last) if head else None,
+        causal_only=tuple(f"{output}.{leaf}" for leaf in ("weight", "bias")) if output else (),
+        conv1d=frozenset().union(*(each.facts.conv1d for each in (generator, classifier) if each)),
+    )
 
 
 def _fitting(
@@ -100,9 +92,10 @@ def _fitting(
     Why a class cannot be built goes into `errors`.
     """
     fitting: list[tuple[int, WeightMapping]] = []
+    shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     for class_name in names:
         try:
-            mapping = WeightMapping(config_of(base), class_name, _shapes(base.tensors), model_dtype(base) or DType.F32)
+            mapping = WeightMapping(base.whole_config, class_name, shapes, base.dtype or DType.F32)
         except LoraToolError as error:
             errors.append(error)
             continue
@@ -116,7 +109,7 @@ def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -
     """Return whether the merged model may be a classifier; building a second class is slow, so skip it when the
     task is already declared.
     """
-    classes = base.config.architectures if base.config else ()
+    classes = base.whole_config.architectures
     causal = declared_types(adapters) == {"CAUSAL_LM"} and asked is Task.AUTO and not is_classifier(classes)
     return asked is not Task.CAUSAL_LM and not causal
 
@@ -126,10 +119,6 @@ def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
         f"{config.path}: model_type {config.model_type}: the installed transformers has {what} of it",
         hint="install the release that has it: pip install -U transformers",
     )
-
-
-def _shapes(table: TensorTable) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in table.items()}
 
 
 def _strangers(adapter: AdapterDir, mapping: WeightMapping) -> int:

@@ -18,9 +18,8 @@ from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.base_view import BaseView
-from lora_tool.plan.merge.build_plan import LOCAL, HubOrigin, MergeInputs, build_plan
+from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import merge_context
-from lora_tool.plan.merge.head import head_and_labels
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base, require_full_precision
 from lora_tool.plan.merge.steps import added_steps, base_steps
@@ -43,8 +42,6 @@ def plan_merge(
     untie: bool = False,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
-    base_origin: HubOrigin = LOCAL,
-    adapter_origin: HubOrigin | Sequence[HubOrigin] = LOCAL,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     fail_on: Severity | str = Severity.ERROR,
@@ -55,8 +52,8 @@ def plan_merge(
     Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
     every tensor's own; `num_labels` are the labels that a head must have, and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps
     the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
-    not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. `base_origin` and
-    `adapter_origin`, one for each adapter where there are several, are what the manifest says of the Hub. `select` and `ignore` are codes of rules, or their beginnings; an ignored
+    not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. What lies in the Hub's
+    cache has its Hub id and commit in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored
     rule refuses all the same where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises
     `FindingsFound` for the others, `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase`
     where transformers finds no place for a tensor.
@@ -66,7 +63,6 @@ def plan_merge(
     task, precision = Task(task), Precision(precision)
     dtype = None if dtype is None else float_type(dtype)
     expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
-    inputs = MergeInputs(base=base, adapters=adapters, base_origin=base_origin, adapter_origin=adapter_origin)
     judge = MergeJudge(
         task=task.expected,
         num_labels=num_labels,
@@ -85,9 +81,8 @@ def plan_merge(
     adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)
-    head, labels = head_and_labels(view, modules, asked=num_labels)
     modules, per_expert = view.parts_of_fused(modules, precision)
-    merge = merge_context(view, adapted, modules, head=head, labels=labels, dtype=dtype, untie=untie)
+    merge = merge_context(view, adapted, modules, num_labels=num_labels, dtype=dtype, untie=untie)
     require_no_lora_on_tied_ends(merge)
     steps = view.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
     leftovers = (*dropped_from_base(merge), *view.leftovers, *adapter_leftovers(merge))
@@ -95,7 +90,7 @@ def plan_merge(
     _require_same_everywhere(steps, precision)
     options = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     plan = build_plan(
-        merge, steps, leftovers, inputs, precision=precision, max_shard_bytes=max_shard_bytes, options=options
+        merge, steps, leftovers, base, precision=precision, max_shard_bytes=max_shard_bytes, options=options
     )
     return replace(plan, findings=report.findings)
 

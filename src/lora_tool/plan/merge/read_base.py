@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from lora_tool.architectures import Architecture, architecture_of
-from lora_tool.architectures.ends import embeddings
+from lora_tool.architectures.ends import embeddings, output_name
+from lora_tool.architectures.vocabulary import stored_twice
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
-from lora_tool.plan.base.side_files import config_of, model_dtype
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
-from lora_tool.plan.merge.base_view import BaseView
+from lora_tool.plan.merge.base_view import BaseView, direct_base
 from lora_tool.plan.merge.converted_base import converted_base
-from lora_tool.plan.merge.direct_base import direct_base
-from lora_tool.plan.merge.tied_embeddings import tied_copies, tied_ends
 from lora_tool.plan.merge.unexpected_tensors import looks_plain, names_are_known
 
 _MAPPERS = ("torch", "transformers")
@@ -35,52 +33,38 @@ def read_base(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, *, ex
     and is not installed.
     """
     task = other_task(asked, adapters, base)
-    if task is not None:
-        return _converted(base, adapters, asked, task)
-    row = plain_row(base, adapters, asked)
-    if row is None:
-        return _converted(base, adapters, asked, None)
-    task = decide_task(asked, adapters, base, row.head)
-    if _is_certain(base, adapters, row, task, exact=exact):
-        return direct_base(base, adapters, row, task)
-    return _converted(base, adapters, asked, task, row=row)
-
-
-def _converted(
-    base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, task: Task | None, *, row: Architecture | None = None
-) -> BaseView:
-    """Return the base as transformers reads it; `task` None is decided by the head of its class.
-
-    Where it cannot build the class of a plainly stored base, of architecture `row`, it has nothing to say.
-    """
+    row = plain_row(base, adapters, asked) if task is None else None
+    if row is not None:
+        task = decide_task(asked, adapters, base, row.head)
+        if _is_certain(base, adapters, row, task, exact=exact):
+            return direct_base(base, adapters, row, task)
     require_transformers()
-    from lora_tool.plan.merge.model_class import class_candidates, class_for_task  # noqa: PLC0415 - imports torch
+    from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
 
     try:
-        classes = class_for_task(base, adapters, task) if task else class_candidates(base, adapters, asked)
+        found = model_class(base, adapters, asked, task)
     except (IncompatibleBase, UnsupportedAdapter):
         if row is None or task is None:
             raise
-        return direct_base(base, adapters, row, task)
-    task = task or decide_task(asked, adapters, base, classes.architecture.head)
-    return converted_base(base, adapters, classes.mapping(task), classes.architecture, task, plain=row is not None)
+        return direct_base(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
+    return converted_base(base, adapters, found.mapping, found.arch, found.task, plain=row is not None)
 
 
 def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> Architecture | None:
     """Return the row of the base's model type if names on disk are those in memory; None if transformers must tell."""
-    config = config_of(base)
+    config = base.whole_config
     row = architecture_of(config.model_type or "")
     if row is None or any(adapter.config and adapter.config.target_parameters for adapter in adapters):
         return None
     known = {row.causal_lm, row.sequence_classification} - {None}
     plain = not config.architectures or bool(known & set(config.architectures))
-    if not plain or not _has_class(row, adapters, asked) or model_dtype(base) in row.wide_in:
+    if not plain or not _has_class(row, adapters, asked) or base.dtype in row.wide_in:
         return None
     if not all(map(find_spec, _MAPPERS)):
         return row  # what is wrong with the names is said by them
     # transformers knows which of several matrices with a row per token is tied
-    ends = tied_ends(base, row, None, {})
-    one_end = ends is None or len(ends.candidates) <= 1
+    is_tied = output_name(row) not in {None, *base.tensors}
+    one_end = not is_tied or len(embeddings(base, row)) <= 1
     return row if one_end and all(_all_found(base, adapter, row) for adapter in adapters) else None
 
 
@@ -89,7 +73,7 @@ def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architectur
 
     So they are taken where the config has no sizes, of which transformers would build some other model.
     """
-    config = config_of(base)
+    config = base.whole_config
     if config.vocab_size is None:
         return True
     classifier = task in CLASSIFIERS
@@ -98,12 +82,12 @@ def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architectur
         return False
     # an output layer that is on disk and tied may stand for the embeddings; an encoder's and a decoder's may be one
     outputs = base.tensors.keys() & set(row.causal_only) if config.tie_word_embeddings is True else set()
-    return outputs <= tied_copies(base, row, None).keys() and len(embeddings(base, row)) <= 1
+    return outputs <= stored_twice(base, row).keys() and len(embeddings(base, row)) <= 1
 
 
 def require_full_precision(base: ModelDir) -> None:
     """Return unless the base's weights are quantised. Raises `UnsupportedAdapter`."""
-    config = config_of(base)
+    config = base.whole_config
     if config.quantization:
         raise UnsupportedAdapter(
             f"{config.path}: the base is quantised ({config.quantization}): merging into rounded weights is not exact",

@@ -6,14 +6,14 @@ because PEFT saves them by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
-from lora_tool.architectures.vocabulary import Vocabulary, stored_twice
+from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -21,6 +21,7 @@ from lora_tool.formats.stored import same_values
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
 from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.tensors import StoredTensor
 
 
@@ -56,6 +57,71 @@ class TiedEmbeddings:
     def names(self) -> frozenset[str]:
         """Names of the tensors that are, or may be, one of the ends."""
         return frozenset({self.output, *(tensor.name for tensor in self.candidates)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEnds:
+    """The input embedding and the output layer of the merged model, and what is tied to them."""
+
+    tied: TiedEmbeddings | None = None
+    """The shared matrix of a causal LM with tied embeddings."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the base that are tied copies of another, by name: the output has them once."""
+    untied: bool = False
+    """Whether the output has two matrices and a config that says so."""
+    untied_tensors: Mapping[str, str] = field(default_factory=dict)
+    """Other tensors that the config alone tied, which are written besides, and the base's tensors that they equal."""
+    untied_unsaved: Mapping[str, str] = field(default_factory=dict)
+    """The same where PEFT's merge leaves them out, and transformers makes them up on loading."""
+    vocabulary: Vocabulary | None = None
+    """Where the adapter brings another number of tokens than the base has."""
+
+
+def settled_ends(
+    view: BaseView, adapted: Sequence[Adapted], modules: AdapterModules, *, classifies: bool, untie: bool
+) -> tuple[ModelEnds, tuple[Adapted, ...], AdapterModules]:
+    """Return the ends of the merged model, and adapters and modules with every tied tensor once, by its saved name.
+
+    `untie` gives tied embeddings two matrices; a classifier has one end. Raises `UnsupportedAdapter` where two adapters
+    hold tied tensors with different values.
+    """
+    base, arch, facts = view.base, view.arch, view.facts
+    copies = tied_copies(base, arch, facts) if facts is not None or not classifies else {}
+    tied = None if classifies else tied_ends(base, arch, facts, copies)
+    if facts is not None:
+        adapted, modules = with_tied_names(facts, adapted, modules)
+    untied = tied is None and not classifies and _differ_in_the_base(view)
+    others: dict[str, str] = {}
+    if tied is not None and (untie or trained_apart(tied, adapted)):
+        untied, others = True, _tied_to_others(view, tied, modules)
+    elif tied is not None:
+        adapted, modules = without_tied_repeats(tied, adapted, modules)
+    ends = ModelEnds(
+        tied=tied,
+        copies=copies,
+        untied=untied,
+        untied_tensors=others if untie else {},
+        untied_unsaved={} if untie else others,
+        vocabulary=other_vocabulary(base, arch, {**modules.frozen_base, **modules.saved}),
+    )
+    return ends, tuple(adapted), modules
+
+
+def _differ_in_the_base(view: BaseView) -> bool:
+    """Return whether the base has two ends although its config ties them: transformers leaves two that differ on disk
+    apart, and PEFT then corrects the config.
+    """
+    says_tied = view.base.whole_config.tie_word_embeddings is True
+    return says_tied and bool(view.arch.causal_only) and not tied_under_one_name(view.base, view.facts)
+
+
+def _tied_to_others(view: BaseView, tied: TiedEmbeddings, modules: AdapterModules) -> dict[str, str]:
+    """Return the tensors besides the output layer that lose their tie with it, as transformers ties all or nothing."""
+    return {
+        name: of
+        for name, of in view.tied_by_config.items()
+        if name != tied.output and of in view.base.tensors and name not in modules.saved
+    }
 
 
 def tied_copies(base: ModelDir, arch: Architecture, facts: ModelFacts | None) -> dict[str, str]:
@@ -171,13 +237,13 @@ def _require_one(one: StoredTensor | None, other: StoredTensor) -> None:
         )
 
 
-def with_vocabulary(base: ModelDir, vocabulary: Vocabulary, dropped: frozenset[str]) -> ModelDir:
+def with_vocabulary(base: ModelDir, vocabulary: Vocabulary, dropped: Collection[str]) -> ModelDir:
     """Return the base as `resize_token_embeddings` would make it, as far as the adapter does not bring the rows itself.
 
     Fewer rows are the first ones; the rules let no new rows pass that are nowhere.
     """
     tensors = dict(base.tensors)
-    for name in vocabulary.names - vocabulary.brought - dropped:
+    for name in vocabulary.names.difference(vocabulary.brought, dropped):
         spec = replace(tensors[name].spec, shape=(vocabulary.size, *tensors[name].shape[1:]))
         tensors[name] = StoredTensor(spec=spec, spans=tuple(tensors[name].part(0, spec.nbytes)))
     return replace(base, weights=replace(base.weights, tensors=tensors))

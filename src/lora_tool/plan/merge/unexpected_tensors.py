@@ -36,9 +36,9 @@ def names_are_known(base: ModelDir, adapters: Sequence[AdapterDir], arch: Archit
 
     Then transformers has nothing to add. An output layer may be absent where the config ties it.
     """
-    config = base.config
+    config = base.whole_config
     class_name = arch.sequence_classification if classifier else arch.causal_lm
-    if config is None or class_name is None or not config.architectures:
+    if class_name is None or not config.architectures:
         return False
     held = {name for name in base.tensors if not is_computed(name)}
     if classifier:
@@ -58,7 +58,7 @@ def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool
     """
     tensors = [tensor for tensor in base.tensors.values() if not is_computed(tensor.name)]
     name = arch.sequence_classification if classifier else arch.causal_lm
-    if name not in (base.config.architectures if base.config else ()) and any(map(_is_of_pooler, tensors)):
+    if name not in base.whole_config.architectures and any(map(_is_of_pooler, tensors)):
         return False  # another class may be without it
     return all(map(_is_parameter, tensors)) and _same_layers(base, tensors) and _same_roots(arch, tensors, classifier)
 
@@ -80,7 +80,7 @@ def _same_layers(base: ModelDir, tensors: list[StoredTensor]) -> bool:
         if number is not None:
             stack, _, rest = tensor.name.partition(f".{number}.")
             stacks[stack][number].add(rest)
-    counts = {value for value in (base.config.raw if base.config else {}).values() if type(value) is int}
+    counts = {value for value in base.whole_config.raw.values() if type(value) is int}
     return all(
         sorted(layers) == list(range(len(layers)))
         and len(layers) in counts

@@ -372,5 +372,5 @@ def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> 
 def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
     """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
     vocab_size = match.base.config.vocab_size if match.base.config else None
-    rows = is_end(module) or base.shape[:1] == (vocab_size,)
+    rows = (is_end(module) and len(base.shape) == MATRIX) or base.shape[:1] == (vocab_size,)
     return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lora_tool.architectures.ends import is_end
-from lora_tool.errors import BadConfig, CorruptFile
+from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
 from lora_tool.formats import training_record
 from lora_tool.formats.files import inside
 from lora_tool.formats.training_record import TrainingRecord, read_training_record
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.sources import hub_id_of, resolve, source_of
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
@@ -57,6 +59,54 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
         command = ["lora-tool", "validate", "--base", record.base_id or "MODEL", str(subject.checkpoint.root)]
         hint = shlex.join(command) if record.base_id else None
         yield Fault(subject="base.fingerprint", message=message, path=str(path), hint=hint)
+
+
+@rule("LT520", Severity.WARNING, on=AdapterSubject)
+def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter names another base.
+
+    ## What it does
+    Compares the base with the one that `adapter_config.json` names, where that one is on this disk: names, types,
+    shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two Hub ids the
+    names are compared where the named one is not here.
+
+    ## Why it matters
+    Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without a word, and
+    what comes out is garbage that looks fluent.
+
+    ## Example
+    `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, and `--base` is `Qwen/Qwen2.5-7B`.
+
+    ## What to do
+    Leave out `--base`, so that the named model is taken, or correct `base_model_name_or_path`.
+    """
+    base, named = subject.base, subject.config.base_model
+    if base is None or not named or any(problem.fatal for problem in base.problems):
+        return
+    given = source_of(base.root)
+    try:
+        found = resolve(named, near=subject.checkpoint.root)
+    except CheckpointError:
+        if given.hub_id is not None and hub_id_of(named) not in (None, given.hub_id):
+            message = f"is {named}, and the base is {given.hub_id}"
+            yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
+        return  # of a folder that is not here nobody can tell
+    if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
+        return
+    if not _is_same_model(found.path, base):
+        message = f"is {named} ({found.path}), and the base is {given.hub_id or base.root}, which holds other weights"
+        yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
+
+
+def _is_same_model(named: Path, base: ModelDir) -> bool:
+    """Whether the folder holds the weights of `base`, by samples; so is one that cannot be read, for others to say."""
+    from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for two bases only
+
+    try:
+        other = open_model(named)
+    except CheckpointError:
+        return True
+    return fingerprint(other.weights) == fingerprint(base.weights)
 
 
 def _record_of(subject: AdapterSubject) -> Path | None:

@@ -42,7 +42,7 @@ class Scans:
         """
         if not self.found:
             with contextlib.closing(OpenFiles(opened_regular)) as files:
-                self.found = self._all(among, files.descriptor)
+                self.found.update(self._all(among, files.descriptor))
         return self.found[tensor.name]
 
     def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:

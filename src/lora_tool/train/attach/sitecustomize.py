@@ -1,29 +1,68 @@
-"""Python runs this at its start when `lora-tool guard` put the folder first on PYTHONPATH: it arms the guard.
+"""Python runs this at its start when `lora-tool guard` put the folder first on PYTHONPATH: it attaches the guard.
 
-It does nothing in processes that never import transformers, and lets an environment's own sitecustomize run.
+`transformers.trainer.DEFAULT_CALLBACKS` is the list of callbacks that each Trainer starts with. It is appended to when
+transformers is imported, by a hook on the import, so that processes that train nothing pay nothing; an environment's own
+sitecustomize is run first.
 """
 
+from __future__ import annotations
+
+import atexit
+import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-HERE = str(Path(__file__).resolve().parent)
+_TRAINER = "transformers.trainer"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds `transformers.trainer` as the others would, and attaches the guard when it has been run."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the import system's signature
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TRAINER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            _attach(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _attach(trainer: Any) -> None:
+    try:
+        from lora_tool.train.attached_guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
+    except ImportError as error:
+        sys.stderr.write(f"lora-tool guard: {sys.executable} has no lora-tool, so nothing is guarded there: {error}\n")
+        return
+    trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
+    atexit.register(write_what_was_seen)
 
 
 def _run_next() -> None:
     """Run the sitecustomize that this one hides, if there is one."""
-    others = [place for place in sys.path if str(Path(place or ".").resolve()) != HERE]
+    here = Path(__file__).resolve().parent
+    others = [place for place in sys.path if Path(place or ".").resolve() != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 _run_next()
-try:
-    from lora_tool.train.attaching import arm
-except ImportError as error:
-    sys.stderr.write(f"lora-tool guard: {sys.executable} has no lora-tool, so nothing is guarded there: {error}\n")
-else:
-    arm()
+sys.meta_path.insert(0, _AfterImport())
