@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile
-from lora_tool.formats.safetensors import SafetensorsFile, scan_file
+from lora_tool.formats.safetensors import WeightsFile, scan_file
 
 
-def read_file(path: Path) -> SafetensorsFile:
+def read_file(path: Path) -> WeightsFile:
     """Return the header of `path`. Raises `CorruptFile` with its first defect if it has any."""
     scanned = scan_file(path)
     if scanned.problems:

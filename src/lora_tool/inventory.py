@@ -90,11 +90,10 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
             run.add(*one)
     pointed_at = set(_link_targets(root))
     for parent, run in runs.items():
-        found = sorted(run.whole(), key=lambda each: each[0].root == parent)
+        found = sorted(run.found, key=lambda each: each[0].root == parent)
         if not found:
             continue
-        judged = [item for item, _ in found]
-        table = run_table(parent, judged)
+        table = run_table(parent, [item for item, _ in found], log=run.furthest)
         yield Inventory(
             root=parent,
             metric=table.metric,
@@ -116,8 +115,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
 class _Run:
     """The judged checkpoints of one run, with their kinds.
 
-    Each has the run's log up to its step. The table asks only the furthest for more than its last entries, so that of
-    thousands of checkpoints one log is kept.
+    Each holds the run's log up to its step: of thousands, that of the `furthest` is kept.
     """
 
     found: list[tuple[Judged, str]] = field(default_factory=list)
@@ -138,12 +136,6 @@ class _Run:
         if state is not None and (self.furthest is None or state.global_step > self.furthest.global_step):
             self.furthest = state
         self.found.append((item if state is None else replace(item, state=without_history(state)), kind))
-
-    def whole(self) -> Iterator[tuple[Judged, str]]:
-        """Yield the checkpoints with their kinds, the furthest with its log."""
-        for item, kind in self.found:
-            is_furthest = self.furthest is not None and item.state is not None and item.state.path == self.furthest.path
-            yield replace(item, state=self.furthest) if is_furthest else item, kind
 
 
 def _checkpoints_under(root: Path) -> Iterator[Path]:

@@ -97,7 +97,8 @@ def require_wide(row: Architecture, task: Task) -> None:
     """It is loaded in its own type, but where the row says."""
     for dtype in (DType.F16, DType.BF16, DType.F32):
         with default_dtype(DTYPES[dtype]):
-            model = tiny_model(row.model_type, task, device="meta")
+            single = dtype is DType.F32
+            model = meta_model(row, task) if single else tiny_model(row.model_type, task, device="meta")
         assert bool(facts_of(model, DTYPES[dtype]).keep_in_fp32) == (dtype in row.wide_in)
 
 

@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 
 from tests.cli.calling import REPOSITORY, Caller
 from tests.hub.server import Hub
+from tests.oracle.test_deepspeed_itself import require_truth
 from tests.readme import README, as_shown, transcripts
 
 TRAINED = Path("runs/stage3-reward")
@@ -57,3 +58,4 @@ def test_the_readmes_journey(
         assert rough(as_shown(printed, tmp_path, hub.url)) == rough(shown), "python -m tests.readme"
     assert len(hub.repos["me/reward-model"].commits) == 2  # the one that creates the repository, and one
     assert json.loads((TRAINED / "adapter_config.json").read_text())["target_modules"][-2:] == ["up_proj", "v_proj"]
+    require_truth(TRAINED, tmp_path)

@@ -34,19 +34,28 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["stage3-reward", "stage2-full-3"])
+# the README's journey trains stage3-reward in this environment, and is held against the same truth
+NAMES = ["stage2-full-3"] if sys.executable == PYTHON else ["stage2-full-3", "stage3-reward"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_trained_now(tmp_path: Path, name: str) -> None:
     command = [PYTHON, str(ROOT / "fixtures" / "make_zero.py"), "--out", str(tmp_path), name]
     made = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert made.returncode == 0, made.stderr[-2000:]
-    execute(plan_consolidate(open_sharded(tmp_path / name), what="state"), tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    truth = load_file(tmp_path / name / "truth.safetensors")
+    require_truth(tmp_path / name, tmp_path)
+
+
+def require_truth(trained: Path, work: Path) -> None:
+    """Assert that we put a checkpoint together as it was gathered in the run, and as DeepSpeed's own program does."""
+    execute(plan_consolidate(open_sharded(trained), what="state"), work / "state")
+    found = load_file(work / "state" / "model.safetensors")
+    truth = load_file(trained / "truth.safetensors")
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[key], truth[key]) and found[key].dtype == truth[key].dtype for key in truth)
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    theirs = tmp_path / "theirs.pt"
-    subprocess.run([PYTHON, "-c", ZERO_TO_FP32, str(tmp_path / name), str(theirs)], env=environment, check=True)
+    theirs = work / "theirs.pt"
+    subprocess.run([PYTHON, "-c", ZERO_TO_FP32, str(trained), str(theirs)], env=environment, check=True)
     state = torch.load(theirs)
     assert state.keys() >= {key for key in truth if ".base_layer." not in key and "lora" in key}
     for key, tensor in state.items():

@@ -50,21 +50,23 @@ def scores(model: PreTrainedModel) -> torch.Tensor:
         return model(input_ids=texts, attention_mask=(texts != pad).long()).logits
 
 
-@pytest.mark.parametrize("num_labels", [1, 5])
 @pytest.mark.parametrize(
-    ("model_type", "dtype", "options"),
+    ("model_type", "dtype", "options", "num_labels"),
     [
-        ("qwen2", torch.float32, {"tie_word_embeddings": True}),
-        ("qwen2", torch.bfloat16, {"tie_word_embeddings": False}),
-        ("llama", torch.bfloat16, {"tie_word_embeddings": False}),
-        ("llama", torch.float16, {"tie_word_embeddings": True}),
-        ("gemma2", torch.bfloat16, {}),
-        ("gpt2", torch.float32, {}),
-        ("mistral", torch.bfloat16, {}),
-        ("qwen3", torch.bfloat16, {}),
-        ("phi3", torch.bfloat16, {}),
-        ("opt", torch.float32, {}),
-        ("roberta", torch.float32, {}),
+        ("qwen2", torch.float32, {"tie_word_embeddings": True}, 1),
+        ("qwen2", torch.bfloat16, {"tie_word_embeddings": False}, 1),
+        ("llama", torch.bfloat16, {"tie_word_embeddings": False}, 1),
+        ("llama", torch.float16, {"tie_word_embeddings": True}, 1),
+        ("gemma2", torch.bfloat16, {}, 1),
+        ("gpt2", torch.float32, {}, 1),
+        ("mistral", torch.bfloat16, {}, 1),
+        ("qwen3", torch.bfloat16, {}, 1),
+        ("phi3", torch.bfloat16, {}, 1),
+        ("opt", torch.float32, {}, 1),
+        ("roberta", torch.float32, {}, 1),
+        ("llama", torch.bfloat16, {"tie_word_embeddings": True}, 5),
+        ("gpt2", torch.float32, {}, 5),
+        ("roberta", torch.float32, {}, 5),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -142,7 +144,7 @@ def test_weights_of_another_type_than_the_config_says_are_named(tmp_path: Path) 
     opened = open_checkpoint(adapter)
     assert isinstance(opened, AdapterDir)
     (warning,) = plan_merge(open_model(base), opened).warnings
-    assert "says float32, the weights are BF16: they keep their type; --dtype float32" in warning
+    assert 'says float32, the weights are BF16: they keep their type; `dtype="float32"` merges' in warning
     theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", 1))
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft", dtype=DType.F32))
     assert layout(ours) == layout(theirs)

@@ -12,6 +12,7 @@ import pytest
 from lora_tool import inventory as inventory_module
 from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
 from lora_tool.execution.folder import remove
+from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.inventory import FileRole, Inventory, Why, choose, inventory
 from lora_tool.report.model import Run
 from lora_tool.rules.training.run_table import Judged, run_table
@@ -180,12 +181,12 @@ def test_of_many_checkpoints_one_keeps_the_log(tmp_path: Path, monkeypatch: pyte
         (tmp_path / f"checkpoint-{old}").rename(tmp_path / f"checkpoint-{new}")
     kept: list[list[int]] = []
 
-    def watched(root: Path, judged: Sequence[Judged]) -> Run:
-        kept.append([len(item.state.log) if item.state else 0 for item in judged])
-        return run_table(root, judged)
+    def watched(root: Path, judged: Sequence[Judged], *, log: TrainerState) -> Run:
+        kept.append([len(log.log), *(len(item.state.log) if item.state else 0 for item in judged)])
+        return run_table(root, judged, log=log)
 
     monkeypatch.setattr(inventory_module, "run_table", watched)
     (run,) = inventory(tmp_path)
-    assert kept == [[1, 1, 4, 1]]
+    assert kept == [[4, 1, 1, 1, 1]]
     assert [item.row.metric for item in run.checkpoints] == [0.5, 0.2, 0.4, 0.3]
     assert [item.best for item in run.checkpoints] == [False, True, False, False]

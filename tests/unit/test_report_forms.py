@@ -17,7 +17,7 @@ from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.forms import Form, rendered
 from lora_tool.report.github import CAP
 from lora_tool.report.json import report_json, schema
-from lora_tool.report.markdown import LIMIT
+from lora_tool.report.markdown import MOST_CHARACTERS
 from lora_tool.report.model import Checked, Ignored, Report, Run, RunCheckpoint, Skipped, Unread, by_subject, joined
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.validation.validating import validate  # noqa: F401 - registers the rules
@@ -140,7 +140,7 @@ def test_sarif_says_where_and_which_rule() -> None:
 
 
 def test_sarif_keeps_the_worst_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sarif, "LIMIT", 2)
+    monkeypatch.setattr(sarif, "MOST_RESULTS", 2)
     notes = [finding(subject=str(at), severity=Severity.INFO) for at in range(3)]
     (run,) = json.loads(shown(report(*notes, finding()), Form.SARIF))["runs"]
     assert [result["level"] for result in run["results"]] == ["error", "note"]
@@ -254,7 +254,7 @@ def test_markdown_fits_into_a_summary() -> None:
     subjects = tuple(Checked(path=f"run/checkpoint-{at}", kind="adapter") for at in range(3000))
     findings = tuple(finding(path=f"{checked.path}/x", message="m" * 500) for checked in subjects)
     told = shown(Report(subjects=subjects, findings=findings), Form.MARKDOWN)
-    assert LIMIT < len(told) + 2000 < LIMIT + 4000
+    assert MOST_CHARACTERS < len(told) + 2000 < MOST_CHARACTERS + 4000
     assert "does not fit" in told[-100:]
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
-from lora_tool.formats.fields import Fields
+from lora_tool.formats.fields import Fields, is_number, shown
 from lora_tool.formats.files import read_object
 from lora_tool.formats.patterns import Patterns, compiled, is_path
 from lora_tool.keys import is_under
@@ -149,13 +148,9 @@ class AdapterConfig:
 
     def targets(self, module: str) -> bool:
         """Return whether PEFT would put LoRA on the module (`tuners_utils.check_target_module_exists`)."""
-        if self.target_modules is None or self._excluded(module):
+        if self._excluded(module) or not _matches(self.target_modules, self.target_names, module):
             return False
-        if isinstance(self.target_modules, str):
-            return compiled(self.target_modules).fullmatch(module) is not None
-        if module in self.target_names:
-            return True
-        return is_under(module, self.target_names) and self._in_layers(module)
+        return isinstance(self.target_modules, str) or module in self.target_names or self._in_layers(module)
 
     def saves(self, module: str) -> bool:
         """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
@@ -172,20 +167,15 @@ class AdapterConfig:
         return ()
 
     def _excluded(self, module: str) -> bool:
-        if isinstance(self.exclude_modules, str):
-            excluded = bool(self.exclude_modules) and compiled(self.exclude_modules).fullmatch(module) is not None
-        else:
-            excluded = is_under(module, self.excluded_names)
+        excluded = _matches(self.exclude_modules, self.excluded_names, module)
         return excluded or any(f".{name}." in f".{module}." for name in self.modules_to_save)
 
     def _in_layers(self, module: str) -> bool:
         if not self.layers_to_transform:
             return True
-        if not self.layers_pattern:
-            match = re.match(r".*?\.[^.]*\.(?P<idx>\d+)\.", module)
-        else:
-            matches = (re.match(rf"(?:^|.*?\.){re.escape(p)}\.(?P<idx>\d+)\.", module) for p in self.layers_pattern)
-            match = next((found for found in matches if found), None)
+        before = [rf"(?:^|.*?\.){re.escape(name)}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        matches = (re.match(rf"{pattern}\.(?P<idx>\d+)\.", module) for pattern in before)
+        match = next(filter(None, matches), None)
         return match is not None and int(match["idx"]) in self.layers_to_transform
 
 
@@ -193,28 +183,19 @@ def _names(value: tuple[str, ...] | str | None) -> frozenset[str]:
     return frozenset(value) if isinstance(value, tuple) else frozenset()
 
 
+def _matches(asked: tuple[str, ...] | str | None, names: frozenset[str], module: str) -> bool:
+    """Return whether the module is one of those that are asked for, by a pattern or by the `names` that were listed."""
+    if isinstance(asked, str):
+        return bool(asked) and compiled(asked).fullmatch(module) is not None
+    return is_under(module, names)
+
+
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
     raw = read_object(path)
-    return _config(raw, path)
-
-
-def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
     fields = Fields(raw, path)
     if "peft_type" not in raw:
         fields.note("peft_type", 'expected a string such as "LORA", found nothing')
-    ranks = fields.numbers_by_pattern("rank_pattern", least=1)
-    alphas = fields.numbers_by_pattern("alpha_pattern")
-    targets = fields.names_or_pattern("target_modules")
-    excluded = fields.names_or_pattern("exclude_modules")
-    for name, patterns in (
-        ("rank_pattern", tuple(ranks)),
-        ("alpha_pattern", tuple(alphas)),
-        ("target_modules", (targets,) if isinstance(targets, str) else ()),
-        ("exclude_modules", (excluded,) if isinstance(excluded, str) else ()),
-    ):
-        _check_patterns(fields, name, patterns)
-    broken = {str(problem.subject).partition("[")[0] for problem in fields.problems}
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),
@@ -229,14 +210,14 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
         bias=fields.text("bias", ("none", "all", "lora_only")) or "none",
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
         init_lora_weights=_init(fields),
-        target_modules=None if "target_modules" in broken else targets,
+        target_modules=_names_or_pattern(fields, "target_modules"),
         target_parameters=fields.names("target_parameters"),
-        exclude_modules=None if "exclude_modules" in broken else excluded,
+        exclude_modules=_names_or_pattern(fields, "exclude_modules"),
         modules_to_save=fields.names("modules_to_save") or (),
         layers_to_transform=_layers(fields),
         layers_pattern=fields.listed("layers_pattern"),
-        rank_pattern={} if "rank_pattern" in broken else ranks,
-        alpha_pattern={} if "alpha_pattern" in broken else alphas,
+        rank_pattern=_numbers_by_pattern(fields, "rank_pattern", least=1),
+        alpha_pattern=_numbers_by_pattern(fields, "alpha_pattern"),
         token_indices=_token_indices(fields),
         expert_layout=fields.text(_LAYOUT),
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
@@ -248,14 +229,37 @@ def _config(raw: dict[str, Any], path: Path) -> AdapterConfig:
     )
 
 
-def _check_patterns(fields: Fields, name: str, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        try:
-            if not is_path(pattern):
-                compiled(pattern)
-        except ValueError as error:
-            instead = "; write the modules' names as a list" if name.endswith("_modules") else ""
-            fields.note(name, f"{error}{instead}")
+def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str | None:
+    """Return a list of strings, or one string, which PEFT reads as a regular expression."""
+    value = fields.table.get(name)
+    if not isinstance(value, str):
+        return fields.names(name)
+    refused = _refusal(value)
+    if refused:
+        fields.note(name, f"{refused}; write the modules' names as a list")
+    return None if refused else value
+
+
+def _numbers_by_pattern(fields: Fields, name: str, *, least: int | None = None) -> dict[str, float]:
+    """Return numbers by the patterns of their modules, {} where one of either is wrong; with `least` they are ints."""
+    what, before = "number" if least is None else f"int of at least {least}", len(fields.problems)
+    table: dict[str, float] = fields.typed(name, "object of numbers", lambda value: isinstance(value, dict), {})
+    for key, number in table.items():
+        refused = _refusal(key)
+        if refused:
+            fields.note(name, refused)
+        if not is_number(number) or (least is not None and (number < least or type(number) is not int)):
+            fields.expected(f"{name}[{shown(key)}]", what, number)
+    return table if len(fields.problems) == before else {}
+
+
+def _refusal(pattern: str) -> str | None:
+    try:
+        if not is_path(pattern):
+            compiled(pattern)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _trained_class(mapping: object) -> str | None:

@@ -118,25 +118,6 @@ class Fields:
         word = self.text(name)
         return word if word is None or self.listed(name, known) else None
 
-    def names_or_pattern(self, name: str) -> tuple[str, ...] | str | None:
-        """Return a list of strings, one string (which PEFT reads as a regular expression), or None."""
-        value = self.table.get(name)
-        return value if isinstance(value, str) else self.names(name)
-
-    def numbers_by_pattern(self, name: str, *, least: int | None = None) -> dict[str, float]:
-        """Return an object of patterns to numbers, as `alpha_pattern` is; {} if absent.
-
-        With `least` they are to be ints, as those of `rank_pattern` are.
-        """
-        what = "number" if least is None else f"int of at least {least}"
-        numbers = {}
-        for key, number in self.typed(name, "object of numbers", lambda value: isinstance(value, dict), {}).items():
-            if not is_number(number) or (least is not None and (number < least or type(number) is not int)):
-                self.expected(f"{name}[{shown(key)}]", what, number)
-            else:
-                numbers[key] = number
-        return numbers
-
 
 def _is_int(value: object) -> bool:
     return type(value) is int

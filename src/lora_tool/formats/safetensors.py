@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -28,21 +28,23 @@ _KNOWN_DTYPES = {dtype.value: dtype for dtype in DType}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SafetensorsFile:
-    """What one file's header says, and everything that is wrong with it."""
+class WeightsFile:
+    """What one file of weights holds, a safetensors or torch file, and everything that is wrong with it."""
 
     stamp: FileStamp
-    data_start: int
-    tensors: Mapping[str, StoredTensor]
-    metadata: Mapping[str, str]
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """A safetensors file's own texts."""
+    data_start: int = 0
+    """Where the tensors of a safetensors file begin."""
 
     @property
     def path(self) -> Path:
         return self.stamp.path
 
 
-def scan_file(path: Path) -> SafetensorsFile:
+def scan_file(path: Path) -> WeightsFile:
     """Return the header of `path` with all its defects; tensors whose entry makes no sense are left out.
 
     Reads the header only. Raises `CorruptFile` only where `path` is no readable regular file.
@@ -52,7 +54,7 @@ def scan_file(path: Path) -> SafetensorsFile:
         try:
             header, data_start = _read_header(fd, stamp)
         except CorruptFile as error:
-            return SafetensorsFile(stamp=stamp, data_start=0, tensors={}, metadata={}, problems=(error.problem,))
+            return WeightsFile(stamp=stamp, problems=(error.problem,))
     return _interpret(header, stamp=stamp, data_start=data_start)
 
 
@@ -84,7 +86,7 @@ def _read_header(fd: int, stamp: FileStamp) -> tuple[dict[str, Any], int]:
     return header, _LENGTH_BYTES + length
 
 
-def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> SafetensorsFile:
+def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> WeightsFile:
     problems: list[Problem] = []
 
     def defect(kind: Defect, message: str, subject: str | None = None) -> None:
@@ -118,9 +120,7 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
             tensors[name] = StoredTensor(spec=spec, spans=(span,))
     for kind, message, subject in _cover(sorted(ranges), data_bytes):
         defect(kind, message, subject)
-    return SafetensorsFile(
-        stamp=stamp, data_start=data_start, tensors=tensors, metadata=metadata, problems=tuple(problems)
-    )
+    return WeightsFile(stamp=stamp, data_start=data_start, tensors=tensors, metadata=metadata, problems=tuple(problems))
 
 
 def _entry(name: str, entry: object) -> tuple[TensorSpec, int, int]:

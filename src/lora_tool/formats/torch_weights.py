@@ -5,30 +5,16 @@ Nothing of the file is run: `torch_zip` reads its pickle with an interpreter tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
+from lora_tool.formats.safetensors import WeightsFile
 from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_torch_file
 from lora_tool.tensors import FileStamp, StoredTensor, is_tensor_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchWeightsFile:
-    """The tensors of one file, and everything that is wrong with it."""
-
-    stamp: FileStamp
-    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
-
-    @property
-    def path(self) -> Path:
-        return self.stamp.path
-
-
-def scan_torch_weights(path: Path) -> TorchWeightsFile:
+def scan_torch_weights(path: Path) -> WeightsFile:
     """Return the tensors of `path` with all that is wrong; a file that cannot be read safely has none.
 
     A good file has one problem that is not fatal: that it is a pickle, which other tools run. Tensors that share a
@@ -42,7 +28,7 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
             message = f"holds a {type(file.value).__name__}, expected a dict of tensors"
             raise CorruptFile.of(path, Defect.BAD_HEADER, message)
     except CorruptFile as error:
-        return TorchWeightsFile(stamp=stamp, problems=(error.problem,))
+        return WeightsFile(stamp=stamp, problems=(error.problem,))
     message = "is a pickle, which can run code when other tools load it; it was read without running it"
     problems = [Problem(defect=Defect.PICKLE, path=str(path), message=message, fatal=False)]
     tensors: dict[str, StoredTensor] = {}
@@ -51,7 +37,7 @@ def scan_torch_weights(path: Path) -> TorchWeightsFile:
             tensors[name] = _stored(file, name, item)
         except CorruptFile as error:
             problems.append(error.problem)
-    return TorchWeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
+    return WeightsFile(stamp=stamp, tensors=tensors, problems=tuple(problems))
 
 
 def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:

@@ -11,17 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import read_json, require_inside
-from lora_tool.formats.safetensors import SafetensorsFile, scan_file
+from lora_tool.formats.safetensors import WeightsFile, scan_file
 from lora_tool.tensors import FileStamp, StoredTensor
-
-if TYPE_CHECKING:
-    from lora_tool.formats.torch_weights import TorchWeightsFile
-
-    WeightsFile = SafetensorsFile | TorchWeightsFile
 
 TORCH_SUFFIX = ".bin"
 
@@ -54,14 +49,14 @@ class _Gathering:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, name: str) -> WeightsFile | None:
+    def add(self, name: str) -> None:
         path = self.root / name
         try:
             require_inside(self.root, path)
             file = _scan_torch(path) if name.endswith(TORCH_SUFFIX) else scan_file(path)
         except CorruptFile as error:
             self.problems.append(error.problem)
-            return None
+            return
         self.files.append(file)
         self.problems.extend(file.problems)
         for tensor_name, tensor in file.tensors.items():
@@ -69,7 +64,6 @@ class _Gathering:
             if earlier is not tensor:
                 message = f"is also in {earlier.path.name}"
                 self.note(Defect.DUPLICATE_KEY, path, message, tensor_name)
-        return file
 
     def note(self, defect: Defect, path: Path, message: str, subject: str | None, *, fatal: bool = True) -> None:
         self.problems.append(Problem(defect=defect, path=str(path), message=message, subject=subject, fatal=fatal))
@@ -78,7 +72,7 @@ class _Gathering:
         return Weights(files=tuple(self.files), tensors=self.tensors, index=index, problems=tuple(self.problems))
 
 
-def _scan_torch(path: Path) -> TorchWeightsFile:
+def _scan_torch(path: Path) -> WeightsFile:
     # a twentieth of a second to import, and most folders have none
     from lora_tool.formats.torch_weights import scan_torch_weights  # noqa: PLC0415
 

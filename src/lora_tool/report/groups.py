@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from lora_tool.report.findings import Finding
 from lora_tool.report.words import Skipped
 
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items that have the same `key` together, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
 
 def by_rule(findings: Iterable[Finding]) -> Iterator[tuple[Finding, ...]]:
     """Yield the findings of one rule and severity together, worst first, then by code."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.severity, finding.code), []).append(finding)
-    for group in sorted(groups.values(), key=lambda group: (-group[0].severity.weight, group[0].code)):
-        yield tuple(group)
+    groups = grouped(findings, lambda finding: (-finding.severity.weight, finding.code))
+    yield from (tuple(group) for _, group in sorted(groups.items(), key=lambda group: group[0]))
 
 
 def relative_to(path: str, root: Path) -> str | None:
@@ -29,11 +38,7 @@ def relative_to(path: str, root: Path) -> str | None:
 
 def by_reason(skipped: Iterable[Skipped]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
     """Yield codes, folders and reason: what was skipped for one reason on many checkpoints of a run is one line."""
-    codes: dict[tuple[str, str], list[str]] = {}
-    for item in skipped:
-        codes.setdefault((item.path, item.reason), []).append(item.code)
-    paths: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for (path, reason), found in codes.items():
-        paths.setdefault((tuple(found), reason), []).append(path)
-    for (found_codes, reason), found_paths in paths.items():
-        yield found_codes, tuple(found_paths), reason
+    on_a_folder = grouped(skipped, lambda item: (item.path, item.reason)).values()
+    alike = grouped(on_a_folder, lambda items: (tuple(item.code for item in items), items[0].reason))
+    for (codes, reason), folders in alike.items():
+        yield codes, tuple(items[0].path for items in folders), reason

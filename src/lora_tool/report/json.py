@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lora_tool.display import finite, printable
+from lora_tool.display import json_data
 from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.model import Report, Run, RunCheckpoint
+from lora_tool.report.model import Report
 from lora_tool.version import __version__
 
 SCHEMA_VERSION = 1
 """Rises when a field is renamed, removed or changes its meaning; new fields do not raise it."""
+_COLUMNS = ("path", "name", "step", "epoch", "loss", "metric", "verdict", "errors", "warnings", "codes")
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -20,28 +21,18 @@ def report_json(report: Report) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "tool_version": __version__,
-        "subjects": [
-            {"path": printable(subject.path), "kind": subject.kind, "rules": list(subject.rules)}
-            for subject in report.subjects
-        ],
+        "subjects": [_record(subject, "path", "kind", "rules") for subject in report.subjects],
         "findings": [finding_json(finding) for finding in report.findings],
-        "skipped": [
-            {"code": skipped.code, "path": printable(skipped.path), "reason": printable(skipped.reason)}
-            for skipped in report.skipped
-        ],
-        "ignored": [
-            {"code": ignored.code, "reason": None if ignored.reason is None else printable(ignored.reason)}
-            for ignored in report.ignored
-        ],
-        "unread": [
+        "skipped": [_record(skipped, "code", "path", "reason") for skipped in report.skipped],
+        "ignored": [_record(ignored, "code", "reason") for ignored in report.ignored],
+        "unread": [_record(unread, "path", "message", "hint") for unread in report.unread],
+        "runs": [
             {
-                "path": printable(unread.path),
-                "message": printable(unread.message),
-                "hint": None if unread.hint is None else printable(unread.hint),
+                **_record(run, "path", "metric", "best", "why_best"),
+                "checkpoints": [{**_record(row, *_COLUMNS), "bytes": row.nbytes} for row in run.checkpoints],
             }
-            for unread in report.unread
+            for run in report.runs
         ],
-        "runs": [_run(run) for run in report.runs],
         "summary": {
             "subjects": len(report.subjects),
             "errors": report.count(Severity.ERROR),
@@ -61,37 +52,8 @@ def schema() -> dict[str, Any]:
 
 def finding_json(finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON data. Names from files are escaped as in the text form."""
-    return {
-        "code": finding.code,
-        "severity": finding.severity.value,
-        "path": printable(finding.path),
-        "subject": None if finding.subject is None else printable(finding.subject),
-        "message": printable(finding.message),
-        "hint": None if finding.hint is None else printable(finding.hint),
-    }
+    return _record(finding, "code", "severity", "path", "subject", "message", "hint")
 
 
-def _run(run: Run) -> dict[str, Any]:
-    return {
-        "path": printable(run.path),
-        "metric": None if run.metric is None else printable(run.metric),
-        "best": None if run.best is None else printable(run.best),
-        "why_best": run.why_best,
-        "checkpoints": [_checkpoint(row) for row in run.checkpoints],
-    }
-
-
-def _checkpoint(row: RunCheckpoint) -> dict[str, Any]:
-    return {
-        "path": printable(row.path),
-        "name": printable(row.name),
-        "step": row.step,
-        "epoch": finite(row.epoch),
-        "loss": finite(row.loss),
-        "metric": finite(row.metric),
-        "bytes": row.nbytes,
-        "verdict": row.verdict,
-        "errors": row.errors,
-        "warnings": row.warnings,
-        "codes": list(row.codes),
-    }
+def _record(item: object, *names: str) -> dict[str, Any]:
+    return {name: json_data(getattr(item, name)) for name in names}

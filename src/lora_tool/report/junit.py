@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 
 from lora_tool.display import printable
 from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.groups import grouped
 from lora_tool.report.model import Checked, Page, Report, by_subject
 
 _SHOWN = 100
@@ -46,9 +47,7 @@ def _suite(
     fail_on: Severity,
 ) -> None:
     suite = ET.SubElement(suites, "testsuite", name=printable(checked.path))
-    found: dict[str, list[Finding]] = {}
-    for finding in findings:
-        found.setdefault(finding.code, []).append(finding)
+    found = grouped(findings, lambda finding: finding.code)
     for code in sorted({*checked.rules, *found, *skipped}):
         page = pages.get(code)
         name = f"{code} {page.title}" if page else code

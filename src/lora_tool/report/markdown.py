@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from lora_tool.display import four_digits, printable, size
+from lora_tool.display import printable
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
-from lora_tool.report.model import Page, Report, Run, RunCheckpoint, by_subject
-from lora_tool.report.text import spans
+from lora_tool.report.model import Page, Report, Run, by_subject
+from lora_tool.report.text import run_cells, spans
 
-LIMIT = 900_000
-"""Characters; GitHub refuses a summary above 1 MiB."""
+MOST_CHARACTERS = 900_000
+"""What a summary has; GitHub refuses a summary above 1 MiB."""
 
 _SHOWN = 3
 _LONGEST = 600
@@ -26,12 +26,12 @@ _MARKS = {Severity.ERROR: "❌ error", Severity.WARNING: "⚠️ warning", Sever
 
 
 def report_markdown(report: Report, *, pages: Mapping[str, Page], heading: Sequence[str] = ()) -> str:
-    """Return the report as Markdown of at most `LIMIT` characters; what does not fit is said to be missing.
+    """Return the report as Markdown of at most `MOST_CHARACTERS` characters; what does not fit is said to be missing.
 
     `heading` are lines that stand in the place of the report's own first.
     """
     lines: list[str] = []
-    left = LIMIT
+    left = MOST_CHARACTERS
     for line in (*(heading or _heading(report)), *_lines(report, pages)):
         left -= len(line) + 1
         if left < 0:
@@ -82,24 +82,10 @@ def _run(run: Run) -> Iterator[str]:
     yield f"| | step | epoch | loss | {text(run.metric or '(not evaluated)')} | size | verdict |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     for row in run.checkpoints:
-        yield _run_row(row, best=row.path == run.best)
+        best = "**best** " if row.path == run.best else ""
+        yield f"| {' | '.join((best + code(row.name), *run_cells(row)))} |"
     if run.best is not None:
         yield from ("", f"Best whole checkpoint: {code(run.best)} ({text(run.why_best or '')})")
-
-
-def _run_row(row: RunCheckpoint, *, best: bool) -> str:
-    step = "" if row.step is None else str(row.step)
-    codes = f" {', '.join(row.codes)}" if row.codes else ""
-    cells = (
-        f"{'**best** ' if best else ''}{code(row.name)}",
-        step,
-        four_digits(row.epoch),
-        four_digits(row.loss),
-        four_digits(row.metric),
-        size(row.nbytes),
-        f"{row.verdict}{codes}",
-    )
-    return f"| {' | '.join(cells)} |"
 
 
 def _left_out(report: Report) -> Iterator[str]:

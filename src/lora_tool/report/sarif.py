@@ -20,8 +20,8 @@ from lora_tool.report.model import Page, Report
 from lora_tool.version import __version__
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-LIMIT = 20_000
-"""Results; GitHub refuses a file with more than 25,000."""
+MOST_RESULTS = 20_000
+"""GitHub refuses a file with more than 25,000."""
 
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
@@ -49,10 +49,10 @@ def report_sarif(report: Report, *, pages: Mapping[str, Page], root: Path) -> di
 
 
 def _worst(findings: Sequence[Finding]) -> Sequence[Finding]:
-    """Return the findings in their order, the worst `LIMIT` of them where there are more."""
-    if len(findings) <= LIMIT:
+    """Return the findings in their order, the worst `MOST_RESULTS` of them where there are more."""
+    if len(findings) <= MOST_RESULTS:
         return findings
-    return sorted(findings, key=lambda finding: -finding.severity.weight)[:LIMIT]
+    return sorted(findings, key=lambda finding: -finding.severity.weight)[:MOST_RESULTS]
 
 
 def _rule(code: str, pages: Mapping[str, Page]) -> dict[str, Any]:
@@ -119,6 +119,6 @@ def _invocation(report: Report, root: Path) -> dict[str, Any]:
         }
         for item in report.unread
     ]
-    left = len(report.findings) - LIMIT
+    left = len(report.findings) - MOST_RESULTS
     cut = [{"level": "warning", "message": {"text": f"{left:,} more findings omitted"}}] if left > 0 else []
     return {"executionSuccessful": not report.unread, "toolExecutionNotifications": [*unread, *cut, *skipped]}

@@ -7,7 +7,7 @@ from typing import Any
 
 from lora_tool.display import four_digits, printable, size
 from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.groups import by_reason, by_rule
+from lora_tool.report.groups import by_reason, by_rule, grouped
 from lora_tool.report.words import Ignored, Run, RunCheckpoint, Skipped
 
 SHOWN = 3
@@ -20,11 +20,8 @@ _INDENT = " " * (2 + _SEVERITY_WIDTH + 2 + len("LT000") + 2)
 
 def findings_lines(findings: Sequence[Finding], *, color: bool = False, limit: int = SHOWN) -> Iterator[str]:
     """Yield the lines of the findings, by file, each rule with its hint once."""
-    by_path: dict[str, list[Finding]] = {}
-    for finding in findings:
-        by_path.setdefault(finding.path, []).append(finding)
     hinted: set[tuple[str, str | None]] = set()
-    for path, inside in by_path.items():
+    for path, inside in grouped(findings, lambda finding: finding.path).items():
         yield _styled(printable(path), bold=True) if color else printable(path)
         for group in by_rule(inside):
             for finding in group[:limit]:
@@ -60,13 +57,15 @@ def _hints(group: Sequence[Finding], hinted: set[tuple[str, str | None]], *, col
 def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
     """Yield the table of a run's checkpoints, and which is the best one that is whole."""
     yield _styled(printable(run.path), bold=True) if color else printable(run.path)
-    header = ("checkpoint", "step", "epoch", "loss", printable(run.metric or ""), "size", "verdict")
-    rows = [header, *(_cells(row, best=row.path == run.best) for row in run.checkpoints)]
+    header = ["checkpoint", "step", "epoch", "loss", printable(run.metric or ""), "size", "verdict"]
+    rows = [header]
+    for row in run.checkpoints:
+        rows.append([printable(row.name), *run_cells(row)])
+        rows[-1][-1] += "  <- best" if row.path == run.best else ""
     kept = [at for at in range(len(header)) if header[at]]  # nothing was evaluated: no column for it
     widths = [max(len(row[at]) for row in rows) for at in range(len(header))]
-    for index, row in enumerate(rows):
-        cells = [row[at].rjust(widths[at]) for at in kept[1:-1]]
-        line = "  ".join((row[0].ljust(widths[0]), *cells, row[-1]))
+    for index, cells in enumerate(rows):
+        line = "  ".join((cells[0].ljust(widths[0]), *(cells[at].rjust(widths[at]) for at in kept[1:-1]), cells[-1]))
         yield f"  {_styled(line, fg=_verdict_colour(run.checkpoints[index - 1])) if color and index else line}"
     if run.best is not None:
         yield f"  best whole checkpoint: {printable(run.best)} ({printable(run.why_best or '')})"
@@ -74,17 +73,11 @@ def run_lines(run: Run, *, color: bool = False) -> Iterator[str]:
         yield "  no checkpoint is whole"
 
 
-def _cells(row: RunCheckpoint, *, best: bool) -> tuple[str, ...]:
+def run_cells(row: RunCheckpoint) -> tuple[str, ...]:
+    """Return step, epoch, loss, metric, size and verdict of a run's checkpoint, as all tables show them."""
     codes = f" {', '.join(row.codes)}" if row.codes else ""
-    return (
-        printable(row.name),
-        "-" if row.step is None else str(row.step),
-        four_digits(row.epoch),
-        four_digits(row.loss),
-        four_digits(row.metric),
-        size(row.nbytes),
-        f"{row.verdict}{codes}{'  <- best' if best else ''}",
-    )
+    step = "-" if row.step is None else str(row.step)
+    return (step, *map(four_digits, (row.epoch, row.loss, row.metric)), size(row.nbytes), f"{row.verdict}{codes}")
 
 
 def _verdict_colour(row: RunCheckpoint) -> str:
@@ -93,12 +86,9 @@ def _verdict_colour(row: RunCheckpoint) -> str:
 
 def ignored_lines(ignored: Sequence[Ignored]) -> Iterator[str]:
     """Yield a line for each reason why rules are ignored."""
-    by_reason: dict[str | None, list[str]] = {}
-    for item in ignored:
-        by_reason.setdefault(item.reason, []).append(item.code)
-    for reason, codes in by_reason.items():
+    for reason, rules in grouped(ignored, lambda item: item.reason).items():
         if reason:  # what was typed on the command line needs no repeating
-            yield f"ignored {spans(codes)}: {printable(reason)}"
+            yield f"ignored {spans(item.code for item in rules)}: {printable(reason)}"
 
 
 def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
@@ -112,8 +102,8 @@ def spans(codes: Iterable[str]) -> str:
     """Return sorted codes with neighbours joined: ``LT203, LT501-LT506``."""
     runs: list[tuple[str, str]] = []
     for code in sorted(codes):
-        number = code.removeprefix("LT")
-        if runs and number.isdecimal() and int(runs[-1][1].removeprefix("LT")) + 1 == int(number):
+        at = code.removeprefix("LT")
+        if runs and at.isdecimal() and int(runs[-1][1].removeprefix("LT")) + 1 == int(at):
             runs[-1] = (runs[-1][0], code)
         else:
             runs.append((code, code))

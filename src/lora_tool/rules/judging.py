@@ -29,7 +29,7 @@ from lora_tool.rules.engine.registry import RULES, Need, Rule
 from lora_tool.rules.engine.scan import Scans
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
-from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_outputs, lt6_values  # noqa: F401
+from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_turn_end, lt3_vocabulary  # noqa: F401
 from lora_tool.rules.serving import lt8_serving  # noqa: F401

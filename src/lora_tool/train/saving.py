@@ -18,7 +18,7 @@ from lora_tool.errors import CheckpointError
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.training_record import FILE_NAME
 from lora_tool.report import Finding, Severity
-from lora_tool.rules.shared.heads import head_weight, is_classifier
+from lora_tool.rules.shared.heads import has_labels, head_weight
 from lora_tool.sources import resolve
 from lora_tool.tensors import StoredTensor
 from lora_tool.train.methods import Method
@@ -125,7 +125,7 @@ def record(
 def _head(opened: Checkpoint) -> dict[str, Any]:
     """Return module and rows of the last layer of the saved classification head, None where there is none."""
     tensors: Mapping[str, StoredTensor] = {}
-    if isinstance(opened, ModelDir) and is_classifier(opened):
+    if isinstance(opened, ModelDir) and has_labels(opened):
         tensors = opened.tensors
     elif isinstance(opened, AdapterDir) and (opened.config is None or opened.config.task_type == "SEQ_CLS"):
         tensors = view_of(opened).saved

@@ -31,18 +31,14 @@ _FROM_NEWER_PEFT = "load the adapter with the PEFT that wrote it or a newer one;
 def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     """A target that matches nothing in the file.
 
-    ## What it does
-    Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` that no tensor belongs to.
+    What it does: Looks for entries of `target_modules`, `target_parameters` and `modules_to_save` without tensors.
 
-    ## Why it matters
-    Either the model had no such module, and what you meant to train was not trained; or the tensors were lost, and
-    PEFT fills them in: LoRA with zeros and a warning, whole modules with an error.
+    Why it matters: Either the model had no such module, and what you meant to train was not trained; or the tensors
+    were lost, and PEFT fills them in: LoRA with zeros and a warning, whole modules with an error.
 
-    ## Example
-    `target_modules` lists "c_attn", a name of GPT-2, in the adapter of a Llama.
+    Example: `target_modules` lists "c_attn", a name of GPT-2, in the adapter of a Llama.
 
-    ## What to do
-    Compare the entry with the module names of the base (`lora-tool inspect BASE`), and remove it or train again.
+    What to do: Compare the entry with the base's module names (`lora-tool inspect BASE`), and remove it or train again.
     """
     config = subject.config
     if not subject.layers:
@@ -110,19 +106,16 @@ def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     """A tensor that the config does not explain.
 
-    ## What it does
-    Matches each tensor with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT would.
+    What it does: Matches tensors with `target_modules`, `target_parameters`, `modules_to_save` and `bias`, as PEFT
+    does.
 
-    ## Why it matters
-    PEFT builds the layers that the config names and drops all other tensors without a word: part of the training is
-    silently not used. A plain tensor that the base has by the same name silently replaces the base's.
+    Why it matters: PEFT builds the layers that the config names and drops all other tensors without a word: part of the
+    training is silently not used. A plain tensor that the base has by the same name silently replaces the base's.
 
-    ## Example
-    The file has LoRA on `up_proj`, and `target_modules` is ["q_proj", "v_proj"].
+    Example: The file has LoRA on `up_proj`, and `target_modules` is ["q_proj", "v_proj"].
 
-    ## What to do
-    Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the config
-    of the run that wrote the weights.
+    What to do: Put the missing names into `target_modules` (or `modules_to_save`) of `adapter_config.json`, or take the
+    config of the run that wrote the weights.
     """
     for layer in subject.layers:
         if not targeting.layer_is_targeted(subject.config, layer):
@@ -172,17 +165,13 @@ def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
 def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter is scaled to nothing.
 
-    ## What it does
-    Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
+    What it does: Computes each layer's scaling, alpha/r (alpha/√r with rsLoRA), and looks for zeros.
 
-    ## Why it matters
-    ΔW is scaling · B·A: with a scaling of 0 the module is exactly the base's, in training and afterwards.
+    Why it matters: ΔW is scaling · B·A: with a scaling of 0 the module is the base's, in training and afterwards.
 
-    ## Example
-    `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
+    Example: `"lora_alpha": 0`, or `"alpha_pattern": {"q_proj": 0}`.
 
-    ## What to do
-    Set `lora_alpha` (or the entry of `alpha_pattern`) to what was trained with.
+    What to do: Set `lora_alpha` (or the entry of `alpha_pattern`) to what was trained with.
     """
     config = subject.config
     sources: dict[str, int] = {}
@@ -200,19 +189,15 @@ def zero_scaling(subject: AdapterSubject) -> Iterator[Fault]:
 def wrong_field(subject: Subject) -> Iterator[Fault]:
     """A config field that is missing, of the wrong type, or unknown.
 
-    ## What it does
-    Reads `adapter_config.json`, `config.json` and `trainer_state.json` with the types that their fields have. Fields
-    that no PEFT we know has are noted.
+    What it does: Reads `adapter_config.json`, `config.json` and `trainer_state.json` with the types that their fields
+    have. Fields that no PEFT we know has are noted.
 
-    ## Why it matters
-    PEFT takes a string for a number without a word and fails later, or computes something else. Unknown fields are
-    ignored on loading: if a newer PEFT wrote them, what they asked for does not happen.
+    Why it matters: PEFT takes a string for a number without a word and fails later, or computes something else. Unknown
+    fields are ignored on loading: if a newer PEFT wrote them, what they asked for does not happen.
 
-    ## Example
-    `r: expected int, found "8"`.
+    Example: `r: expected int, found "8"`.
 
-    ## What to do
-    Correct the field in the file that is named.
+    What to do: Correct the field in the file that is named.
     """
     for problem in subject.problems:
         if problem.defect is Defect.BAD_FIELD:
@@ -230,17 +215,13 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
 def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     """Something that `lora-tool merge` does not merge.
 
-    ## What it does
-    Names the features of the adapter that `lora-tool merge` refuses, because it cannot merge them exactly.
+    What it does: Names the adapter's features that `lora-tool merge` refuses, as it cannot merge them exactly.
 
-    ## Why it matters
-    The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
+    Why it matters: The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
 
-    ## Example
-    `"layer_replication": [[0, 16], [8, 32]]`.
+    Example: `"layer_replication": [[0, 16], [8, 32]]`.
 
-    ## What to do
-    Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
+    What to do: Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
     for refusal in refusals(subject.view):
         yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
@@ -250,18 +231,15 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
 def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter without LoRA tensors.
 
-    ## What it does
-    Looks for at least one LoRA tensor in the weights file.
+    What it does: Looks for at least one LoRA tensor in the weights file.
 
-    ## Why it matters
-    Loading it gives the base model, with a warning at most. transformers before 5.0 wrote such files under DeepSpeed
-    ZeRO-3: 16 to 40 bytes, or the head alone.
+    Why it matters: Loading it gives the base model, with a warning at most. transformers before 5.0 wrote such files
+    under DeepSpeed ZeRO-3: 16 to 40 bytes, or the head alone.
 
-    ## Example
-    `adapter_model.safetensors` has 40 bytes and no tensor.
+    Example: `adapter_model.safetensors` has 40 bytes and no tensor.
 
-    ## What to do
-    Look for the training checkpoint (`global_stepN/`) of the run: the values are there; or save the adapter again.
+    What to do: Look for the run's training checkpoint (`global_stepN/`), which has the values, or save the adapter
+    again.
     """
     config = subject.config
     lora = subject.layers or subject.view.tokens
@@ -275,17 +253,13 @@ def no_lora(subject: AdapterSubject) -> Iterator[Fault]:
 def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """An adapter of another kind.
 
-    ## What it does
-    Reads `peft_type`.
+    What it does: Reads `peft_type`.
 
-    ## Why it matters
-    Prompt tuning, IA³, LoHa and their like have other tensors, which lora-tool cannot judge or merge.
+    Why it matters: Prompt tuning, IA³, LoHa and their like have other tensors, which lora-tool cannot judge or merge.
 
-    ## Example
-    `"peft_type": "IA3"`.
+    Example: `"peft_type": "IA3"`.
 
-    ## What to do
-    Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
+    What to do: Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
     """
     peft_type = subject.config.peft_type
     if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
@@ -297,19 +271,15 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
 def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained tokens that are not those of the config.
 
-    ## What it does
-    Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for each index, an
-    index is not negative, and the embedding has no LoRA and is not in `modules_to_save` as well.
+    What it does: Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for
+    each index, an index is not negative, and the embedding has no LoRA and is not in `modules_to_save` as well.
 
-    ## Why it matters
-    The rows are put at the indices in order. With another number loading fails; where the embedding was saved whole,
-    too, PEFT mixes the two up when it saves.
+    Why it matters: The rows are put at the indices in order. With another number loading fails; where the embedding was
+    saved whole, too, PEFT mixes the two up when it saves.
 
-    ## Example
-    `trainable_token_indices` lists 3 tokens, and the file has 2 rows.
+    Example: `trainable_token_indices` lists 3 tokens, and the file has 2 rows.
 
-    ## What to do
-    Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows, not both.
+    What to do: Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows.
     """
     for module, tokens in subject.view.tokens.items():
         rows, indices = tokens.rows, tokens.indices
@@ -328,20 +298,16 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on fused experts whose order of columns nobody says.
 
-    ## What it does
-    Looks at adapters that Unsloth trained on fused experts, for a `lora_B_layout` in `adapter_config.json`. One that
+    What it does: Looks for a `lora_B_layout` in the config of adapters that Unsloth trained on fused experts. One that
     names no order that there is, is an error.
 
-    ## Why it matters
-    Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them rank by rank.
-    Both have the same shape; the wrong one loads, and gives plausible garbage.
+    Why it matters: Until 2026-09 Unsloth packed the columns of `lora_B` expert by expert, where PEFT and vLLM pack them
+    rank by rank. Both have the same shape; the wrong one loads, and gives plausible garbage.
 
-    ## Example
-    `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, and the config does not say in which order.
+    Example: `mlp.experts.lora_B.weight` is [4096, 256] for 32 experts of rank 8, in an order that no config says.
 
-    ## What to do
-    If it was trained before 2026-09: `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`, else `rank_major`;
-    or write `"lora_B_layout"` into `adapter_config.json`.
+    What to do: If it was trained before 2026-09: `lora-tool merge ADAPTER --moe-b-layout grouped_by_expert`, else
+    `rank_major`; or write `"lora_B_layout"` into `adapter_config.json`.
     """
     config = subject.config
     if config.expert_layout is not None:

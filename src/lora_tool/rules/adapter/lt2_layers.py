@@ -22,18 +22,14 @@ from lora_tool.rules.engine.subjects import AdapterSubject
 def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
     """Half of a LoRA pair.
 
-    ## What it does
-    Looks for a `lora_A` without its `lora_B`, and the other way round.
+    What it does: Looks for a `lora_A` without its `lora_B`, and the other way round.
 
-    ## Why it matters
-    PEFT fills the missing half with its initial value and says so in a warning only: B is then zero, and the module
-    does nothing, or A is random, and the module adds noise.
+    Why it matters: PEFT fills the missing half with its initial value and says so in a warning only: B is then zero,
+    and the module does nothing, or A is random, and the module adds noise.
 
-    ## Example
-    `layers.3.self_attn.q_proj.lora_A.weight` is in the file, `…lora_B.weight` is not.
+    Example: `layers.3.self_attn.q_proj.lora_A.weight` is in the file, `…lora_B.weight` is not.
 
-    ## What to do
-    Save the adapter again from the training state; the missing half is nowhere else.
+    What to do: Save the adapter again from the training state; the missing half is nowhere else.
     """
     for layer in subject.layers:
         if (layer.a is None) == (layer.b is None):
@@ -49,19 +45,14 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
 def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """A pair that does not fit together.
 
-    ## What it does
-    Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B` with the
-    length of DoRA's magnitude and of its own bias. Looks for factors that are no matrices.
+    What it does: Compares the rank of `lora_A` (its rows) with that of `lora_B` (its columns), and the rows of `lora_B`
+    with the length of DoRA's magnitude and of its own bias. Looks for factors that are no matrices.
 
-    ## Why it matters
-    B·A cannot be computed: loading fails with a size mismatch. The two are from different runs, or were flattened by
-    FSDP or DeepSpeed.
+    Why it matters: B·A cannot be computed: loading fails. They are of two runs, or FSDP or DeepSpeed flattened them.
 
-    ## Example
-    `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
+    Example: `lora_A` is [4, 4096] and `lora_B` is [4096, 8].
 
-    ## What to do
-    Save the adapter again from one training state.
+    What to do: Save the adapter again from one training state.
     """
     for layer in subject.layers:
         a, b = layer.a, layer.b
@@ -91,18 +82,14 @@ def _of_other_length(layer: LoraLayer, swapped: bool) -> Iterator[Fault]:  # noq
 def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
     """Another rank than the config's.
 
-    ## What it does
-    Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
+    What it does: Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
 
-    ## Why it matters
-    Loading fails with a size mismatch. And the scaling alpha/r is computed from the config: with the wrong r every
-    delta is too large or too small.
+    Why it matters: Loading fails with a size mismatch. And the scaling alpha/r is computed from the config: with the
+    wrong r every delta is too large or too small.
 
-    ## Example
-    `adapter_config.json` says `"r": 16`, and every `lora_A` has 8 rows.
+    Example: `adapter_config.json` says `"r": 16`, and every `lora_A` has 8 rows.
 
-    ## What to do
-    Put the rank that was trained into `adapter_config.json`; take the file of the same run if you have it.
+    What to do: Put the rank that was trained into `adapter_config.json`; take the file of the same run if you have it.
     """
     for layer in subject.layers:
         expected = ranks_of(subject.config, layer)
@@ -125,18 +112,14 @@ def _is_stacked(config: AdapterConfig, layer: LoraLayer) -> bool:
 def factors_swapped(subject: AdapterSubject) -> Iterator[Fault]:
     """A and B are swapped.
 
-    ## What it does
-    Looks for pairs whose `lora_A` has the rank as columns and whose `lora_B` has it as rows.
+    What it does: Looks for pairs whose `lora_A` has the rank as columns and whose `lora_B` has it as rows.
 
-    ## Why it matters
-    The factors were written under each other's name, or both transposed, as converters from other frameworks do.
-    Loading fails with a size mismatch.
+    Why it matters: The factors were written under each other's name, or both transposed, as converters from other
+    frameworks do. Loading fails with a size mismatch.
 
-    ## Example
-    r is 4, `lora_A` is [4096, 4] and `lora_B` is [4, 4096].
+    Example: r is 4, `lora_A` is [4096, 4] and `lora_B` is [4, 4096].
 
-    ## What to do
-    Convert the adapter again; PEFT wants `lora_A` as (r, in) and `lora_B` as (out, r).
+    What to do: Convert the adapter again; PEFT wants `lora_A` as (r, in) and `lora_B` as (out, r).
     """
     for layer in subject.layers:
         rank = swapped_rank(subject.config, layer)
@@ -160,19 +143,15 @@ def swapped_rank(config: AdapterConfig, layer: LoraLayer) -> int | None:
 def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     """Tensors without values, saved under DeepSpeed ZeRO-3.
 
-    ## What it does
-    Looks for tensors with a size of 0 in their shape.
+    What it does: Looks for tensors with a size of 0 in their shape.
 
-    ## Why it matters
-    Under ZeRO-3 each process holds a part of every parameter, and a model that is saved without gathering them gets
-    empty ones. The trained values are not in this file; loading fails, or, with `ignore_mismatched_sizes`, merges
-    random numbers.
+    Why it matters: Under ZeRO-3 each process holds a part of every parameter, and a model that is saved without
+    gathering them gets empty ones. The trained values are not in this file; loading fails, or, with
+    `ignore_mismatched_sizes`, merges random numbers.
 
-    ## Example
-    `…q_proj.lora_A.weight` has shape [0].
+    Example: `…q_proj.lora_A.weight` has shape [0].
 
-    ## What to do
-    Take the values from the training checkpoint (`global_stepN/`), or save again with
+    What to do: Take the values from the training checkpoint (`global_stepN/`), or save again with
     `"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed config.
 
     (transformers before 5.0 wrote such files for adapters: huggingface/transformers#41416.)
@@ -208,18 +187,14 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
 def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA tensors of a type that is no float.
 
-    ## What it does
-    Checks that LoRA tensors, and the weights of modules that are saved whole, are F32, BF16, F16 or F64.
+    What it does: Checks that LoRA tensors, and the weights of modules that are saved whole, are F32, BF16, F16 or F64.
 
-    ## Why it matters
-    Integers are quantised weights or a broken save. PEFT casts them to floats without a word: the scale that they
-    were quantised with is not applied, and the delta is nonsense.
+    Why it matters: Integers are quantised weights or a broken save. PEFT casts them to floats without a word: the scale
+    that they were quantised with is not applied, and the delta is nonsense.
 
-    ## Example
-    `…lora_A.weight` is I8.
+    Example: `…lora_A.weight` is I8.
 
-    ## What to do
-    Save the adapter in its training type: float32 or bfloat16.
+    What to do: Save the adapter in its training type: float32 or bfloat16.
     """
     lora = (tensor for layer in subject.layers for tensor in layer.parts.values())
     plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf == "weight")
@@ -232,18 +207,14 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
 def flags_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """`use_dora` or `lora_bias` contradict the tensors.
 
-    ## What it does
-    Compares `use_dora` with the `lora_magnitude_vector` tensors, and `lora_bias` with the biases of `lora_B`.
+    What it does: Compares `use_dora` with the `lora_magnitude_vector`s, and `lora_bias` with the biases of `lora_B`.
 
-    ## Why it matters
-    Tensors without their flag are dropped without a word, a flag without its tensors fills in initial values: the
-    model computes something that was never trained.
+    Why it matters: Tensors without their flag are dropped without a word, a flag without its tensors fills in initial
+    values: the model computes something that was never trained.
 
-    ## Example
-    The file has a `lora_magnitude_vector` for each module, and `"use_dora": false`.
+    Example: The file has a `lora_magnitude_vector` for each module, and `"use_dora": false`.
 
-    ## What to do
-    Set the flag in `adapter_config.json` to what was trained; the tensors tell.
+    What to do: Set the flag in `adapter_config.json` to what was trained; the tensors tell.
     """
     config = subject.config
     for layer in subject.layers:

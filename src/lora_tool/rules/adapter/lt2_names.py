@@ -22,19 +22,14 @@ _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_
 def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     """A name that does not begin as PEFT's do.
 
-    ## What it does
-    Checks that each tensor is called `base_model.model.<module>…`, without the prefixes of torch.compile, FSDP and
-    DistributedDataParallel, and that the file holds one adapter only.
+    What it does: Checks that each tensor is called `base_model.model.<module>…`, without the prefixes of torch.compile,
+    FSDP and DistributedDataParallel, and that the file holds one adapter only.
 
-    ## Why it matters
-    PEFT looks for its own names and passes over all others: the adapter loads, with a warning at most, and does
-    nothing.
+    Why it matters: PEFT passes over all names but its own: the adapter loads, with a warning at most, and does nothing.
 
-    ## Example
-    `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
+    Example: `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
 
-    ## What to do
-    Unwrap the model before saving (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
+    What to do: Save the unwrapped model (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
     """
     if subject.config.peft_type not in (None, "LORA"):
         return  # LT217 says so; a prompt's embeddings belong to no module
@@ -61,20 +56,16 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
 def bloat(subject: AdapterSubject) -> Iterator[Fault]:
     """Copies that nobody needs.
 
-    ## What it does
-    Looks for `modules_to_save.` and `original_module.` copies beside the tensor itself, and for frozen base weights
-    (`base_layer.weight`) that are no embedding.
+    What it does: Looks for `modules_to_save.` and `original_module.` copies beside the tensor itself, and for frozen
+    base weights (`base_layer.weight`) that are no embedding.
 
-    ## Why it matters
-    The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary with
-    `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings and
-    output layers under LoRA: that is noted only. Two copies with different values are an error: only one was trained.
+    Why it matters: The adapter is larger than it need be, by whole matrices. PEFT itself saves a resized vocabulary
+    with `modules_to_save` three times over, the biases of a head with `bias="all"`, and the base's matrix of embeddings
+    and output layers under LoRA: that is noted only. Two copies with different values are an error.
 
-    ## Example
-    `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
+    Example: `lm_head.weight`, `lm_head.modules_to_save.weight` and `lm_head.original_module.weight`, 1 GiB each.
 
-    ## What to do
-    Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
+    What to do: Remove the copies, or save again with `save_embedding_layers=False`; a merged model does not have them.
     """
     plain = _plain(subject)
     embeddings = {layer.target for layer in subject.layers if layer.embedding}
@@ -106,24 +97,19 @@ def _plain(subject: AdapterSubject) -> frozenset[str]:
 
 
 @rule("LT222", Severity.WARNING, on=AdapterSubject)
-def trained_beside(subject: AdapterSubject) -> Iterator[Fault]:
+def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained weights beside the adapter that PEFT does not read.
 
-    ## What it does
-    Looks in the adapter's folder for the files in which trainers keep what they trained besides LoRA: LLaVA's
-    `non_lora_trainables.bin`, the `value_head` of LLaMA-Factory, the `vit` of ms-swift, the value head that TRL calls
-    `pytorch_model.bin`.
+    What it does: Looks in the adapter's folder for what trainers save besides LoRA: LLaVA's `non_lora_trainables.bin`,
+    the `value_head` of LLaMA-Factory, the `vit` of ms-swift, the value head that TRL calls `pytorch_model.bin`.
 
-    ## Why it matters
-    They belong to the trained model. PEFT, vLLM and a merge take the adapter without them: a projector is then the
-    base's, and a value head is gone.
+    Why it matters: They belong to the trained model. PEFT, vLLM and a merge take the adapter without them: a projector
+    is then the base's, and a value head is gone.
 
-    ## Example
-    `non_lora_trainables.bin` beside `adapter_model.safetensors`.
+    Example: `non_lora_trainables.bin` beside `adapter_model.safetensors`.
 
-    ## What to do
-    Merge with the program that trained it, or put these weights into the base first. Leave a value head of PPO behind
-    if only the policy is wanted.
+    What to do: Merge with the program that trained it, or put these weights into the base first. Leave a value head of
+    PPO behind if only the policy is wanted.
     """
     for name in subject.checkpoint.folder.trained_beside:
         message = "holds trained weights that are not part of the adapter: PEFT does not read it"

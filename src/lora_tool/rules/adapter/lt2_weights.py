@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.shared.heads import head_weight, saved_heads
-from lora_tool.rules.shared.hints import an_earlier_checkpoint
 
 _ENOUGH = 8
 """A tensor of fewer values may have equal ones by chance."""
@@ -22,20 +21,16 @@ _ABSURD = 65536.0
 def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter is as untrained: every lora_B is zero.
 
-    ## What it does
-    Reads each layer's `lora_B` (of an embedding: its `lora_embedding_A`), which is zero before training. All of them
-    being zero is an error, single ones are noted.
+    What it does: Reads each layer's `lora_B` (of an embedding: its `lora_embedding_A`), which is zero before training.
+    All of them being zero is an error, single ones are noted.
 
-    ## Why it matters
-    With B = 0 the adapter changes nothing, and the merged model is the base. The run did not train: a learning rate
-    of 0, frozen parameters, gradients that were all zero, or a save before the first step. A single zero B is a
-    module that got no gradient, such as an expert that no token reached.
+    Why it matters: With B = 0 the adapter changes nothing, and the merged model is the base. The run did not train: a
+    learning rate of 0, frozen parameters, gradients that were all zero, or a save before the first step. A single zero
+    B is a module that got no gradient, such as an expert that no token reached.
 
-    ## Example
-    A GRPO run whose rewards were all equal ends with loss 0 and this adapter.
+    Example: A GRPO run whose rewards were all equal ends with loss 0 and this adapter.
 
-    ## What to do
-    Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
+    What to do: Look at `grad_norm` and `loss` in `trainer_state.json`, and train again.
     """
     factors = [layer.zero_initialised for layer in subject.layers]
     read = [tensor for tensor in factors if tensor is not None and tensor.dtype.is_float and tensor.spec.numel]
@@ -52,18 +47,14 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
 def not_finite(subject: Subject) -> Iterator[Fault]:
     """NaN or infinity in the weights.
 
-    ## What it does
-    Reads every value of the F16, BF16, F32 and F64 tensors.
+    What it does: Reads every value of the F16, BF16, F32 and F64 tensors.
 
-    ## Why it matters
-    NaN spreads to every output; or, worse, it does not: under SDPA one NaN in a `q_proj` gave a finite, wrong score.
-    PEFT and transformers load and merge it without a word.
+    Why it matters: NaN spreads to every output; or, worse, it does not: under SDPA one NaN in a `q_proj` gave a finite,
+    wrong score. PEFT and transformers load and merge it without a word.
 
-    ## Example
-    A reward model trained in fp16 overflowed; the log shows loss 0.0, because NaN is filtered there.
+    Example: A reward model trained in fp16 overflowed; the log shows loss 0.0, because NaN is filtered there.
 
-    ## What to do
-    Use an earlier checkpoint; train in bf16, or with gradient clipping and a smaller learning rate.
+    What to do: Use an earlier checkpoint; train in bf16, or with gradient clipping and a smaller learning rate.
     """
     for tensor in subject.tensors.values():
         found = subject.scan(tensor)
@@ -79,18 +70,15 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
 def constant(subject: AdapterSubject) -> Iterator[Fault]:
     """A factor whose values are all the same.
 
-    ## What it does
-    Reads each `lora_A` and `lora_B` and looks for those with one value throughout. A `lora_B` of zeros is LT208's.
+    What it does: Looks for each `lora_A` and `lora_B` with one value throughout. A `lora_B` of zeros is LT208's.
 
-    ## Why it matters
-    No training ends so: the values were lost and filled in, as by a broken conversion, a placeholder, or memory that
-    was never written. An A of zeros makes its module do nothing; any other constant adds the same to every output.
+    Why it matters: No training ends so: the values were lost and filled in, as by a broken conversion, a placeholder,
+    or memory that was never written. An A of zeros makes its module do nothing; another constant adds the same to each
+    output.
 
-    ## Example
-    Every value of `…q_proj.lora_A.weight` is 0.
+    Example: Every value of `…q_proj.lora_A.weight` is 0.
 
-    ## What to do
-    Save the adapter again from the training state, or use another checkpoint.
+    What to do: Save the adapter again from the training state, or use another checkpoint.
     """
     for layer in subject.layers:
         for tensor in layer.factors:
@@ -107,20 +95,16 @@ def constant(subject: AdapterSubject) -> Iterator[Fault]:
 def absurd(subject: AdapterSubject) -> Iterator[Fault]:
     """Values far beyond what training gives.
 
-    ## What it does
-    Looks for values of 512 or more in factors and saved modules; trained ones stay below about 1. From 65,536 on,
-    where float16 ends, it is an error.
+    What it does: Looks for values of 512 or more in factors and saved modules; trained ones stay below about 1. From
+    65,536 on, where float16 ends, it is an error.
 
-    ## Why it matters
-    Larger by thousands are a run that diverged, bytes read in the wrong type or order, or a damaged file: the model
-    answers with nonsense, or with NaN where 16 bits overflow.
+    Why it matters: Larger by thousands are a run that diverged, bytes read in the wrong type or order, or a damaged
+    file: the model answers with nonsense, or with NaN where 16 bits overflow.
 
-    ## Example
-    `lora_B` holds 3.4e+38 after an optimizer step with a gradient that overflowed; or one bit of it was flipped.
+    Example: `lora_B` holds 3.4e+38 after a step whose gradient overflowed; or one bit of it was flipped.
 
-    ## What to do
-    Use an earlier checkpoint; look at `grad_norm` and `loss` in `trainer_state.json` before this one. Copy the file
-    again if the values were good where it was made.
+    What to do: Use an earlier checkpoint; look at `grad_norm` and `loss` in `trainer_state.json` before this one. Copy
+    the file again if the values were good where it was made.
     """
     factors = [tensor for layer in subject.layers for tensor in layer.parts.values()]
     plain = [item.tensor for item in subject.view.parts(Part.PLAIN)]
@@ -135,18 +119,14 @@ def absurd(subject: AdapterSubject) -> Iterator[Fault]:
 def zero_head(subject: Subject) -> Iterator[Fault]:
     """A head that is all zero.
 
-    ## What it does
-    Reads `score.weight` or `classifier.weight`, of an adapter or a model.
+    What it does: Reads `score.weight` or `classifier.weight`, of an adapter or a model.
 
-    ## Why it matters
-    A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails: it loads, merges and
-    is served. The trained head was not saved, was read before it was gathered from its ranks, or got no gradient.
+    Why it matters: A head of zeros gives every text the score 0, so every comparison is a tie, and nothing fails. The
+    trained head was not saved, was read before it was gathered from its ranks, or got no gradient.
 
-    ## Example
-    Every value of `base_model.model.score.weight` is 0, beside trained factors.
+    Example: Every value of `base_model.model.score.weight` is 0, beside trained factors.
 
-    ## What to do
-    Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
+    What to do: Look for the head in the training checkpoint (`lora-tool consolidate`), or take another checkpoint.
     """
     tensors = saved_heads(subject) if isinstance(subject, AdapterSubject) else subject.tensors
     head = head_weight(tensors)

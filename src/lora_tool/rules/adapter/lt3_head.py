@@ -37,23 +37,19 @@ _IMAGE_OR_TEXT = 'right for an image classifier; a text classifier needs "task_t
 def head_missing(subject: AdapterSubject) -> Iterator[Fault]:
     """The trained head is not in the adapter.
 
-    ## What it does
-    Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, that were trained on a classifier's class
-    without any task type, or that are said to be reward models (`--rm`). PEFT lists both `classifier` and `score` in
-    `modules_to_save`; one of them has to be there.
+    What it does: Looks for the head of adapters whose `task_type` is SEQ_CLS or TOKEN_CLS, that were trained on a
+    classifier's class without any task type, or that are said to be reward models (`--rm`). PEFT lists both
+    `classifier` and `score` in `modules_to_save`; one of them has to be there.
 
-    ## Why it matters
-    A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools put a random head
-    there, another one on every load.
+    Why it matters: A reward model without its head has no rewards: PEFT fails with a bare KeyError, and other tools put
+    a random head there, another one on every load.
 
-    ## Example
-    A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
+    Example: A SEQ_CLS adapter with 224 LoRA tensors and no `base_model.model.score.weight`.
 
-    ## What to do
-    Look for `score.weight` in the training checkpoint (`global_stepN/`), or train again with `task_type="SEQ_CLS"`.
+    What to do: Look for `score.weight` in the training checkpoint, or train again with `task_type="SEQ_CLS"`.
 
-    If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type`
-    is not set and the base is not known: PEFT then takes the head that the base has.
+    If the base is itself a trained reward model, its head is used, and this is a warning. So it is where `task_type` is
+    not set and the base is not known: PEFT then takes the head that the base has.
     """
     config = subject.config
     unsaid = config.task_type is None and not subject.is_reward() and _classifies(subject, CLASSIFYING)
@@ -99,19 +95,15 @@ def _classifies(subject: AdapterSubject, endings: tuple[str, ...]) -> bool:
 def head_base_lost(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a head whose frozen weight was never saved.
 
-    ## What it does
-    Looks for LoRA on `score` or `classifier` where neither the adapter nor the base has the head's own weight.
+    What it does: Looks for LoRA on `score` or `classifier` where neither adapter nor base has the head's own weight.
 
-    ## Why it matters
-    The head of a fresh reward model is random. LoRA on it trains a difference to these random numbers, and they were
-    not saved: the rewards cannot be computed any more. `target_modules="all-linear"` does this in some trainers.
+    Why it matters: The head of a fresh reward model is random. LoRA on it trains a difference to these random numbers,
+    and they were not saved: the rewards are lost. `target_modules="all-linear"` does this in some trainers.
 
-    ## Example
-    `score.lora_A` and `score.lora_B` are there, and the base is a causal LM.
+    Example: `score.lora_A` and `score.lora_B` are there, and the base is a causal LM.
 
-    ## What to do
-    Look for the frozen `score.weight` in the training checkpoint (`global_stepN/`); next time, keep the head out of
-    `target_modules` and let `task_type="SEQ_CLS"` save it.
+    What to do: Look for the frozen `score.weight` in the training checkpoint (`global_stepN/`); next time, keep the
+    head out of `target_modules` and let `task_type="SEQ_CLS"` save it.
     """
     for module, lora_b in _lost_heads(subject).items():
         if subject.base is None:
@@ -135,21 +127,17 @@ def _lost_heads(subject: AdapterSubject) -> dict[str, StoredTensor]:
 def labels_disagree(subject: Subject) -> Iterator[Fault]:
     """The head has another number of rows than there are labels.
 
-    ## What it does
-    Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's also with the labels of a
-    base that is a classifier. LT308 compares a model's head with its own config.
+    What it does: Compares the rows of the head with `--num-labels` (`--rm` means one), and an adapter's also with the
+    labels of a base that is a classifier. LT308 compares a model's head with its own config.
 
-    ## Why it matters
-    Loading fails with a size mismatch; and a reward model with two rows gives two numbers, of which tools take the
-    first. transformers assumes two labels where the config does not tell.
+    Why it matters: Loading fails with a size mismatch; and a reward model with two rows gives two numbers, of which
+    tools take the first. transformers assumes two labels where the config does not tell.
 
-    ## Example
-    `score.weight` is [2, 4096], and the model is to be a reward model.
+    Example: `score.weight` is [2, 4096], and the model is to be a reward model.
 
-    ## What to do
-    Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
+    What to do: Give the number of labels that was trained (`--num-labels N`), or correct `id2label` in `config.json`.
 
-    A head that the adapter carries whole takes the place of the base's: against another number there, this is a warning.
+    A head that the adapter carries whole replaces the base's: against another number there, this is a warning.
     """
     if isinstance(subject, AdapterSubject):
         weight = head_weight(saved_heads(subject)) or lora_head_rows(subject)
@@ -178,20 +166,15 @@ def labels_disagree(subject: Subject) -> Iterator[Fault]:
 def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
     """The task type contradicts the head.
 
-    ## What it does
-    Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or none, for `--rm`
-    or another task than the adapter's, and for a causal LM's adapter beside a base that is a classifier.
+    What it does: Looks for a head (`score`, `classifier`, `v_head`) in adapters whose `task_type` is CAUSAL_LM or none,
+    for `--rm` or another task than the adapter's, and for a causal LM's adapter beside a base that is a classifier.
 
-    ## Why it matters
-    PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter loses its head without a
-    word, and answers with text logits instead of rewards.
+    Why it matters: PEFT builds the model that `task_type` names. Loaded as a causal LM, a reward adapter loses its head
+    without a word, and answers with text logits instead of rewards.
 
-    ## Example
-    `"task_type": "CAUSAL_LM"`, and `base_model.model.score.weight` is in the file.
+    Example: `"task_type": "CAUSAL_LM"`, and `base_model.model.score.weight` is in the file.
 
-    ## What to do
-    Set `"task_type": "SEQ_CLS"` in `adapter_config.json` if this is a reward model or classifier; else leave `--rm`
-    out.
+    What to do: Set `"task_type": "SEQ_CLS"` if this is a reward model or classifier; else leave `--rm` out.
 
     An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
     task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.

@@ -100,17 +100,14 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
 
-    ## What it does
-    Looks for each adapted module among the base's tensors; a classifier has no output layer of a language model.
+    What it does: Looks for each adapted module among the base's tensors; a classifier has no output layer of a language
+    model.
 
-    ## Why it matters
-    PEFT drops what it finds no module for: with a warning at most, part of the adapter, or all of it, does nothing.
+    Why it matters: PEFT drops what it finds no module for: with a warning at most, the adapter does nothing there.
 
-    ## Example
-    LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
+    Example: LoRA on `model.layers.0.self_attn.qkv_proj`, and the base has `q_proj`, `k_proj` and `v_proj`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
     held = _held_indices(match)
@@ -133,18 +130,14 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
 def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that are not the base's.
 
-    ## What it does
-    Compares lora_B·lora_A and the rows of trained tokens with the base's weight, also where that is a stack of experts,
-    and the width of a new head with the base's hidden states.
+    What it does: Compares lora_B·lora_A and the rows of trained tokens with the base's weight, also where that is a
+    stack of experts, and the width of a new head with the base's hidden states.
 
-    ## Why it matters
-    The adapter was trained on another model: loading fails with a size mismatch.
+    Why it matters: The adapter was trained on another model: loading fails with a size mismatch.
 
-    ## Example
-    lora_B·lora_A is [4096, 4096], and the base's `q_proj.weight` is [3584, 3584].
+    Example: lora_B·lora_A is [4096, 4096], and the base's `q_proj.weight` is [3584, 3584].
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
     yield from _heads_of_other_width(subject, match)
@@ -244,22 +237,25 @@ def whole_tensors(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, 
             yield item.tensor, module, leaf
 
 
+def whole_ends(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str]]:
+    """Yield the matrices of embeddings and output layers among them, with their module paths."""
+    for tensor, module, leaf in whole_tensors(subject):
+        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX:
+            yield tensor, module
+
+
 @rule("LT503", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A layer that the base does not reach.
 
-    ## What it does
-    Compares the layer numbers of the adapter with those of the base.
+    What it does: Compares the layer numbers of the adapter with those of the base.
 
-    ## Why it matters
-    The adapter is for a deeper model of the family. PEFT drops the layers that are too many, and applies the others
-    to a model that they were not trained on.
+    Why it matters: The adapter is for a deeper model of the family. PEFT drops the layers that are too many, and
+    applies the others to a model that they were not trained on.
 
-    ## Example
-    The adapter has layers 0 to 39, the base 0 to 31.
+    Example: The adapter has layers 0 to 39, the base 0 to 31.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
     held = _held_indices(match)
@@ -273,18 +269,13 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
-    ## What it does
-    Applies `target_modules` and `target_parameters` to the base, as PEFT does, and looks for those without tensors.
+    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for those without tensors.
 
-    ## Why it matters
-    Tensors were lost. PEFT puts LoRA there all the same, with B = 0, and says so in a warning only: these layers
-    are the base's.
+    Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0 and only a warning.
 
-    ## Example
-    `q_proj` has LoRA in layers 0 to 30 of 32.
+    Example: `q_proj` has LoRA in layers 0 to 30 of 32.
 
-    ## What to do
-    Save the adapter again from the training state, or take an earlier checkpoint.
+    What to do: Save the adapter again from the training state, or take an earlier checkpoint.
     """
     match, config = subject.matched, subject.config
     yield from _parameters_not_trained(subject, match)
@@ -325,19 +316,15 @@ def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
 def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A saved tensor that the base has no place for.
 
-    ## What it does
-    Looks for each whole tensor of the adapter among the base's, and compares the shapes, of a head those before its last
-    layer. Heads may be new, tied output layers absent, and a classifier has no output layer; LT504 looks at vocabularies.
+    What it does: Looks for each whole tensor of the adapter among the base's, and compares the shapes, of a head those
+    before its last layer. Heads may be new, tied output layers absent, and a classifier has no output layer; LT504
+    looks at vocabularies.
 
-    ## Why it matters
-    PEFT drops a tensor that has no place without a word, and what was trained there is lost. One of another shape
-    makes loading fail.
+    Why it matters: PEFT drops a tensor that has no place without a word, and one of another shape does not load.
 
-    ## Example
-    `model.norm_extra.weight` is in the adapter, the base has no such tensor.
+    Example: `model.norm_extra.weight` is in the adapter, the base has no such tensor.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
     for tensor, module, leaf in whole_tensors(subject):

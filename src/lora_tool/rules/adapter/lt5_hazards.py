@@ -25,20 +25,16 @@ _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 def other_base(subject: AdapterSubject) -> Iterator[Fault]:
     """Another base than the one that was trained on.
 
-    ## What it does
-    Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`: names, types,
-    shapes and samples of all weights.
+    What it does: Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`:
+    names, types, shapes and samples of all weights.
 
-    ## Why it matters
-    Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without a word, and
-    what comes out is garbage that looks fluent.
+    Why it matters: Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without
+    a word, and what comes out is garbage that looks fluent.
 
-    ## Example
-    The adapter was trained on `Qwen2.5-7B-Instruct` and `--base` is `Qwen2.5-7B`.
+    Example: The adapter was trained on `Qwen2.5-7B-Instruct` and `--base` is `Qwen2.5-7B`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`. The same model converted to another type is another
-    one to this rule: `--ignore LT507`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`. The same model converted to another type
+    is another one to this rule: `--ignore LT507`.
     """
     path = _record_of(subject)
     if path is None:
@@ -128,18 +124,14 @@ def _named(record: TrainingRecord) -> str:
 def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on one end of tied embeddings.
 
-    ## What it does
-    Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both.
+    What it does: Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both.
 
-    ## Why it matters
-    Unmerged, the adapter works. PEFT's merge changes the shared matrix, and with it the end that was not trained;
-    `lora-tool merge` refuses.
+    Why it matters: Unmerged, the adapter works. PEFT's merge changes the shared matrix, and with it the end that was
+    not trained; `lora-tool merge` refuses.
 
-    ## Example
-    `target_modules` names `lm_head`, and the base's config has `"tie_word_embeddings": true`.
+    Example: `target_modules` names `lm_head`, and the base's config has `"tie_word_embeddings": true`.
 
-    ## What to do
-    Serve it unmerged; next time train on a base that was saved with `tie_word_embeddings=False`.
+    What to do: Serve it unmerged; next time train on a base that was saved with `tie_word_embeddings=False`.
     """
     match = subject.match
     if not isinstance(match, BaseMatch) or subject.is_reward() or not _is_tied(match):
@@ -165,18 +157,14 @@ def _is_tied(match: BaseMatch) -> bool:
 def token_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     """A trained token that the base does not have.
 
-    ## What it does
-    Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's, where it
-    carries one, else the base's.
+    What it does: Compares `trainable_token_indices` with the rows of the embedding that they belong to: the adapter's,
+    where it carries one, else the base's.
 
-    ## Why it matters
-    The tokens were added before training, and the base is without them. PEFT fails with an index out of range.
+    Why it matters: The tokens were added before training, and the base lacks them. PEFT fails: index out of range.
 
-    ## Example
-    Token 151,670 was trained, and the base's embedding has 151,666 rows.
+    Example: Token 151,670 was trained, and the base's embedding has 151,666 rows.
 
-    ## What to do
-    Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, then `model.save_pretrained(NEW)`.
+    What to do: Give the base with the added tokens: `model.resize_token_embeddings(ROWS)`, saved anew.
     """
     match = subject.match
     if not isinstance(match, BaseMatch):
@@ -197,19 +185,15 @@ _DENSE = re.compile(r"(?P<block>.+\.\d+\.[^.]+)\.(?P<leaf>gate_proj|up_proj|down
 def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on a dense layer where the base has experts.
 
-    ## What it does
-    Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers that have nothing but a
-    mixture of experts in the base.
+    What it does: Looks for LoRA on the projections of a feed-forward block, such as `mlp.up_proj`, in layers that have
+    nothing but a mixture of experts in the base.
 
-    ## Why it matters
-    The adapter was trained on the dense model of the family. PEFT drops these layers with a warning, and applies the
-    others, such as attention, to a model that they were not trained on.
+    Why it matters: The adapter was trained on the dense model of the family. PEFT drops these layers with a warning,
+    and applies the others, such as attention, to a model that they were not trained on.
 
-    ## Example
-    LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
+    Example: LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.layers.0.block_sparse_moe.experts.0.w1`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     if subject.base is None or subject.base.config is None:
         return
@@ -236,17 +220,14 @@ _LAYER = re.compile(r".+?\.\d+(?=\.)")
 def merged_before(subject: AdapterSubject) -> Iterator[Fault]:
     """The base holds the adapter already.
 
-    ## What it does
-    Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is itself a merged model.
+    What it does: Looks for the adapter's fingerprint in the manifest (`lora_tool.json`) of a base that is merged
+    itself.
 
-    ## Why it matters
-    Merged again, or put onto that model unmerged, the adapter counts twice: the output drifts, and nothing fails.
+    Why it matters: Merged again, or put onto that model unmerged, the adapter counts twice, and nothing fails.
 
-    ## Example
-    `--base merged-model`, which was made from this very adapter.
+    Example: `--base merged-model`, which was made from this very adapter.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`. The merged model needs no adapter.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`. The merged model needs no adapter.
     """
     manifest = subject.base.manifest if subject.base is not None else None
     if subject.base is None or manifest is None or not manifest.merged_adapters:

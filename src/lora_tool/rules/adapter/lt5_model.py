@@ -13,7 +13,7 @@ from lora_tool.display import counted
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
 from lora_tool.report import Severity
-from lora_tool.rules.adapter.lt5_base import whole_tensors
+from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.heads import (
@@ -38,22 +38,18 @@ def _by_base_names(match: BaseMatch, whole: Mapping[str, StoredTensor]) -> dict[
 def vocabulary_differs(subject: AdapterSubject) -> Iterator[Fault]:
     """Another vocabulary than the base's.
 
-    ## What it does
-    Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
+    What it does: Compares the rows of embeddings and output layers that the adapter carries or adapts with the base's.
 
-    ## Why it matters
-    Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are resized
-    first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output layer of
-    the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model would
-    not fit each other. It is an error where the whole ends in the adapter differ in their rows, where there are new rows
-    for one end of the base and not for another, which were random then, and for LoRA on more or fewer rows than the base
-    has where the adapter does not carry the matrix that it was trained on.
+    Why it matters: Tokens were added before training. PEFT fails with a size mismatch unless the base's embeddings are
+    resized first, and the tokenizer has to be the adapter's. Where tokens were added and every embedding and output
+    layer of the base is in the adapter with the same new rows, this is noted only; otherwise the two ends of the model
+    would not fit each other. It is an error where the whole ends in the adapter differ in their rows, where there are
+    new rows for one end of the base and not for another, which were random then, and for LoRA on more or fewer rows
+    than the base has where the adapter does not carry the matrix that it was trained on.
 
-    ## Example
-    `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
+    Example: `embed_tokens.weight` has 151,668 rows in the adapter and 151,666 in the base.
 
-    ## What to do
-    Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the tokenizer of the adapter.
+    What to do: Resize the base before loading: `model.resize_token_embeddings(ROWS)`, and use the adapter's tokenizer.
     """
     match = subject.matched
     severity = Severity.INFO if _is_extended(subject) else None
@@ -90,19 +86,14 @@ def _left_as_it_was(subject: AdapterSubject, match: BaseMatch, vocabulary: Vocab
 def _rows_of_ends(subject: AdapterSubject, match: BaseMatch) -> set[int]:
     """Return the numbers of rows that the whole ends in the adapter have for the base's one vocabulary."""
     size = match.base.config.vocab_size if match.base.config else None
-    ends = (item for item in whole_tensors(subject) if item[2] == "weight" and is_end(item[1]))
-    held = ((tensor, match.tensor(module)) for tensor, module, _ in ends if len(tensor.shape) == MATRIX)
+    held = ((tensor, match.tensor(module)) for tensor, module in whole_ends(subject))
     return {tensor.shape[0] for tensor, base in held if base is None or base.shape == (size, *tensor.shape[1:])}
 
 
 def _is_extended(subject: AdapterSubject) -> bool:
     """Whether tokens were added: all ends of the base are in the adapter, whole, with the same larger number of rows."""
     match = subject.matched
-    whole = {
-        match.name(module): tensor.shape[0]
-        for tensor, module, leaf in whole_tensors(subject)
-        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX
-    }
+    whole = {match.name(module): tensor.shape[0] for tensor, module in whole_ends(subject)}
     held = {
         name.removesuffix(".weight"): tensor.shape[0]
         for name, tensor in match.base.tensors.items()
@@ -114,9 +105,8 @@ def _is_extended(subject: AdapterSubject) -> bool:
 
 
 def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, int]]:
-    for tensor, module, leaf in whole_tensors(subject):
-        if leaf == "weight" and is_end(module) and len(tensor.shape) == MATRIX:
-            yield tensor, module, tensor.shape[0]
+    for tensor, module in whole_ends(subject):
+        yield tensor, module, tensor.shape[0]
     for layer in subject.layers:
         pair = layer.pair
         if pair is not None and is_end(layer.target) and layer.rank is not None:
@@ -127,19 +117,17 @@ def _vocabularies(subject: AdapterSubject) -> Iterator[tuple[StoredTensor, str, 
 def head_of_another_class(subject: AdapterSubject) -> Iterator[Fault]:
     """The head is not that of the model's class.
 
-    ## What it does
-    Compares the head of a classifier's adapter with the one that the base's architecture has: its name, the number of
-    labels in all of its tensors, also those of the base, and the number that was asked for.
+    What it does: Compares the head of a classifier's adapter with the one that the base's architecture has: its name,
+    the number of labels in all of its tensors, also those of the base, and the number that was asked for.
 
-    ## Why it matters
-    PEFT drops a head under another name without a word, and transformers puts a random one in its place, another one on
-    every load. A weight and a bias of different lengths cannot be loaded.
+    Why it matters: PEFT drops a head under another name without a word, and transformers puts a random one in its
+    place, another one on every load. A weight and a bias of different lengths cannot be loaded.
 
-    ## Example
-    `classifier.weight` is in the adapter, and the head of a `Qwen2ForSequenceClassification` is called `score`.
+    Example: `classifier.weight` is in the adapter, and the head of a `Qwen2ForSequenceClassification` is called
+    `score`.
 
-    ## What to do
-    Give the model that the adapter was trained on: `--base MODEL`; or rename the head's tensors to what its class has.
+    What to do: Give the model that the adapter was trained on: `--base MODEL`; or rename the head's tensors to what its
+    class has.
     """
     match = subject.matched
     whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
@@ -212,21 +200,19 @@ def _labels(
 def two_values_for_one(subject: AdapterSubject) -> Iterator[Fault]:
     """Two values for tensors that the base ties.
 
-    ## What it does
-    Compares what the adapter holds for two tensors that are one in the base: both ends of tied embeddings, whole or by
-    trained tokens, and whatever else the model's class ties. An end that was trained as a module of its own
-    (`modules_to_save` without `ensure_weight_tying`) stays apart, and so do both ends under `--untie`.
+    What it does: Compares what the adapter holds for two tensors that are one in the base: both ends of tied
+    embeddings, whole or by trained tokens, and whatever else the model's class ties. An end that was trained as a
+    module of its own (`modules_to_save` without `ensure_weight_tying`) stays apart, and so do both ends under
+    `--untie`.
 
-    ## Why it matters
-    The adapter was trained on a base whose two ends were apart. PEFT loads both into the one matrix, the later over the
-    earlier, and half of what was trained is lost.
+    Why it matters: The adapter was trained on a base whose two ends were apart. PEFT loads both into the one matrix,
+    the later over the earlier, and half of what was trained is lost.
 
-    ## Example
-    `embed_tokens.weight` and `lm_head.weight` are in the adapter with different values, and the base has
+    Example: `embed_tokens.weight` and `lm_head.weight` are in the adapter with different values, and the base has
     `"tie_word_embeddings": true`.
 
-    ## What to do
-    Give the base that it was trained on, saved with `tie_word_embeddings=False`, or write two matrices: `--untie`.
+    What to do: Give the base that it was trained on, saved with `tie_word_embeddings=False`, or write two matrices:
+    `--untie`.
     """
     match = subject.matched
     saved, frozen = (_by_base_names(match, whole) for whole in (subject.view.saved, subject.view.frozen))
@@ -300,18 +286,17 @@ def _unless_same(match: BaseMatch, one: StoredTensor, other: StoredTensor) -> It
 def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     """The base lacks tensors that the model's class has.
 
-    ## What it does
-    Looks for each parameter of the class in the base and among the whole tensors of the adapter: by the table of plainly
-    stored models, and in a merge by what transformers says of the class. LT301 and LT513 look at heads.
+    What it does: Looks for each parameter of the class in the base and among the whole tensors of the adapter: by the
+    table of plainly stored models, and in a merge by what transformers says of the class. LT301 and LT513 look at
+    heads.
 
-    ## Why it matters
-    transformers fills what is missing with random values, others on every load, and says so in a log line at most.
+    Why it matters: transformers fills what is missing with random values, others on every load, and says so in a log
+    line at most.
 
-    ## Example
-    `lm_head.weight` is neither in the base, which was saved without its head, nor in the adapter.
+    Example: `lm_head.weight` is neither in the base, which was saved without its head, nor in the adapter.
 
-    ## What to do
-    Give the whole model that the adapter was trained on: `--base MODEL`; a head may be in the training checkpoint.
+    What to do: Give the whole model that the adapter was trained on: `--base MODEL`; a head may be in the training
+    checkpoint.
     """
     match = subject.matched
     class_name, lacking = _lacking_in_memory(subject, match) if match.facts else _lacking_on_disk(subject, match)

@@ -26,19 +26,15 @@ class SeveralAdapters(Subject):
 def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
     """Adapters that cannot be merged together.
 
-    ## What it does
-    Compares adapters that are to be merged into one model, two by two: their tasks, by `task_type`, by the class that
-    was trained or by a head, their weights, and what each does to the modules that both touch.
+    What it does: Compares adapters that are to be merged into one model, two by two: their tasks, by `task_type`, by
+    the class that was trained or by a head, their weights, and what each does to the modules that both touch.
 
-    ## Why it matters
-    Deltas of LoRA add up. A module that both saved whole, DoRA's magnitude, trained tokens and a head do not: one of the
-    two would be lost, or the result would depend on their order. The same adapter twice counts double.
+    Why it matters: Deltas of LoRA add up. A module that both saved whole, DoRA's magnitude, trained tokens and a head
+    do not: one of the two would be lost, or their order would matter. The same adapter twice counts double.
 
-    ## Example
-    Both adapters saved `lm_head` whole, with different values.
+    Example: Both adapters saved `lm_head` whole, with different values.
 
-    ## What to do
-    Merge one of them, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each adapter once.
+    What to do: Merge one, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each once.
     """
     for one, other in combinations(subject.views, 2):
         path, second = str(one.adapter.root), str(other.adapter.root)

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any, TypeVar
 
 from lora_tool.errors import UnknownRule
@@ -15,8 +16,9 @@ from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.subjects import Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
-"""The headings of every rule's page, in order."""
+"""What the sections of every rule's page begin with, in order."""
 
+_WIDTH = 116
 _CODE = re.compile(r"LT\d{3}\Z")
 
 
@@ -61,7 +63,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One registered rule. Its docstring is its page: title, then the sections of `SECTIONS`."""
+    """One registered rule. Its docstring is its page: the title, then paragraphs that begin as `SECTIONS` say."""
 
     code: str
     severity: Severity
@@ -72,14 +74,14 @@ class Rule:
     """Whether its errors leave a merge nothing to compute, so that ignoring the rule does not help one."""
 
     @property
-    def text(self) -> str:
-        """The whole page."""
-        return inspect.cleandoc(self.check.__doc__ or _page_in_source(self.check))
-
-    @property
     def title(self) -> str:
         """The first line of the page, without its full stop."""
-        return self.text.partition("\n")[0].rstrip(".")
+        return self._page[0].rstrip(".")
+
+    @property
+    def text(self) -> str:
+        """The whole page, as Markdown."""
+        return "\n\n".join([self._page[0], *(f"## {heading}\n{text}" for heading, text in self.sections().items())])
 
     @property
     def deep(self) -> bool:
@@ -94,8 +96,19 @@ class Rule:
 
     def sections(self) -> Mapping[str, str]:
         """Return the page's sections: heading → text."""
-        parts = re.split(r"^## (.+)$", self.text, flags=re.MULTILINE)[1:]
-        return {heading.strip(): text.strip() for heading, text in zip(parts[::2], parts[1::2], strict=True)}
+        found: dict[str, str] = {}
+        heading = ""
+        for paragraph in self._page[1:]:
+            first, _, rest = paragraph.partition(": ")
+            heading, text = (first, rest) if first in SECTIONS else (heading, paragraph)
+            filled = fill(text, _WIDTH, break_on_hyphens=False, break_long_words=False)
+            found[heading] = f"{found[heading]}\n\n{filled}" if heading in found else filled
+        return found
+
+    @property
+    def _page(self) -> list[str]:
+        """The paragraphs of the docstring."""
+        return inspect.cleandoc(self.check.__doc__ or _page_in_source(self.check)).split("\n\n")
 
     def run(self, subject: Subject, *, ignored: bool = False) -> Iterator[Finding]:
         """Yield the rule's findings on a subject of its kind; where it is `ignored`, what a merge cannot go on with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,6 +74,15 @@ class RunSubject(Subject):
 
     checkpoint: RunDir
     inner: tuple[Checkpoint, ...] = ()
+
+
+def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:
+    """Return how to find a checkpoint of the same run that is whole, then what to do `otherwise`."""
+    folder = subject.checkpoint.folder
+    if isinstance(subject, RunSubject) or folder.trainer is None or not folder.is_numbered:
+        return f"use an earlier checkpoint; {otherwise}"
+    command = shlex.join(["lora-tool", "validate", str(folder.root.parent)])
+    return f"find the last checkpoint that is whole: {command}; {otherwise}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept

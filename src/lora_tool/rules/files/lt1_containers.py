@@ -37,18 +37,14 @@ def defects(subject: Subject, defect: Defect) -> Iterator[Fault]:
 def truncated(subject: Subject) -> Iterator[Fault]:
     """Truncated weights file.
 
-    ## What it does
-    Compares the sizes that a safetensors header claims with the size of the file.
+    What it does: Compares the sizes that a safetensors header claims with the size of the file.
 
-    ## Why it matters
-    The end of the file is missing, as after a full disk, a killed job or a broken download. Loading it fails, or,
-    in tools that do not check, reads other bytes as weights.
+    Why it matters: The end of the file is missing, as after a full disk, a killed job or a broken download. Loading it
+    fails, or, in tools that do not check, reads other bytes as weights.
 
-    ## Example
-    The header of `adapter_model.safetensors` puts `lora_B` at bytes 2,048 to 4,096 and the file has 3,000.
+    Example: The header of `adapter_model.safetensors` puts `lora_B` at bytes 2,048 to 4,096 and the file has 3,000.
 
-    ## What to do
-    Copy or download the file again, or save the checkpoint again; the missing bytes cannot be made up.
+    What to do: Copy or download the file again, or save the checkpoint again; the missing bytes cannot be made up.
     """
     yield from defects(subject, Defect.TRUNCATED)
 
@@ -57,18 +53,14 @@ def truncated(subject: Subject) -> Iterator[Fault]:
 def bad_header(subject: Subject) -> Iterator[Fault]:
     """Weights file with a broken header.
 
-    ## What it does
-    Reads the header of a safetensors file: length, JSON, dtypes, shapes, offsets.
+    What it does: Reads the header of a safetensors file: length, JSON, dtypes, shapes, offsets.
 
-    ## Why it matters
-    Without a header that can be believed no tensor can be found in the file. Often it is another kind of file under
-    a wrong name: a pickle, an HTML error page, or the pointer that git leaves when Git LFS is not installed.
+    Why it matters: Without a header that can be believed no tensor can be found in the file. Often it is another kind
+    of file under a wrong name: a pickle, an HTML error page, or the pointer that git leaves without Git LFS.
 
-    ## Example
-    `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
+    Example: `model.safetensors` begins with `version https://git-lfs.github.com/spec/v1`.
 
-    ## What to do
-    Download the real file (`git lfs pull`, or `hf download`), or save the checkpoint again.
+    What to do: Download the real file (`git lfs pull`, or `hf download`), or save the checkpoint again.
     """
     yield from defects(subject, Defect.BAD_HEADER)
 
@@ -77,18 +69,14 @@ def bad_header(subject: Subject) -> Iterator[Fault]:
 def hole(subject: Subject) -> Iterator[Fault]:
     """Bytes that belong to no tensor.
 
-    ## What it does
-    Checks that the tensors of a safetensors file cover its data without gaps, as the format demands.
+    What it does: Checks that the tensors of a safetensors file cover its data without gaps, as the format demands.
 
-    ## Why it matters
-    Something was cut out of the header or appended to the data; safetensors refuses the file. Bytes that nobody
-    reads are also where things are hidden.
+    Why it matters: Something was cut out of the header or appended to the data; safetensors refuses the file. Bytes
+    that nobody reads are also where things are hidden.
 
-    ## Example
-    The header lists tensors up to byte 4,096, and the data has 4,100 bytes.
+    Example: The header lists tensors up to byte 4,096, and the data has 4,100 bytes.
 
-    ## What to do
-    Copy or save the file again; do not edit safetensors files by hand.
+    What to do: Copy or save the file again; do not edit safetensors files by hand.
     """
     yield from defects(subject, Defect.HOLE)
 
@@ -97,17 +85,13 @@ def hole(subject: Subject) -> Iterator[Fault]:
 def overlap(subject: Subject) -> Iterator[Fault]:
     """Tensors that share bytes.
 
-    ## What it does
-    Checks that no two tensors of a safetensors file claim the same bytes.
+    What it does: Checks that no two tensors of a safetensors file claim the same bytes.
 
-    ## Why it matters
-    The header is wrong for at least one of them, and safetensors refuses the file. No known writer makes this.
+    Why it matters: The header is wrong for one of them at least: safetensors refuses it, and no known writer makes it.
 
-    ## Example
-    Two tensors both have `data_offsets` [0, 512].
+    Example: Two tensors both have `data_offsets` [0, 512].
 
-    ## What to do
-    Save the checkpoint again with safetensors, and do not trust where this file came from.
+    What to do: Save the checkpoint again with safetensors, and do not trust where this file came from.
     """
     yield from defects(subject, Defect.OVERLAP)
 
@@ -116,17 +100,13 @@ def overlap(subject: Subject) -> Iterator[Fault]:
 def duplicate_key(subject: Subject) -> Iterator[Fault]:
     """A name that is there twice.
 
-    ## What it does
-    Looks for repeated keys in JSON files and safetensors headers, and for one tensor in two shards.
+    What it does: Looks for repeated keys in JSON files and safetensors headers, and for one tensor in two shards.
 
-    ## Why it matters
-    Which of the two counts depends on the reader: what one tool checks is not what another one loads.
+    Why it matters: Which of the two counts depends on the reader: what one tool checks is not what another one loads.
 
-    ## Example
-    `adapter_config.json` has `"r": 8` and, further down, `"r": 16`.
+    Example: `adapter_config.json` has `"r": 8` and, further down, `"r": 16`.
 
-    ## What to do
-    Remove the one that is wrong, or save the checkpoint again.
+    What to do: Remove the one that is wrong, or save the checkpoint again.
     """
     yield from defects(subject, Defect.DUPLICATE_KEY)
 
@@ -135,17 +115,13 @@ def duplicate_key(subject: Subject) -> Iterator[Fault]:
 def wrong_size(subject: Subject) -> Iterator[Fault]:
     """A tensor whose size is not its shape times its type.
 
-    ## What it does
-    Compares each tensor's byte range with its shape and dtype.
+    What it does: Compares each tensor's byte range with its shape and dtype.
 
-    ## Why it matters
-    Shape, dtype or range is wrong, so the values cannot be read; safetensors refuses the file.
+    Why it matters: Shape, dtype or range is wrong, so the values cannot be read; safetensors refuses the file.
 
-    ## Example
-    An F32 tensor of shape [4, 16] needs 256 bytes, and its header gives it 128.
+    Example: An F32 tensor of shape [4, 16] needs 256 bytes, and its header gives it 128.
 
-    ## What to do
-    Save the checkpoint again; a header edited by hand is the usual cause.
+    What to do: Save the checkpoint again; a header edited by hand is the usual cause.
     """
     yield from defects(subject, Defect.WRONG_SIZE)
 
@@ -154,17 +130,13 @@ def wrong_size(subject: Subject) -> Iterator[Fault]:
 def shard_missing(subject: Subject) -> Iterator[Fault]:
     """A weights file that the index names is not there.
 
-    ## What it does
-    Looks for every file that `model.safetensors.index.json` names.
+    What it does: Looks for every file that `model.safetensors.index.json` names.
 
-    ## Why it matters
-    The tensors in it are missing, so the model cannot be loaded. A download or copy was interrupted.
+    Why it matters: The tensors in it are missing, so the model cannot be loaded. A download or copy was interrupted.
 
-    ## Example
-    The index names `model-00002-of-00003.safetensors`; the folder has 1 and 3.
+    Example: The index names `model-00002-of-00003.safetensors`; the folder has 1 and 3.
 
-    ## What to do
-    Copy or download the missing file (`hf download` continues where it stopped).
+    What to do: Copy or download the missing file (`hf download` continues where it stopped).
     """
     yield from defects(subject, Defect.SHARD_MISSING)
 
@@ -173,18 +145,14 @@ def shard_missing(subject: Subject) -> Iterator[Fault]:
 def shard_name(subject: Subject) -> Iterator[Fault]:
     """An index that points out of its folder.
 
-    ## What it does
-    Checks that each file name in `model.safetensors.index.json` is a bare file name.
+    What it does: Checks that each file name in `model.safetensors.index.json` is a bare file name.
 
-    ## Why it matters
-    `../x.safetensors` or an absolute path reads files that are not part of the model. transformers follows such a
-    path without a word; lora-tool does not.
+    Why it matters: `../x.safetensors` or an absolute path reads files that are not part of the model. transformers
+    follows such a path without a word; lora-tool does not.
 
-    ## Example
-    `"weight_map": {"lm_head.weight": "/etc/passwd"}`.
+    Example: `"weight_map": {"lm_head.weight": "/etc/passwd"}`.
 
-    ## What to do
-    Do not use this folder before you know who made it; a good index holds bare file names only.
+    What to do: Do not use this folder before you know who made it; a good index holds bare file names only.
     """
     yield from defects(subject, Defect.SHARD_NAME)
 
@@ -193,18 +161,14 @@ def shard_name(subject: Subject) -> Iterator[Fault]:
 def index_mismatch(subject: Subject) -> Iterator[Fault]:
     """Index and weights files disagree.
 
-    ## What it does
-    Compares the tensors that the index names with those in the files.
+    What it does: Compares the tensors that the index names with those in the files.
 
-    ## Why it matters
-    A tensor that is only in one of the two is missing or ignored on loading: the shards are from two different
-    models, or from two versions of one.
+    Why it matters: A tensor that is only in one of the two is missing or ignored on loading: the shards are from two
+    different models, or from two versions of one.
 
-    ## Example
-    The index puts `model.norm.weight` in the third file, which holds it no more.
+    Example: The index puts `model.norm.weight` in the third file, which holds it no more.
 
-    ## What to do
-    Copy index and weights files from the same place again, all of them.
+    What to do: Copy index and weights files from the same place again, all of them.
     """
     yield from defects(subject, Defect.INDEX_MISMATCH)
 
@@ -213,19 +177,15 @@ def index_mismatch(subject: Subject) -> Iterator[Fault]:
 def pickle_weights(subject: Subject) -> Iterator[Fault]:
     """Weights in a pickle.
 
-    ## What it does
-    Looks for `adapter_model.bin` and `pytorch_model*.bin` where no safetensors file is. A torch file from 1.6 on is
-    a warning: lora-tool reads it without running its pickle. An older one, or a bare pickle, is an error.
+    What it does: Looks for `adapter_model.bin` and `pytorch_model*.bin` where no safetensors file is. A torch file from
+    1.6 on is a warning: lora-tool reads it without running its pickle. An older one, or a bare pickle, is an error.
 
-    ## Why it matters
-    A pickle can run any code when another tool loads it.
+    Why it matters: A pickle can run any code when another tool loads it.
 
-    ## Example
-    A folder with `adapter_config.json` and `adapter_model.bin`.
+    Example: A folder with `adapter_config.json` and `adapter_model.bin`.
 
-    ## What to do
-    `lora-tool merge` writes safetensors. To convert the file itself, load it where you trust it and save it again:
-    `model.save_pretrained(folder)`.
+    What to do: `lora-tool merge` writes safetensors. To convert the file itself, load it where you trust it and save it
+    again: `model.save_pretrained(folder)`.
     """
     for problem in subject.problems:
         if problem.defect is Defect.PICKLE:
@@ -237,18 +197,14 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
 def total_size(subject: Subject) -> Iterator[Fault]:
     """The index states a wrong total size.
 
-    ## What it does
-    Compares `metadata.total_size` of the index with the bytes of all tensors.
+    What it does: Compares `metadata.total_size` of the index with the bytes of all tensors.
 
-    ## Why it matters
-    Loaders plan memory and devices from this number. It also tells that somebody wrote the weights and forgot the
-    index: the folder may be a mixture.
+    Why it matters: Loaders plan memory and devices from this number. It also tells that somebody wrote the weights and
+    forgot the index: the folder may be a mixture.
 
-    ## Example
-    `total_size` is 1,000 and the tensors hold 2,048 bytes.
+    Example: `total_size` is 1,000 and the tensors hold 2,048 bytes.
 
-    ## What to do
-    Set `metadata.total_size` to the bytes of all tensors, or save the model again.
+    What to do: Set `metadata.total_size` to the bytes of all tensors, or save the model again.
     """
     yield from defects(subject, Defect.TOTAL_SIZE)
 
@@ -257,18 +213,14 @@ def total_size(subject: Subject) -> Iterator[Fault]:
 def not_a_file(subject: Subject) -> Iterator[Fault]:
     """Something that is not a plain file of this folder.
 
-    ## What it does
-    Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes, and files that cannot be
-    opened.
+    What it does: Refuses links out of the folder (those of the Hub's cache are fine), devices, pipes and unreadable
+    files.
 
-    ## Why it matters
-    What is checked, merged and published should be in the folder, and not whatever a link points to today.
+    Why it matters: What is checked and published should be in the folder, not whatever a link points to today.
 
-    ## Example
-    `adapter_model.safetensors` is a link to `/scratch/run3/adapter_model.safetensors`.
+    Example: `adapter_model.safetensors` is a link to `/scratch/run3/adapter_model.safetensors`.
 
-    ## What to do
-    Put the file itself into the folder: `cp -L FILE FOLDER/`.
+    What to do: Put the file itself into the folder: `cp -L FILE FOLDER/`.
     """
     yield from defects(subject, Defect.NOT_A_FILE)
 
@@ -277,17 +229,13 @@ def not_a_file(subject: Subject) -> Iterator[Fault]:
 def bad_json(subject: Subject) -> Iterator[Fault]:
     """A JSON file that cannot be read.
 
-    ## What it does
-    Parses the JSON files beside the weights, the tokenizer's among them.
+    What it does: Parses the JSON files beside the weights, the tokenizer's among them.
 
-    ## Why it matters
-    Without its config nobody knows what the weights are for.
+    Why it matters: Without its config nobody knows what the weights are for.
 
-    ## Example
-    `adapter_config.json` ends in the middle of a line, because the disk was full.
+    Example: `adapter_config.json` ends in the middle of a line, because the disk was full.
 
-    ## What to do
-    Correct the file by hand, or copy it from another checkpoint of the same run.
+    What to do: Correct the file by hand, or copy it from another checkpoint of the same run.
     """
     yield from defects(subject, Defect.BAD_JSON)
     folder = subject.checkpoint.folder
@@ -302,18 +250,14 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
 def stray_weights(subject: Subject) -> Iterator[Fault]:
     """A weights file that nothing refers to.
 
-    ## What it does
-    Looks for `model-0000N-of-0000M.safetensors` files that the index does not name.
+    What it does: Looks for `model-0000N-of-0000M.safetensors` files that the index does not name.
 
-    ## Why it matters
-    It is left over from an earlier save with another number of files. transformers ignores it; whoever pushes or
-    copies the folder carries it along, and it may be the newer one.
+    Why it matters: It is left over from an earlier save with another number of files. transformers ignores it; whoever
+    pushes or copies the folder carries it along, and it may be the newer one.
 
-    ## Example
-    A model of two files was saved over one of five: three of the old ones are still there.
+    Example: A model of two files was saved over one of five: three of the old ones are still there.
 
-    ## What to do
-    Remove the file, after making sure that the index names the ones you mean.
+    What to do: Remove the file, after making sure that the index names the ones you mean.
     """
     yield from defects(subject, Defect.STRAY_WEIGHTS)
 
@@ -326,22 +270,18 @@ _IN_ONE_FILE = (
 
 
 @rule("LT115", Severity.ERROR, on=Subject)
-def no_weights(subject: Subject) -> Iterator[Fault]:
+def weights_absent(subject: Subject) -> Iterator[Fault]:
     """No weights.
 
-    ## What it does
-    Looks for `adapter_model.safetensors`, or for `model.safetensors` or its index.
+    What it does: Looks for `adapter_model.safetensors`, or for `model.safetensors` or its index.
 
-    ## Why it matters
-    There is a config and nothing to load. Saving was interrupted, or the weights went elsewhere: under DeepSpeed
-    ZeRO-3 and FSDP they are in the rank files of `global_stepN/` or in a `.distcp` folder.
+    Why it matters: There is a config and nothing to load. Saving was interrupted, or the weights went elsewhere: under
+    DeepSpeed ZeRO-3 and FSDP they are in the rank files of `global_stepN/` or in a `.distcp` folder.
 
-    ## Example
-    A `checkpoint-500` that was being written when the job was killed.
+    Example: A `checkpoint-500` that was being written when the job was killed.
 
-    ## What to do
-    Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 reads no adapter
-    in shards (`adapter_model-00001-of-00002.safetensors`): put their tensors into one file.
+    What to do: Take the checkpoint before it, or look for `global_stepN/` or `.distcp` files beside it. PEFT 0.21 reads
+    no adapter in shards (`adapter_model-00001-of-00002.safetensors`): put their tensors into one file.
     """
     for fault in defects(subject, Defect.NO_WEIGHTS):
         yield replace(fault, hint=_where_they_are(subject.checkpoint))

@@ -51,18 +51,14 @@ def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> froze
 def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor of the base is not in the model.
 
-    ## What it does
-    Compares the names in the weights with the base's. A head or output layer that the model's class does without, and
-    what transformers computes by itself, may be absent; so may what the model's class has no place for.
+    What it does: Compares the names in the weights with the base's. A head or output layer that the model's class does
+    without, and what transformers computes by itself, may be absent; so may what the model's class has no place for.
 
-    ## Why it matters
-    transformers initialises it at random, with a log line only.
+    Why it matters: transformers initialises it at random, with a log line only.
 
-    ## Example
-    A merge shard by shard that stopped after the second of three.
+    Example: A merge shard by shard that stopped after the second of three.
 
-    ## What to do
-    Merge again, and save the whole `state_dict`.
+    What to do: Merge again, and save the whole `state_dict`.
     """
     if subject.base is None:
         return
@@ -86,17 +82,13 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
 def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor in the model that its base does not have.
 
-    ## What it does
-    Compares the names in the weights with the base's. Heads and output layers are left out.
+    What it does: Compares the names in the weights with the base's. Heads and output layers are left out.
 
-    ## Why it matters
-    Either nothing loads it, or it changes what the model computes.
+    Why it matters: Either nothing loads it, or it changes what the model computes.
 
-    ## Example
-    Biases of `q_proj`, where the base has none.
+    Example: Biases of `q_proj`, where the base has none.
 
-    ## What to do
-    Compare the two `config.json`; give the base that the model was made from.
+    What to do: Compare the two `config.json`; give the base that the model was made from.
     """
     base = subject.base and _matched(subject.base, subject.checkpoint)
     if not base or 2 * len(base.keys() & subject.tensors.keys()) < len(base):
@@ -113,18 +105,14 @@ def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
 def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor of the model has another shape than the base's.
 
-    ## What it does
-    Compares shapes with the base's. Heads are left out, and another number of rows in embeddings and output layers is
-    noted: the vocabulary was resized.
+    What it does: Compares shapes with the base's. Heads are left out, and another number of rows in embeddings and
+    output layers is noted: the vocabulary was resized.
 
-    ## Why it matters
-    Under the base's config the model does not load; a matrix that is turned computes something else.
+    Why it matters: Under the base's config the model does not load; a matrix that is turned computes something else.
 
-    ## Example
-    `mlp.down_proj.weight` is [64, 16], and [16, 64] in the base.
+    Example: `mlp.down_proj.weight` is [64, 16], and [16, 64] in the base.
 
-    ## What to do
-    Merge again with the base that the adapter was trained on.
+    What to do: Merge again with the base that the adapter was trained on.
     """
     if subject.base is None:
         return
@@ -151,18 +139,14 @@ def _is_told_by_the_config(subject: ModelSubject, name: str) -> bool:
 def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
     """The model is its base: nothing in it was trained.
 
-    ## What it does
-    Looks for a tensor that differs from the base's: the first bytes of each, with `--deep` all of them. Where only the
-    first bytes were read it is a warning.
+    What it does: Looks for a tensor that differs from the base's: the first bytes of each, with `--deep` all of them.
+    Where only the first bytes were read it is a warning.
 
-    ## Why it matters
-    It is the base under another name. Everything that is measured on it is measured on the base.
+    Why it matters: It is the base under another name. Everything that is measured on it is measured on the base.
 
-    ## Example
-    A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
+    Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
 
-    ## What to do
-    Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
+    What to do: Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
     """
     base = subject.base and _matched(subject.base, subject.checkpoint)
     if not base or any(name not in base for name in subject.tensors):

@@ -77,18 +77,14 @@ _ROTARY_FIELDS = (
 def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     """Adapter tensors left in a merged model.
 
-    ## What it does
-    Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) among a model's tensors.
+    What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) in a model.
 
-    ## Why it matters
-    The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of the weights
-    under their names and makes up random ones, with a log line only.
+    Why it matters: The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of
+    the weights under their names and makes up random ones, with a log line only.
 
-    ## Example
-    `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
+    Example: `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
 
-    ## What to do
-    Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
+    What to do: Merge again, `lora-tool merge ADAPTER`, or call `merge_and_unload()` before saving.
     """
     expected = subject.expected or {}
     for name, tensor in subject.tensors.items():
@@ -101,17 +97,13 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
 def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor is missing from a merged model.
 
-    ## What it does
-    Compares the names in the weights with what base and adapter give, or with the ledger of `lora_tool.json`.
+    What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
 
-    ## Why it matters
-    transformers puts random values where a tensor is missing, and says so in a log line only.
+    Why it matters: transformers puts random values where a tensor is missing, and says so in a log line only.
 
-    ## Example
-    A merge shard by shard that stopped after the second of three.
+    Example: A merge shard by shard that stopped after the second of three.
 
-    ## What to do
-    Merge again into a new folder.
+    What to do: Merge again into a new folder.
     """
     for name, spec in (subject.expected or {}).items():
         if name not in subject.tensors and name not in _forgotten_head(subject):
@@ -125,18 +117,13 @@ def tensor_missing(subject: ModelSubject) -> Iterator[Fault]:
 def tensor_nobody_expects(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor in a merged model that is neither the base's nor the adapter's.
 
-    ## What it does
-    Compares the names in the weights with what base and adapter give, or with the ledger of `lora_tool.json`.
+    What it does: Compares the weights' names with what base and adapter give, or the ledger of `lora_tool.json`.
 
-    ## Why it matters
-    Either it has no place in the model, and is ignored when it is loaded, or it replaces something.
+    Why it matters: Either it has no place in the model, and is ignored when it is loaded, or it replaces something.
 
-    ## Example
-    `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
+    Example: `lm_head.weight` in a reward model; `v_head.summary.weight` from another trainer.
 
-    ## What to do
-    Merge again with the base and adapter that the model was made from; `lora-tool merge` leaves out what the model
-    has no place for.
+    What to do: Merge again with its base and adapter.
     """
     expected = subject.expected
     if expected is None:
@@ -164,17 +151,13 @@ def _is_tied(subject: ModelSubject) -> bool:
 def other_shape_or_type(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor of a merged model has another shape or type.
 
-    ## What it does
-    Compares shapes and types with what base and adapter give, or with the ledger of `lora_tool.json`.
+    What it does: Compares shapes and types with what base and adapter give, or with the ledger of `lora_tool.json`.
 
-    ## Why it matters
-    A wrong shape does not load. Another float type may be what was asked for, and is noted: 16 bits lose what 32 had.
+    Why it matters: A wrong shape does not load. Another float type may have been asked for, and is noted.
 
-    ## Example
-    `score.weight` is [2, 4096] where the adapter's head is [1, 4096].
+    Example: `score.weight` is [2, 4096] where the adapter's head is [1, 4096].
 
-    ## What to do
-    Merge again with the base that the adapter was trained on.
+    What to do: Merge again with the base that the adapter was trained on.
     """
     casts: dict[tuple[str, str], int] = {}
     for name, spec in (subject.expected or {}).items():
@@ -210,18 +193,15 @@ def _is_head(subject: ModelSubject, name: str) -> bool:
 def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
     """The trained head was left out of the merge.
 
-    ## What it does
-    Looks for the score head that the adapter (or base) has among the merged model's tensors.
+    What it does: Looks for the score head that the adapter (or base) has among the merged model's tensors.
 
-    ## Why it matters
-    Without it the folder is a language model, or a classifier with a random head: its rewards mean nothing. PEFT
-    merges a reward adapter into a causal LM without a warning, and so do merges that know only `.weight` pairs.
+    Why it matters: Without it the folder is a language model, or a classifier with a random head: its rewards mean
+    nothing. PEFT merges a reward adapter into a causal LM without a warning, as merges do that know only `.weight`
+    pairs.
 
-    ## Example
-    The adapter holds `base_model.model.score.weight`; the merged folder has an `lm_head` and no `score`.
+    Example: The adapter holds `base_model.model.score.weight`; the merged folder has an `lm_head` and no `score`.
 
-    ## What to do
-    Merge again as a reward model: `lora-tool merge --rm ADAPTER`.
+    What to do: Merge again as a reward model: `lora-tool merge --rm ADAPTER`.
     """
     for name in sorted(_forgotten_head(subject)):
         config = subject.checkpoint.config
@@ -233,21 +213,17 @@ def head_left_out(subject: ModelSubject) -> Iterator[Fault]:
 def tokenizer_missing(subject: ModelSubject) -> Iterator[Fault]:
     """The tokenizer, chat template or pooling modules were not taken along.
 
-    ## What it does
-    Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the merged folder;
-    for an embedding model also for the files of sentence-transformers. A model that is compared with its base alone
-    must have some tokenizer where the base has one.
+    What it does: Looks for the tokenizer and processor files of adapter and base, the chat template among them, in the
+    merged folder; for an embedding model also for the files of sentence-transformers. A model that is compared with its
+    base alone must have some tokenizer where the base has one.
 
-    ## Why it matters
-    Who loads the folder takes the tokenizer from it, or from somewhere else: with other special tokens or another
-    chat template the model sees other inputs than it was trained on. Without `modules.json` an embedding model is
-    pooled by the mean, however it was trained.
+    Why it matters: Who loads the folder takes the tokenizer from it, or from somewhere else: with other special tokens
+    or another chat template the model sees other inputs than it was trained on. Without `modules.json` an embedding
+    model is pooled by the mean, however it was trained.
 
-    ## Example
-    `chat_template.jinja` lies beside the adapter, and not in the merged folder.
+    Example: `chat_template.jinja` lies beside the adapter, and not in the merged folder.
 
-    ## What to do
-    Copy the files that were trained with: `cp ADAPTER/chat_template.jinja MERGED/`.
+    What to do: Copy the files that were trained with: `cp ADAPTER/chat_template.jinja MERGED/`.
     """
     from lora_tool.formats.sentence_transformers import root_files  # noqa: PLC0415 - for merged models alone
 
@@ -301,20 +277,16 @@ def _has_template(subject: MergedSubject) -> bool:
 def other_config(subject: ModelSubject) -> Iterator[Fault]:
     """The config is not that of the merged weights.
 
-    ## What it does
-    Compares `config.json` with what base and adapter give: class, labels, and the fields that decide what the weights
-    compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings). Against a base alone it is a warning,
-    as training may have changed them on purpose, and the class, the vocabulary and tying are left out.
+    What it does: Compares `config.json` with what base and adapter give: class, labels, and the fields that decide what
+    the weights compute (layers, heads, sizes, rotary base, norm epsilon, tied embeddings). Against a base alone it is a
+    warning, as training may have changed them on purpose, and the class, the vocabulary and tying are left out.
 
-    ## Why it matters
-    The same weights under another config are another model. It loads, and answers wrongly.
+    Why it matters: The same weights under another config are another model. It loads, and answers wrongly.
 
-    ## Example
-    `"rope_theta": 10000.0` where the base has 1000000.0; `LlamaForCausalLM` where a reward model was merged.
+    Example: `"rope_theta": 10000.0` where the base has 1000000.0; `LlamaForCausalLM` where a reward model was merged.
 
-    ## What to do
-    Take the base's `config.json` and set `architectures`, `id2label`, `label2id` and `pad_token_id` as trained, or
-    merge again: `lora-tool merge` does.
+    What to do: Take the base's `config.json` and set `architectures`, `id2label`, `label2id` and `pad_token_id` as
+    trained, or merge again: `lora-tool merge` does.
     """
     config = subject.checkpoint.config
     merged = isinstance(subject, MergedSubject)
@@ -365,17 +337,13 @@ def _planned_config(subject: MergedSubject) -> dict[str, Any] | None:
 def other_inputs(subject: MergedSubject) -> Iterator[Fault]:
     """Merged from another base or adapter than the one it is compared with.
 
-    ## What it does
-    Compares the fingerprints of base and adapter with those that `lora_tool.json` recorded when it was written.
+    What it does: Compares the fingerprints of base and adapter with those that `lora_tool.json` recorded.
 
-    ## Why it matters
-    The model was made from something else, or its inputs have changed since: nothing here can prove it.
+    Why it matters: The model was made from something else, or its inputs have changed since: nothing here can prove it.
 
-    ## Example
-    The adapter's folder was overwritten by the next training run.
+    Example: The adapter's folder was overwritten by the next training run.
 
-    ## What to do
-    Give the base and adapter that were merged: `lora-tool verify MERGED --base BASE --adapter ADAPTER`.
+    What to do: Give the base and adapter that were merged: `lora-tool verify MERGED --base BASE --adapter ADAPTER`.
     """
     manifest = subject.checkpoint.manifest
     for name, found in subject.inputs.items():

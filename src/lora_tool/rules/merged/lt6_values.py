@@ -1,4 +1,4 @@
-"""LT605 to LT612, LT614, LT618, LT619: what the values of a merged model are, by the evidence of having read them."""
+"""LT605 to LT612, LT614, LT618 to LT620: what a merged model's values and answers are, by the evidence of them."""
 
 from __future__ import annotations
 
@@ -39,17 +39,13 @@ def _amount(found: TensorEvidence) -> str:
 def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter leaves alone is not the base's.
 
-    ## What it does
-    Compares the bytes of every tensor that the adapter does not change with the base's.
+    What it does: Compares the bytes of every tensor that the adapter does not change with the base's.
 
-    ## Why it matters
-    The merge broke it, the file was damaged, or something else was mixed in.
+    Why it matters: The merge broke it, the file was damaged, or something else was mixed in.
 
-    ## Example
-    A norm of layer 3 differs in one value after a copy over a bad network.
+    Example: A norm of layer 3 differs in one value after a copy over a bad network.
 
-    ## What to do
-    Merge again; if it happens again, check the disk and the memory.
+    What to do: Merge again; if it happens again, check the disk and the memory.
     """
     if subject.another_base:
         return
@@ -62,17 +58,13 @@ def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
 def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter changes is as in the base.
 
-    ## What it does
-    Looks for tensors that have LoRA, or trained rows, and are still the base's.
+    What it does: Looks for tensors that have LoRA, or trained rows, and are still the base's.
 
-    ## Why it matters
-    Part of the adapter was dropped without a word: the model behaves like neither.
+    Why it matters: Part of the adapter was dropped without a word: the model behaves like neither.
 
-    ## Example
-    The `gate_proj` of every expert, because the merge knew only their fused names.
+    Example: The `gate_proj` of every expert, because the merge knew only their fused names.
 
-    ## What to do
-    Merge again with `lora-tool merge`, which refuses what it cannot place.
+    What to do: Merge again with `lora-tool merge`, which refuses what it cannot place.
     """
     if subject.carries_nothing:
         return
@@ -89,17 +81,13 @@ def targeted_tensor_unchanged(subject: MergedSubject) -> Iterator[Fault]:
 def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The merged model is its base: no tensor carries the adapter.
 
-    ## What it does
-    Looks whether every tensor that the adapter changes is still the base's.
+    What it does: Looks whether every tensor that the adapter changes is still the base's.
 
-    ## Why it matters
-    It is the base under another name. Everything that is measured on it is measured on the base.
+    Why it matters: It is the base under another name. Everything that is measured on it is measured on the base.
 
-    ## Example
-    A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
+    Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
 
-    ## What to do
-    Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
+    What to do: Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
     """
     if subject.carries_nothing:
         count = sum(1 for _ in subject.merged())
@@ -110,19 +98,15 @@ def no_tensor_carries_the_adapter(subject: MergedSubject) -> Iterator[Fault]:
 def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
     """A merged tensor is not W + ΔW.
 
-    ## What it does
-    Computes W + scaling·(B·A) again, in float64 and by other code than the merge's, and compares every value with a
-    bound that is derived from the arithmetic: half a unit in the last place, and what float32 sums may be off by. Where
-    it is not known who merged, all that 16-bit arithmetic explains is right, too.
+    What it does: Computes W + scaling·(B·A) again, in float64 and by other code than the merge's, and compares every
+    value with a bound that is derived from the arithmetic: half a unit in the last place, and what float32 sums may be
+    off by. Where it is not known who merged, all that 16-bit arithmetic explains is right, too.
 
-    ## Why it matters
-    The weights are not those that were trained.
+    Why it matters: The weights are not those that were trained.
 
-    ## Example
-    A worker died and left a block of rows as zeros.
+    Example: A worker died and left a block of rows as zeros.
 
-    ## What to do
-    Merge again; if it happens again, check the disk and the memory.
+    What to do: Merge again; if it happens again, check the disk and the memory.
     """
     broken = {Verdict.DIFFERENT} if subject.another_adapter else {Verdict.DIFFERENT, Verdict.UNRELATED}
     for found in subject.merged():
@@ -134,17 +118,13 @@ def not_the_sum(subject: MergedSubject) -> Iterator[Fault]:
 def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged twice.
 
-    ## What it does
-    Projects W' - W on ΔW: the factor is 1 for a merge, and 2 for one that was done again on its own result.
+    What it does: Projects W' - W on ΔW: the factor is 1 for a merge, and 2 for one done again on its own result.
 
-    ## Why it matters
-    The model went as far again in the direction that was trained. It still talks, so nobody notices.
+    Why it matters: The model went as far again in the direction that was trained. It still talks, so nobody notices.
 
-    ## Example
-    A merge script that ran again on the folder it had written; LoRA on both ends of tied embeddings.
+    Example: A merge script that ran again on the folder it had written; LoRA on both ends of tied embeddings.
 
-    ## What to do
-    Merge once, into the base that the adapter was trained on. `lora-tool merge` refuses to merge the same adapter twice.
+    What to do: Merge once, into the base that was trained on. `lora-tool merge` refuses the same adapter twice.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and _near(found.factor, _TWICE):
@@ -155,18 +135,14 @@ def merged_twice(subject: MergedSubject) -> Iterator[Fault]:
 def other_scaling(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged with another scaling.
 
-    ## What it does
-    Projects W' - W on ΔW, and names the factor where it is neither 1 nor 2 and explains the values.
+    What it does: Projects W' - W on ΔW, and names the factor where it is neither 1 nor 2 and explains the values.
 
-    ## Why it matters
-    The adapter has too much or too little weight: `lora_alpha / r` forgotten, rsLoRA's √r forgotten or applied twice,
-    or the delta subtracted.
+    Why it matters: The adapter has too much or too little weight: `lora_alpha / r` forgotten, rsLoRA's √r forgotten or
+    applied twice, or the delta subtracted.
 
-    ## Example
-    W' - W is ΔW / 2: `lora_alpha` is 16, `r` is 8, and the merge left the scaling of 2 out.
+    Example: W' - W is ΔW / 2: `lora_alpha` is 16, `r` is 8, and the merge left the scaling of 2 out.
 
-    ## What to do
-    Merge again; the scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / √r`.
+    What to do: Merge again; the scaling is `lora_alpha / r`, with `use_rslora` `lora_alpha / √r`.
     """
     for found in subject.merged():
         if found.verdict is Verdict.SCALED and not _near(found.factor, _TWICE):
@@ -194,17 +170,13 @@ def _cause(found: TensorEvidence) -> str:
 def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
     """The adapter was merged transposed.
 
-    ## What it does
-    Compares W' - W with ΔWᵀ where W is square, so that the shape does not show it.
+    What it does: Compares W' - W with ΔWᵀ where W is square, so that the shape does not show it.
 
-    ## Why it matters
-    The change acts on the wrong sides of the layer: noise of the right size.
+    Why it matters: The change acts on the wrong sides of the layer: noise of the right size.
 
-    ## Example
-    GPT-2's square `c_proj`, stored [in, out], merged as if it were [out, in].
+    Example: GPT-2's square `c_proj`, stored [in, out], merged as if it were [out, in].
 
-    ## What to do
-    Merge again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
+    What to do: Merge again; `fan_in_fan_out` in `adapter_config.json` says how PEFT trained it.
     """
     for found in subject.merged():
         if found.verdict is Verdict.TRANSPOSED:
@@ -212,20 +184,16 @@ def merged_transposed(subject: MergedSubject) -> Iterator[Fault]:
 
 
 @rule("LT612", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
-def another_adapter(subject: MergedSubject) -> Iterator[Fault]:
+def carries_another_adapter(subject: MergedSubject) -> Iterator[Fault]:
     """The weights carry another adapter.
 
-    ## What it does
-    Looks whether every tensor that this adapter changes was changed, each in another direction.
+    What it does: Looks whether every tensor that this adapter changes was changed, each in another direction.
 
-    ## Why it matters
-    The model is not the one that was trained in this run.
+    Why it matters: The model is not the one that was trained in this run.
 
-    ## Example
-    `checkpoint-500` was merged, and the folder is kept beside the adapter of `checkpoint-1000`.
+    Example: `checkpoint-500` was merged, and the folder is kept beside the adapter of `checkpoint-1000`.
 
-    ## What to do
-    Find the adapter it was merged with, `lora-tool verify MERGED --adapter ADAPTER`, or merge again.
+    What to do: Find the adapter it was merged with, `lora-tool verify MERGED --adapter ADAPTER`, or merge again.
     """
     if subject.another_adapter:
         merged = tuple(subject.merged())
@@ -238,18 +206,14 @@ def another_adapter(subject: MergedSubject) -> Iterator[Fault]:
 def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
     """A tensor that the adapter brings whole is not the adapter's.
 
-    ## What it does
-    Compares heads and other tensors that were trained whole (`modules_to_save`, biases) with the adapter's, rounded
-    to the model's type.
+    What it does: Compares heads and other tensors that were trained whole (`modules_to_save`, biases) with the
+    adapter's, rounded to the model's type.
 
-    ## Why it matters
-    A score head that is not the trained one gives rewards that mean nothing.
+    Why it matters: A score head that is not the trained one gives rewards that mean nothing.
 
-    ## Example
-    `score.weight` was initialised anew when the base was loaded, and the adapter's was never put there.
+    Example: `score.weight` was initialised anew when the base was loaded, and the adapter's was never put there.
 
-    ## What to do
-    Merge again: `lora-tool merge --rm ADAPTER` for a reward model.
+    What to do: Merge again: `lora-tool merge --rm ADAPTER` for a reward model.
     """
     for found in subject.evidence.values():
         if found.action in (TensorAction.REPLACED, TensorAction.ADDED) and found.verdict in (
@@ -260,20 +224,16 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
 
 
 @rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
-def another_base(subject: MergedSubject) -> Iterator[Fault]:
+def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
     """Most of the tensors that the adapter leaves alone are not this base's.
 
-    ## What it does
-    Counts the tensors outside the adapter that differ from the base's.
+    What it does: Counts the tensors outside the adapter that differ from the base's.
 
-    ## Why it matters
-    The model was merged into another base: another version of the same model, an instruct model instead of its base.
+    Why it matters: The model was merged into another base: another version of it, or its instruct model.
 
-    ## Example
-    An adapter trained on `Qwen2.5-7B` was merged into `Qwen2.5-7B-Instruct`: all shapes are equal.
+    Example: An adapter trained on `Qwen2.5-7B` was merged into `Qwen2.5-7B-Instruct`: all shapes are equal.
 
-    ## What to do
-    Give the base that it was merged into, `--base`; if that is not the one it was trained on, merge again.
+    What to do: Give the base that it was merged into, `--base`; if that is not the one it was trained on, merge again.
     """
     if subject.another_base:
         kept = tuple(subject.kept())
@@ -287,18 +247,14 @@ def another_base(subject: MergedSubject) -> Iterator[Fault]:
 def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
     """Most of the adapter is lost in rounding.
 
-    ## What it does
-    Measures how much of ΔW is in the stored W' - W: the cosine between the two, over all merged tensors.
+    What it does: Measures how much of ΔW is in the stored W' - W: the cosine between the two, over all merged tensors.
 
-    ## Why it matters
-    A change smaller than half a unit in the last place of a 16-bit weight rounds away. The merge is right, and yet the
-    merged model has less of the training than the adapter. Small learning rates in RL and DPO end there.
+    Why it matters: A change smaller than half a unit in the last place of a 16-bit weight rounds away. The merge is
+    right, and yet has less of the training than the adapter. Small learning rates in RL and DPO end there.
 
-    ## Example
-    ΔW is a thousandth of W in bfloat16: 16% of the values move at all.
+    Example: ΔW is a thousandth of W in bfloat16: 16% of the values move at all.
 
-    ## What to do
-    Merge with `--dtype float32`, or serve the adapter unmerged.
+    What to do: Merge with `--dtype float32`, or serve the adapter unmerged.
     """
     merged = [found for found in subject.merged() if found.verdict is Verdict.RIGHT and found.distance is not None]
     poor = [found for found in merged if (found.cosine or 0.0) < _MOSTLY_LOST]
@@ -310,3 +266,27 @@ def lost_in_rounding(subject: MergedSubject) -> Iterator[Fault]:
             f"{len(poor)} of {len(merged)} merged tensors hold little of ΔW (typical cosine {typical:.2f}){unmoved}"
         )
         yield Fault(message=message)
+
+
+@rule("LT620", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.OUTPUTS}))
+def other_answers(subject: MergedSubject) -> Iterator[Fault]:
+    """The merged model answers otherwise than its base with the adapter.
+
+    What it does: Asks both the same, in float32, and compares logits or rewards. What rounding the weights explains is
+    measured: a third run moves each changed weight at random by up to half an ulp. `lora-tool verify --logits`.
+
+    Why it matters: The tensors may each be what the plan says, and the model another all the same: another config, a
+    tensor under a name that nothing loads, ends that are tied again on loading.
+
+    Example: LoRA on `lm_head` merged into embeddings that `config.json` ties.
+
+    What to do: Look at the other findings first; serve the adapter unmerged until it is clear.
+    """
+    found = subject.outputs
+    if found is None or found.explained:
+        return
+    message = (
+        f"{found.what} differ by {found.largest:.3g} at most and {found.mean:.3g} on average; rounding the weights "
+        f"explains {found.allowed_largest:.3g} and {found.allowed_mean:.3g}"
+    )
+    yield Fault(message=message)

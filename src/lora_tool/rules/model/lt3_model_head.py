@@ -15,7 +15,7 @@ from lora_tool.formats.files import inside, read_json
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.rules.shared.heads import head_weight, is_classifier, labels_of
+from lora_tool.rules.shared.heads import has_labels, head_weight, labels_of
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _DECODER_HEAD = "score"
@@ -31,24 +31,20 @@ _NO_CLASSIFIER = re.compile(
 def no_pad_token(subject: Subject) -> Iterator[Fault]:
     """A reward model without a pad token.
 
-    ## What it does
-    Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head, and for `pad_token` in the
-    tokenizer files beside a reward adapter (noted only: the base may have one).
+    What it does: Looks for `pad_token_id` in the `config.json` of decoder models with a `score` head, and for
+    `pad_token` in the tokenizer files beside a reward adapter (noted only: the base may have one).
 
-    ## Why it matters
-    The score is read at the last token that is no padding. Without the pad token's id, transformers raises "Cannot
-    handle batch sizes > 1", or reads the score of a padding token.
+    Why it matters: The score is read at the last token that is no padding. Without the pad token's id, transformers
+    raises "Cannot handle batch sizes > 1", or reads the score of a padding token.
 
-    ## Example
-    A Llama reward model whose `config.json` has `"pad_token_id": null`.
+    Example: A Llama reward model whose `config.json` has `"pad_token_id": null`.
 
-    ## What to do
-    Set `pad_token_id` in `config.json` to the tokenizer's pad token, the one that was trained with.
+    What to do: Set `pad_token_id` in `config.json` to the tokenizer's pad token, the one that was trained with.
     """
     if isinstance(subject, ModelSubject):
         config = subject.checkpoint.config
         has_head = f"{_DECODER_HEAD}.weight" in subject.tensors
-        if config and has_head and is_classifier(subject.checkpoint) and config.pad_token_id is None:
+        if config and has_head and has_labels(subject.checkpoint) and config.pad_token_id is None:
             message = "is not set: only one text at a time can be scored"
             yield Fault(subject="pad_token_id", message=message, path=str(config.path))
     elif isinstance(subject, AdapterSubject) and subject.is_reward():
@@ -79,18 +75,14 @@ def _names_pad_token(root: Path, names: tuple[str, ...]) -> bool:
 def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
     """The model's class and its head disagree.
 
-    ## What it does
-    Compares `architectures` in `config.json` with the head tensors of the weights.
+    What it does: Compares `architectures` in `config.json` with the head tensors of the weights.
 
-    ## Why it matters
-    A classifier's class without a head in the files gets a random one on each load, with a log line only. A head
-    under a causal LM's class is dropped: the rewards are gone, and an `lm_head` may be made up.
+    Why it matters: A classifier's class without a head in the files gets a random one on each load, with a log line
+    only. A head under a causal LM's class is dropped: the rewards are gone, and an `lm_head` may be made up.
 
-    ## Example
-    `"architectures": ["LlamaForSequenceClassification"]`, and no `score.weight`.
+    Example: `"architectures": ["LlamaForSequenceClassification"]`, and no `score.weight`.
 
-    ## What to do
-    Set `architectures` to the class that was trained; if the head is missing, merge again with the adapter that has
+    What to do: Set `architectures` to the class that was trained; if the head is missing, merge the adapter that has
     it.
     """
     model = subject.checkpoint
@@ -113,19 +105,15 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
 def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     """The config names another number of labels than the head has rows.
 
-    ## What it does
-    Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head.
+    What it does: Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head.
 
-    ## Why it matters
-    Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there. Where the config
-    names no labels, transformers assumes two: a reward model has one.
+    Why it matters: Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there.
+    Where the config names no labels, transformers assumes two: a reward model has one.
 
-    ## Example
-    `score.weight` is [1, 4096], and `config.json` has no `id2label`.
+    Example: `score.weight` is [1, 4096], and `config.json` has no `id2label`.
 
-    ## What to do
-    Set `id2label` and `label2id` in `config.json` to as many labels as the head has rows, `{"0": "LABEL_0"}` for a
-    reward model.
+    What to do: Set `id2label` and `label2id` to as many labels as the head has rows: `{"0": "LABEL_0"}` for a reward
+    model.
     """
     model = subject.checkpoint
     weight, told = head_weight(subject.tensors), labels_of(model)
@@ -142,20 +130,16 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
 def no_head(subject: ModelSubject) -> Iterator[Fault]:
     """A model without the head that is asked for.
 
-    ## What it does
-    Looks for a head with labels (`score`, `classifier`) in a model that is said to be a reward model or classifier
-    (`--rm`, `--num-labels`). A model that is given as `--base` needs none.
+    What it does: Looks for a head with labels (`score`, `classifier`) in a model that is said to be a reward model or
+    classifier (`--rm`, `--num-labels`). A model that is given as `--base` needs none.
 
-    ## Why it matters
-    A causal LM that is loaded as a reward model gets a random head, another one on every load: it gives rewards that
-    mean nothing, and a log line is all that tells.
+    Why it matters: A causal LM that is loaded as a reward model gets a random head, another one on every load: it gives
+    rewards that mean nothing, and a log line is all that tells.
 
-    ## Example
-    `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
+    Example: `lora-tool validate merged/ --rm`, where `config.json` has `"architectures": ["LlamaForCausalLM"]`.
 
-    ## What to do
-    Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the model is
-    meant to be a causal LM, leave `--rm` and `--num-labels` out.
+    What to do: Merge the adapter that has the head into this base (`lora-tool merge ADAPTER --base MODEL --rm`); if the
+    model is meant to be a causal LM, leave `--rm` and `--num-labels` out.
     """
     config = subject.checkpoint.config
     if config is None or (subject.num_labels is None and subject.task not in ("reward", "seq-cls")):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from lora_tool.architectures.heads import head_of
 from lora_tool.keys import split_layer
 from lora_tool.report import Severity
+from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_vocabulary import vocabulary_without_rows
@@ -21,21 +21,17 @@ _SUB_BYTE = 8
 def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor does not have the shape that the config gives it.
 
-    ## What it does
-    Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that are stored as
-    they are in memory, and compares. Of other types it looks at the width of a `score` head, and for a tensor that has
-    another shape in one layer than in those that are otherwise like it.
+    What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that
+    are stored as they are in memory, and compares. Of other types it looks at the width of a `score` head, and for a
+    tensor that has another shape in one layer than in those that are otherwise like it.
 
-    ## Why it matters
-    transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it initialises the tensor at
+    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` the tensor is
     random.
 
-    ## Example
-    `score.weight` is [1, 24], and `hidden_size` is 16: the head was trained on another model. A GPT-2 whose Conv1D
-    weights, [in, out], were merged as [out, in].
+    Example: `score.weight` is [1, 24], and `hidden_size` is 16: the head was trained on another model. A GPT-2 whose
+    Conv1D weights, [in, out], were merged as [out, in].
 
-    ## What to do
-    Merge again with the base that the adapter was trained on, or copy config and weights from the same place.
+    What to do: Merge again with the base that the adapter was trained on, or copy config and weights together.
     """
     known = subject.class_tensors
     shapes = dict(known.shapes) if known is not None else _head_alone(subject)
@@ -80,20 +76,16 @@ def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
 def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has is missing.
 
-    ## What it does
-    Compares the names in the weights with those that the class in `config.json` has, for the model types that are
-    stored as they are in memory: what is there under every config, and what comes together, as the biases of one
-    attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that are
-    otherwise like it have, and for embeddings and an output layer.
+    What it does: Compares the names in the weights with those that the class in `config.json` has, for the model types
+    that are stored as they are in memory: what is there under every config, and what comes together, as the biases of
+    one attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that
+    are otherwise like it have, and for embeddings and an output layer.
 
-    ## Why it matters
-    transformers initialises what is missing at random, on every load anew, and says so in a log line only.
+    Why it matters: transformers initialises what is missing at random, on every load anew, with a log line only.
 
-    ## Example
-    A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
+    Example: A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
 
-    ## What to do
-    Merge or copy again; with safetensors, save the whole `state_dict`.
+    What to do: Merge or copy again; with safetensors, save the whole `state_dict`.
     """
     known = subject.class_tensors
     if any("lora_" in name or ".base_layer." in name for name in subject.tensors):
@@ -127,10 +119,7 @@ def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
 
 def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield one name for all layers, with how many more layers are meant."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        alike[split_layer(name)[1]].append(name)
-    for first, *others in alike.values():
+    for first, *others in grouped(names, lambda name: split_layer(name)[1]).values():
         yield first, f", nor in {len(others)} other layers" if others else ""
 
 
@@ -138,19 +127,14 @@ def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has no place for.
 
-    ## What it does
-    Compares the names in the weights with those that the class in `config.json` may have, for the model types that are
-    stored as they are in memory. What another class of the same type has, as the `lm_head` beside a classifier, is
-    noted.
+    What it does: Compares the names in the weights with those that the class in `config.json` may have, for the model
+    types that are stored as they are in memory. What another class of the same type has, as an `lm_head`, is noted.
 
-    ## Why it matters
-    transformers leaves it out when it loads the model, with a log line only. What was trained there is lost.
+    Why it matters: transformers leaves it out on loading, with a log line only. What was trained there is lost.
 
-    ## Example
-    `v_head.summary.weight` of a PPO trainer; layers 24 to 27, where `num_hidden_layers` is 24.
+    Example: `v_head.summary.weight` of a PPO trainer; layers 24 to 27, where `num_hidden_layers` is 24.
 
-    ## What to do
-    Set `architectures` and `config.json` to the model that was trained, or leave the tensor out.
+    What to do: Set `architectures` and `config.json` to the model that was trained, or leave the tensor out.
     """
     known = subject.class_tensors
     if known is None:

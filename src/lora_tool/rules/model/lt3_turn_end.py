@@ -19,22 +19,18 @@ _TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})
 def never_stops(subject: ModelSubject) -> Iterator[Fault]:
     """The model does not stop at the end of a turn.
 
-    ## What it does
-    Compares the token that ends a turn in the tokenizer's chat template, without one its `eos_token`, with the
-    `eos_token_id` of `generation_config.json` or `config.json`. Only in a folder that shows that it was trained or
-    merged: base models are published with a chat template that they were not trained with.
+    What it does: Compares the token that ends a turn in the tokenizer's chat template, without one its `eos_token`,
+    with the `eos_token_id` of `generation_config.json` or `config.json`. Only in a folder that shows that it was
+    trained or merged: base models are published with a chat template that they were not trained with.
 
-    ## Why it matters
-    The model has learnt to end its answer with that token, and generation goes on behind it, up to the longest length
-    that is allowed: a second and a third turn that nobody asked for.
+    Why it matters: The model has learnt to end its answer with that token, and generation goes on behind it, up to the
+    longest length that is allowed: a second and a third turn that nobody asked for.
 
-    ## Example
-    `chat_template.jinja` ends turns with `<|im_end|>` (151645), and `generation_config.json` has
+    Example: `chat_template.jinja` ends turns with `<|im_end|>` (151645), and `generation_config.json` has
     `"eos_token_id": 151643`.
 
-    ## What to do
-    Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`. `lora-tool merge`
-    does so where the tokenizer lies beside the adapter.
+    What to do: Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`.
+    `lora-tool merge` does so where the tokenizer lies beside the adapter.
     """
     model = subject.checkpoint
     config = model.config

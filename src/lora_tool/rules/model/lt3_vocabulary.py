@@ -13,7 +13,7 @@ from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.rules.shared.heads import is_classifier
+from lora_tool.rules.shared.heads import has_labels
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
@@ -25,20 +25,16 @@ _SHARED_LAYERS = frozenset({"albert"})
 def token_without_row(subject: Subject) -> Iterator[Fault]:
     """The pad token has no row in the embeddings.
 
-    ## What it does
-    Compares the id of the tokenizer's pad token, and a classifier's `pad_token_id`, with the rows of the embeddings:
-    the adapter's own, else the base's.
+    What it does: Compares the id of the tokenizer's pad token, and a classifier's `pad_token_id`, with the rows of the
+    embeddings: the adapter's own, else the base's.
 
-    ## Why it matters
-    A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not saved. The
-    first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered".
+    Why it matters: A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not
+    saved. The first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered".
 
-    ## Example
-    `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
+    Example: `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
 
-    ## What to do
-    Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the embeddings
-    (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
+    What to do: Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
+    embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
     """
     checkpoint = subject.checkpoint
     rows = _embedding_rows(subject)
@@ -48,7 +44,7 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     if token is not None and token.id >= rows:
         message = f"`{token.token}` has the id {token.id:,}, the embeddings have {rows:,} rows"
         yield Fault(subject="pad_token", message=message, path=str(token.path))
-    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None and is_classifier(checkpoint):
+    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None and has_labels(checkpoint):
         pad = checkpoint.config.pad_token_id
         if pad is not None and pad >= rows:
             message = f"is {pad:,}, the embeddings have {rows:,} rows"
@@ -80,20 +76,16 @@ def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
 def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     """Weights that are not those of the config.
 
-    ## What it does
-    Compares `num_hidden_layers` in `config.json` with the layers in the weights, of an encoder and a decoder each by
-    itself; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
+    What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, of encoder and decoder
+    each; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
 
-    ## Why it matters
-    transformers fills in layers that are missing with random numbers and says so in a log line; the model talks
-    nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard was lost and
-    the index written anew.
+    Why it matters: transformers fills in layers that are missing with random numbers and says so in a log line; the
+    model talks nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard
+    was lost and the index written anew.
 
-    ## Example
-    `config.json` has `"num_hidden_layers": 32`, and the weights have layers 0 to 15.
+    Example: `config.json` has `"num_hidden_layers": 32`, and the weights have layers 0 to 15.
 
-    ## What to do
-    Copy the config and the weights from the same place again.
+    What to do: Copy the config and the weights from the same place again.
     """
     config = subject.checkpoint.config
     if config is None or config.quantization:

@@ -62,18 +62,14 @@ def _listed(names: Iterator[str] | list[str]) -> str:
 def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules saved whole, which servers do not load with an adapter.
 
-    ## What it does
-    Looks at `modules_to_save` and at tensors that are no LoRA. vLLM refuses them, but for the heads `score` and
-    `classifier`, which its releases since autumn 2026 take for classification models. SGLang does not apply them.
+    What it does: Looks at `modules_to_save` and at tensors that are no LoRA. vLLM refuses them, but for the heads
+    `score` and `classifier`, which releases since autumn 2026 take for classifiers. SGLang does not apply them.
 
-    ## Why it matters
-    Every reward adapter has such a head. Without it there are no rewards.
+    Why it matters: Every reward adapter has such a head. Without it there are no rewards.
 
-    ## Example
-    `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
+    Example: `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model).
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model).
     """
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
@@ -93,17 +89,13 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
 def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
     """DoRA, which servers do not implement.
 
-    ## What it does
-    Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both.
+    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both.
 
-    ## Why it matters
-    The server does not start, or refuses the adapter at the first request.
+    Why it matters: The server does not start, or refuses the adapter at the first request.
 
-    ## Example
-    `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
+    Example: `"use_dora": true`: vLLM says "vLLM does not yet support DoRA".
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
         for server in _asked(subject, *_SERVERS):
@@ -114,18 +106,14 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
 def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
     """A rank above what the server takes by default.
 
-    ## What it does
-    Compares the largest rank with vLLM's `--max-lora-rank`, which is 16 unless it is given and 512 at most. SGLang
-    takes the rank from the adapters that it starts with.
+    What it does: Compares the largest rank with vLLM's `--max-lora-rank`, which is 16 unless it is given and 512 at
+    most. SGLang takes the rank from the adapters that it starts with.
 
-    ## Why it matters
-    vLLM refuses the adapter: "LoRA rank 64 is greater than max_lora_rank 16".
+    Why it matters: vLLM refuses the adapter: "LoRA rank 64 is greater than max_lora_rank 16".
 
-    ## Example
-    `"r": 64`, and `vllm serve BASE --enable-lora --lora-modules name=ADAPTER`.
+    Example: `"r": 64`, and `vllm serve BASE --enable-lora --lora-modules name=ADAPTER`.
 
-    ## What to do
-    Start the server with the rank that the message names.
+    What to do: Start the server with the rank that the message names.
     """
     ranks = [layer.rank for layer in subject.layers if layer.rank]
     rank = max([*ranks, *map(int, subject.config.rank_pattern.values()), *([] if ranks else [subject.config.r])])
@@ -145,18 +133,14 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
 def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained tokens or LoRA on embeddings, which few servers take.
 
-    ## What it does
-    Looks for single tokens trained by themselves (`trainable_token_indices`), which both servers refuse by the name
-    of their tensors, and for LoRA on embeddings and output layers, which they take for some models only.
+    What it does: Looks for single tokens trained by themselves (`trainable_token_indices`), which both servers refuse
+    by the name of their tensors, and for LoRA on embeddings and output layers, which they take for some models only.
 
-    ## Why it matters
-    The server refuses the adapter; or it leaves out the new tokens, which are then as untrained.
+    Why it matters: The server refuses the adapter; or it leaves out the new tokens, which are then as untrained.
 
-    ## Example
-    `"trainable_token_indices": [128256]` for one new special token.
+    Example: `"trainable_token_indices": [128256]` for one new special token.
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     tokens = subject.view.tokens or subject.config.token_indices
     ends = [layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)]
@@ -172,17 +156,14 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
 def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained biases, which servers refuse or leave out.
 
-    ## What it does
-    Looks at `bias` and `lora_bias`. vLLM refuses both ("Adapter bias is not supported"), SGLang does not read them.
+    What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), SGLang ignores
+    them.
 
-    ## Why it matters
-    Without its biases the model is another one.
+    Why it matters: Without its biases the model is another one.
 
-    ## Example
-    `"bias": "all"`.
+    Example: `"bias": "all"`.
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
@@ -196,18 +177,14 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
 def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     """Ranks or alphas per module, which servers refuse or ignore.
 
-    ## What it does
-    Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang refuses them;
-    its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r.
+    What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang
+    refuses them; its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r.
 
-    ## Why it matters
-    Modules scaled wrongly give a model that nobody trained, and nothing says so.
+    Why it matters: Modules scaled wrongly give a model that nobody trained, and nothing says so.
 
-    ## Example
-    `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
+    Example: `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     differ = {
@@ -227,17 +204,13 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
 def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     """rsLoRA, whose scaling the server does not apply.
 
-    ## What it does
-    Looks at `use_rslora` for SGLang, which scales by lora_alpha / r whatever it says.
+    What it does: Looks at `use_rslora` for SGLang, which scales by lora_alpha / r whatever it says.
 
-    ## Why it matters
-    The adapter works, √r times weaker than it was trained, and nothing says so.
+    Why it matters: The adapter works, √r times weaker than it was trained, and nothing says so.
 
-    ## Example
-    `"use_rslora": true` with `"r": 64`: an eighth of the trained change.
+    Example: `"use_rslora": true` with `"r": 64`: an eighth of the trained change.
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     if config.use_rslora and config.r > 1:
@@ -250,20 +223,16 @@ def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
 def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     """An initialisation that changed the base.
 
-    ## What it does
-    Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and others that changed the base's weights before
-    training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats them on every load;
-    those with `niter` are random each time.
+    What it does: Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and others that changed the base's weights
+    before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats them on every
+    load; those with `niter` are random each time.
 
-    ## Why it matters
-    The adapter was trained on the changed base. On the original one it is wrong by all that was taken out of it.
+    Why it matters: The adapter was trained on the changed base. On the original it is wrong by what was taken out.
 
-    ## Example
-    `"init_lora_weights": "pissa_niter_16"`.
+    Example: `"init_lora_weights": "pissa_niter_16"`.
 
-    ## What to do
-    Save it as a plain LoRA where the run began:
-    `model.save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL)`.
+    What to do: Save it as a plain LoRA where the run began: `model.save_pretrained(OUT,
+    path_initial_model_for_weight_conversion=INITIAL)`.
     """
     init = subject.config.init_lora_weights
     if init in INITS_THAT_KEEP_THE_BASE or init == "lora_ga":
@@ -283,18 +252,14 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
 def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     """Targets in a form that the server does not read.
 
-    ## What it does
-    Looks for `target_modules` that are a regular expression, of which SGLang takes only the words `all` and
-    `all-linear`; and for parameters of fused experts (`target_parameters`), which servers take for some models only.
+    What it does: Looks for `target_modules` that are a regular expression, of which SGLang takes only the words `all`
+    and `all-linear`; and for `target_parameters` (fused experts), which servers take for some models only.
 
-    ## Why it matters
-    SGLang stops with "Only 'all' or 'all-linear' can be used".
+    Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
 
-    ## Example
-    `"target_modules": ".*language_model.*proj"`.
+    Example: `"target_modules": ".*language_model.*proj"`.
 
-    ## What to do
-    Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     for server in _asked(subject, *_SERVERS):
@@ -312,18 +277,14 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
 def served_features(subject: AdapterSubject) -> Iterator[Fault]:
     """A feature of PEFT that the server does not have.
 
-    ## What it does
-    Looks for aLoRA, layer replication, block-diagonal LoRA, QALoRA and others that change what an adapter means. vLLM
-    refuses those that it knows, SGLang does not read them.
+    What it does: Looks for aLoRA, layer replication, block-diagonal LoRA, QALoRA and others that change what an adapter
+    means. vLLM refuses those that it knows, SGLang does not read them.
 
-    ## Why it matters
-    Where it is not refused, the model that is served is not the one that was trained.
+    Why it matters: Where it is not refused, the model that is served is not the one that was trained.
 
-    ## Example
-    `"alora_invocation_tokens": [128000, 271]`.
+    Example: `"alora_invocation_tokens": [128000, 271]`.
 
-    ## What to do
-    Serve it with PEFT itself; `lora-tool merge` refuses these features, too.
+    What to do: Serve it with PEFT itself; `lora-tool merge` refuses these features, too.
     """
     hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
     for server in _asked(subject, *_SERVERS):
@@ -335,17 +296,13 @@ def served_features(subject: AdapterSubject) -> Iterator[Fault]:
 def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
     """A head that PEFT loads only onto the right model.
 
-    ## What it does
-    Says for PEFT which class and how many labels the base must be loaded with.
+    What it does: Says for PEFT which class and how many labels the base must be loaded with.
 
-    ## Why it matters
-    On a causal LM, PEFT drops the head without a word; with transformers' two labels, loading a reward model fails.
+    Why it matters: On a causal LM, PEFT drops the head without a word; with two labels, a reward model does not load.
 
-    ## Example
-    `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)`: size mismatch, [1, 4096] against [2, 4096].
+    Example: `AutoPeftModelForSequenceClassification.from_pretrained(ADAPTER)`: [1, 4096] against [2, 4096].
 
-    ## What to do
-    Load the base as the message says, or merge it: `lora-tool merge ADAPTER`.
+    What to do: Load the base as the message says, or merge it: `lora-tool merge ADAPTER`.
     """
     weight = head_weight(saved_heads(subject))
     if weight is None or not weight.shape:

@@ -52,13 +52,13 @@ def lora_head_rows(subject: AdapterSubject) -> StoredTensor | None:
     return next((lora_b for module, lora_b in heads if is_last_layer(module) and lora_b.shape), None)
 
 
-def is_classifier(model: ModelDir) -> bool:
+def has_labels(model: ModelDir) -> bool:
     """Return whether the model's config names a sequence or token classifier."""
     return model.config is not None and any(name.endswith(CLASSIFYING) for name in model.config.architectures)
 
 
 def labels_of(model: ModelDir) -> int | None:
     """Return how many labels a classifier's config means; None for a model that is none."""
-    if model.config is None or not is_classifier(model):
+    if model.config is None or not has_labels(model):
         return None
     return TRANSFORMERS_LABELS if model.config.num_labels is None else model.config.num_labels

@@ -16,18 +16,14 @@ from lora_tool.rules.training.sharded_subject import ShardedSubject
 def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
     """Rank files are missing.
 
-    ## What it does
-    Compares the rank files that are there with the number of processes that the others count, and the `.distcp` files
-    with those that `.metadata` names.
+    What it does: Compares the rank files that are there with the number of processes that the others count, and the
+    `.distcp` files with those that `.metadata` names.
 
-    ## Why it matters
-    Under ZeRO and FSDP each process holds its own part of every weight. Without one of them no weight is whole.
+    Why it matters: Under ZeRO and FSDP each process holds a part of every weight. Without one no weight is whole.
 
-    ## Example
-    Of 4 ranks the optimizer files of ranks 2 and 3 are missing: the folder was copied from the first of two machines.
+    Example: Of 4 ranks the optimizer files of ranks 2 and 3 are missing: only the first of two machines was copied.
 
-    ## What to do
-    Copy them from the other machines of the run: every node writes its own ranks' files.
+    What to do: Copy them from the other machines of the run: every node writes its own ranks' files.
     """
     yield from subject.structure("LT401")
 
@@ -36,17 +32,13 @@ def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
 def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file that cannot be read.
 
-    ## What it does
-    Reads the directory and the structure of every rank file, without running anything in it.
+    What it does: Reads the directory and the structure of every rank file, without running anything in it.
 
-    ## Why it matters
-    A file that is cut off, empty or of another format means that the weights of its rank are gone.
+    Why it matters: A file that is cut off, empty or of another format means that the weights of its rank are gone.
 
-    ## Example
-    `zero_pp_rank_1_mp_rank_00_model_states.pt` is 0 bytes because the disk was full.
+    Example: `zero_pp_rank_1_mp_rank_00_model_states.pt` is 0 bytes because the disk was full.
 
-    ## What to do
-    Copy it again from where it was written, or use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Copy it again from where it was written, or use another tag: `lora-tool consolidate CKPT --tag T`.
     """
     yield from subject.structure("LT402")
 
@@ -55,17 +47,13 @@ def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
 def world_size(subject: ShardedSubject) -> Iterator[Fault]:
     """Rank files that count the processes differently.
 
-    ## What it does
-    Compares the world size that each file states, and looks for files of ranks beyond it.
+    What it does: Compares the world size that each file states, and looks for files of ranks beyond it.
 
-    ## Why it matters
-    Parts cut for 4 processes do not fit together with parts cut for 8.
+    Why it matters: Parts cut for 4 processes do not fit together with parts cut for 8.
 
-    ## Example
-    A run was resumed on 8 GPUs into the folder of a run on 4, with the same tag.
+    Example: A run was resumed on 8 GPUs into the folder of a run on 4, with the same tag.
 
-    ## What to do
-    Separate the two saves by their times, and keep the files of one.
+    What to do: Separate the two saves by their times, and keep the files of one.
     """
     yield from subject.structure("LT403")
 
@@ -74,17 +62,13 @@ def world_size(subject: ShardedSubject) -> Iterator[Fault]:
 def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file that was written under another name.
 
-    ## What it does
-    torch names the folder inside the file after the file it writes; that name is compared with the file's.
+    What it does: torch names the folder inside a file after the file; the two names are compared.
 
-    ## Why it matters
-    Two ranks' files that are swapped give weights that are all wrong, and zero_to_fp32 accepts them.
+    Why it matters: Two ranks' files that are swapped give weights that are all wrong, and zero_to_fp32 accepts them.
 
-    ## Example
-    `…rank_0…` holds what was written as `…rank_1…`.
+    Example: `…rank_0…` holds what was written as `…rank_1…`.
 
-    ## What to do
-    Give the file its name back, or copy the files again.
+    What to do: Give the file its name back, or copy the files again.
     """
     yield from subject.structure("LT404")
 
@@ -93,17 +77,13 @@ def rank_file_moved(subject: ShardedSubject) -> Iterator[Fault]:
 def rank_file_copied(subject: ShardedSubject) -> Iterator[Fault]:
     """Two ranks' files with the same content.
 
-    ## What it does
-    Compares the checksums that the files keep of their contents.
+    What it does: Compares the checksums that the files keep of their contents.
 
-    ## Why it matters
-    One rank's part stands in for another's: half of each weight is the wrong half.
+    Why it matters: One rank's part stands in for another's: half of each weight is the wrong half.
 
-    ## Example
-    A script that downloads the ranks wrote the first one twice.
+    Example: A script that downloads the ranks wrote the first one twice.
 
-    ## What to do
-    Copy the right file again.
+    What to do: Copy the right file again.
     """
     yield from subject.structure("LT405")
 
@@ -112,17 +92,13 @@ def rank_file_copied(subject: ShardedSubject) -> Iterator[Fault]:
 def other_step(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file of another step.
 
-    ## What it does
-    Compares the step counters of all rank files.
+    What it does: Compares the step counters of all rank files.
 
-    ## Why it matters
-    Weights put together from two steps were never trained; zero_to_fp32 puts them together without a word.
+    Why it matters: Weights put together from two steps were never trained; zero_to_fp32 does so without a word.
 
-    ## Example
-    Saving was interrupted: two ranks had written step 200, two still hold step 100.
+    Example: Saving was interrupted: two ranks had written step 200, two still hold step 100.
 
-    ## What to do
-    Use another tag: `lora-tool consolidate CKPT --tag T`.
+    What to do: Use another tag: `lora-tool consolidate CKPT --tag T`.
     """
     yield from subject.structure("LT406")
 
@@ -131,37 +107,29 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
 def other_run(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file of another run.
 
-    ## What it does
-    Compares the DeepSpeed config and the parameters that each rank file lists.
+    What it does: Compares the DeepSpeed config and the parameters that each rank file lists.
 
-    ## Why it matters
-    Parts of two models of the same shape fit together and make nonsense.
+    Why it matters: Parts of two models of the same shape fit together and make nonsense.
 
-    ## Example
-    The files of two runs were mixed while collecting them from several machines.
+    Example: The files of two runs were mixed while collecting them from several machines.
 
-    ## What to do
-    Copy the files again, all from one run.
+    What to do: Copy the files again, all from one run.
     """
     yield from subject.structure("LT407")
 
 
 @rule("LT408", Severity.ERROR, on=ShardedSubject)
-def leftover_elements(subject: ShardedSubject) -> Iterator[Fault]:
+def other_number_of_elements(subject: ShardedSubject) -> Iterator[Fault]:
     """Partitions with too many or too few elements.
 
-    ## What it does
-    Adds up the elements of every parameter group and compares them with its shapes, padding taken into account; so too
-    every rank's piece of a frozen parameter, and in an FSDP checkpoint the rows of every tensor.
+    What it does: Adds up the elements of every parameter group and compares them with its shapes, padding taken into
+    account; so too every rank's piece of a frozen parameter, and in an FSDP checkpoint the rows of every tensor.
 
-    ## Why it matters
-    Where they differ, every parameter behind the difference is read from the wrong place.
+    Why it matters: Where they differ, every parameter behind the difference is read from the wrong place.
 
-    ## Example
-    A group of 3 parameters needs 1,024 elements, and its partitions hold 1,536.
+    Example: A group of 3 parameters needs 1,024 elements, and its partitions hold 1,536.
 
-    ## What to do
-    Use another tag; tell us, if the checkpoint resumes well in DeepSpeed.
+    What to do: Use another tag; tell us, if the checkpoint resumes well in DeepSpeed.
     """
     yield from subject.structure("LT408")
 
@@ -170,36 +138,28 @@ def leftover_elements(subject: ShardedSubject) -> Iterator[Fault]:
 def older_than_newest(subject: ShardedSubject) -> Iterator[Fault]:
     """`latest` does not name the newest tag.
 
-    ## What it does
-    Compares the tag in the file `latest` with the tags that are there. A tag that is not there is an error.
+    What it does: Compares the tag in the file `latest` with those that are there. One that is not there is an error.
 
-    ## Why it matters
-    Tools take the tag that `latest` names: the weights would be older than you think.
+    Why it matters: Tools take the tag that `latest` names: the weights would be older than you think.
 
-    ## Example
-    `latest` says global_step100, and global_step200 is there, because the run died between the two writes.
+    Example: `latest` says global_step100, and global_step200 is there, because the run died between the two writes.
 
-    ## What to do
-    Take the newer one, if it is whole: `lora-tool consolidate CKPT --tag T`.
+    What to do: Take the newer one, if it is whole: `lora-tool consolidate CKPT --tag T`.
     """
     yield from subject.structure("LT409")
 
 
 @rule("LT410", Severity.INFO, on=ShardedSubject)
-def frozen_not_saved(subject: ShardedSubject) -> Iterator[Fault]:
+def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
     """Frozen weights that are not in the checkpoint.
 
-    ## What it does
-    Compares the parameters of the training module with those whose values were saved.
+    What it does: Compares the parameters of the training module with those whose values were saved.
 
-    ## Why it matters
-    With LoRA the base is frozen, and is elsewhere. But a new score head under LoRA is frozen too, random, and nowhere
-    else: then the rewards are lost.
+    Why it matters: With LoRA the base is frozen, and is elsewhere. But a new score head under LoRA is frozen too,
+    random, and nowhere else: then the rewards are lost.
 
-    ## Example
-    The HF Trainer saves PEFT models with `exclude_frozen_parameters=True`.
+    Example: The HF Trainer saves PEFT models with `exclude_frozen_parameters=True`.
 
-    ## What to do
-    Put a new head into `modules_to_save`, so that it is trained and saved.
+    What to do: Put a new head into `modules_to_save`, so that it is trained and saved.
     """
     yield from subject.structure("LT410")

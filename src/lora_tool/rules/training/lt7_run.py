@@ -15,8 +15,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import RunSubject, Subject
-from lora_tool.rules.shared.hints import an_earlier_checkpoint
+from lora_tool.rules.engine.subjects import RunSubject, Subject, an_earlier_checkpoint
 
 _NO_GRADIENT = 1e-6
 """Norms of real gradients are above 0.001; DPO on pairs that do not differ gave 6e-8."""
@@ -35,8 +34,12 @@ def _state(subject: Subject) -> TrainerState | None:
     return None if isinstance(subject, RunSubject) else subject.checkpoint.folder.trainer
 
 
-def _losses(state: TrainerState) -> list[Entry]:
-    return [entry for entry in state.log if "loss" in entry]
+def _losses(state: TrainerState | None) -> list[Entry]:
+    return [entry for entry in state.log if "loss" in entry] if state else []
+
+
+def _logged(state: TrainerState | None, name: str) -> list[float]:
+    return [entry[name] for entry in state.log if name in entry] if state else []
 
 
 def _is_online(state: TrainerState) -> bool:
@@ -62,19 +65,15 @@ def _at(entry: Entry) -> str:
 def run_not_finite(subject: Subject) -> Iterator[Fault]:
     """The loss or the gradient was NaN or infinite.
 
-    ## What it does
-    Reads `loss`, `eval_loss` and `grad_norm` in `trainer_state.json`. Values that were still not finite when the
-    checkpoint was written are an error. A loss that recovered is a warning, a gradient that did is noted: in fp16, the
-    loss scaler skips such steps.
+    What it does: Reads `loss`, `eval_loss` and `grad_norm` in `trainer_state.json`. Values that were still not finite
+    when the checkpoint was written are an error. A loss that recovered is a warning, a gradient that did is noted: in
+    fp16, the loss scaler skips such steps.
 
-    ## Why it matters
-    One step with a NaN gradient makes every trained weight NaN, and the run goes on as if nothing had happened.
+    Why it matters: One step with a NaN gradient makes every trained weight NaN, and the run goes on regardless.
 
-    ## Example
-    `grad_norm` is NaN from step 120 on, and the loss is still shown as 0.69.
+    Example: `grad_norm` is NaN from step 120 on, and the loss is still shown as 0.69.
 
-    ## What to do
-    Use a checkpoint from before that step; train in bf16, or with a smaller learning rate.
+    What to do: Use a checkpoint from before that step; train in bf16, or with a smaller learning rate.
     """
     state = _state(subject)
     if state is None:
@@ -110,23 +109,19 @@ def _not_finite(state: TrainerState, losses: Sequence[Entry], bad: Sequence[Entr
 def run_nan_shown_as_zero(subject: Subject) -> Iterator[Fault]:
     """A loss of 0 that is really NaN.
 
-    ## What it does
-    Looks in `trainer_state.json` for a loss of exactly 0 whose `grad_norm` is not finite. Where no `grad_norm` was
-    logged, a loss that falls at once to 0 and stays there is a warning. Online RL (GRPO), whose loss is 0 by
-    construction, needs the gradient too.
+    What it does: Looks in `trainer_state.json` for a loss of exactly 0 whose `grad_norm` is not finite. Where no
+    `grad_norm` was logged, a loss that falls at once to 0 and stays there is a warning. Online RL (GRPO), whose loss is
+    0 by construction, needs the gradient too.
 
-    ## Why it matters
-    The Trainer's `logging_nan_inf_filter` replaces NaN by the mean so far, which becomes 0. The log looks perfect, and
-    every trained weight is NaN.
+    Why it matters: The Trainer's `logging_nan_inf_filter` replaces NaN by the mean so far, which becomes 0. The log
+    looks perfect, and every trained weight is NaN.
 
-    ## Example
-    `{"loss": 0.0, "grad_norm": NaN, "step": 20}` after an overflow in fp16.
+    Example: `{"loss": 0.0, "grad_norm": NaN, "step": 20}` after an overflow in fp16.
 
-    ## What to do
-    Use a checkpoint from before that step; train in bf16, and set `logging_nan_inf_filter=False`.
+    What to do: Use a checkpoint from before that step; train in bf16, and set `logging_nan_inf_filter=False`.
     """
     state = _state(subject)
-    losses = _losses(state) if state else []
+    losses = _losses(state)
     if state is None or not losses:
         return
     masked = [entry for entry in losses if _is_masked(entry)]
@@ -152,21 +147,18 @@ def _zeros_at_the_end(losses: Sequence[Entry]) -> int:
 def run_without_gradient(subject: Subject) -> Iterator[Fault]:
     """There was nothing to learn from: the gradient was zero all along.
 
-    ## What it does
-    Looks in `trainer_state.json` for a `grad_norm` below 0.000001 in every log entry, or a learning rate that was
-    always 0. A gradient that is exactly 0 only towards the end is a warning. A loss near 0 is no sign of it: that is how GRPO looks when it is healthy.
+    What it does: Looks in `trainer_state.json` for a `grad_norm` below 0.000001 in every log entry, or a learning rate
+    that was always 0. A gradient that is exactly 0 only towards the end is a warning. A loss near 0 is no sign of it:
+    that is how GRPO looks when it is healthy.
 
-    ## Why it matters
-    Nothing was learned. Adam moves weights even so, by noise, so that the adapter looks trained.
+    Why it matters: Nothing was learned. Adam moves weights even so, by noise, so that the adapter looks trained.
 
-    ## Example
-    GRPO with a reward that is the same for every completion: `frac_reward_zero_std` is 1, `grad_norm` is 0.
+    Example: GRPO with a reward that is the same for every completion: `frac_reward_zero_std` is 1, `grad_norm` is 0.
 
-    ## What to do
-    Look at what the message names: the rewards, the truncation, or the parameters that should train.
+    What to do: Look at what the message names: the rewards, the truncation, or the parameters that should train.
     """
     state = _state(subject)
-    losses = _losses(state) if state else []
+    losses = _losses(state)
     if state is None or not losses:
         return
     norms = [entry["grad_norm"] for entry in losses if "grad_norm" in entry]
@@ -206,20 +198,15 @@ def _why_no_gradient(losses: Sequence[Entry]) -> str:
 def run_diverged(subject: Subject) -> Iterator[Fault]:
     """The training diverged.
 
-    ## What it does
-    Compares the loss at the end of the log in `trainer_state.json` with that at its beginning and at its best: medians
-    of a fifth of the log; in a log of fewer than 20 entries, it must end ten times as large as it began. Online RL (GRPO),
-    whose loss says little, is left out.
+    What it does: Compares the loss at the end of the log in `trainer_state.json` with that at its beginning and at its
+    best: medians of a fifth of the log; in a log of fewer than 20 entries, it must end ten times as large as it began.
+    Online RL (GRPO), whose loss says little, is left out.
 
-    ## Why it matters
-    The model at the end is worse than the one that the run started from.
+    Why it matters: The model at the end is worse than the one that the run started from.
 
-    ## Example
-    The loss falls from 2.1 to 1.3 and ends at 9.8.
+    Example: The loss falls from 2.1 to 1.3 and ends at 9.8.
 
-    ## What to do
-    Use the checkpoint before the loss rose (`lora-tool validate RUN` lists them); train with a smaller learning rate or
-    a warmup.
+    What to do: Use the checkpoint before the loss rose (`lora-tool validate RUN`); lower the learning rate, or warm up.
     """
     state = _state(subject)
     if state is None or _is_online(state):
@@ -257,19 +244,15 @@ def _median(values: Sequence[float]) -> float:
 def run_stopped_early(subject: Subject) -> Iterator[Fault]:
     """The run did not reach its end.
 
-    ## What it does
-    Compares, in a run folder without finished weights, the step of the last checkpoint with `max_steps` in its
-    `trainer_state.json`. A run that was told to stop, as by early stopping, is noted only.
+    What it does: Compares, in a run folder without finished weights, the step of the last checkpoint with `max_steps`
+    in its `trainer_state.json`. A run that was told to stop, as by early stopping, is noted only.
 
-    ## Why it matters
-    The job was killed, or is still running. The learning rate had not come down yet, and a part of the data was
-    never seen.
+    Why it matters: The job was killed, or is still running. The learning rate had not come down, and data was never
+    seen.
 
-    ## Example
-    The last checkpoint is `checkpoint-400` and `max_steps` is 1000.
+    Example: The last checkpoint is `checkpoint-400` and `max_steps` is 1000.
 
-    ## What to do
-    Resume it: `resume_from_checkpoint="RUN/checkpoint-N"`, with the last checkpoint that is whole.
+    What to do: Resume it: `resume_from_checkpoint="RUN/checkpoint-N"`, with the last checkpoint that is whole.
     """
     alone = not isinstance(subject, RunSubject)
     state = subject.checkpoint.folder.trainer if alone else _last_state(subject)
@@ -294,17 +277,13 @@ def _last_state(subject: Subject) -> TrainerState | None:
 def run_other_step(subject: Subject) -> Iterator[Fault]:
     """A checkpoint whose state is of another step.
 
-    ## What it does
-    Compares the number in the folder's name with `global_step` in its `trainer_state.json`.
+    What it does: Compares the number in the folder's name with `global_step` in its `trainer_state.json`.
 
-    ## Why it matters
-    Files of two checkpoints were mixed, or the folder was renamed. Resuming would skip data or train on it twice.
+    Why it matters: Files of two checkpoints were mixed, or the folder was renamed. Resuming would skip or repeat data.
 
-    ## Example
-    `checkpoint-500/trainer_state.json` says `"global_step": 400`.
+    Example: `checkpoint-500/trainer_state.json` says `"global_step": 400`.
 
-    ## What to do
-    Take another checkpoint, or rename the folder back if only its name is wrong.
+    What to do: Take another checkpoint, or rename the folder back if only its name is wrong.
     """
     state = _state(subject)
     named = _CHECKPOINT.match(subject.checkpoint.root.name)
@@ -317,25 +296,17 @@ def run_other_step(subject: Subject) -> Iterator[Fault]:
 def run_never_ends(subject: Subject) -> Iterator[Fault]:
     """Every completion was cut off.
 
-    ## What it does
-    Looks for `completions/clipped_ratio` of 1 in every log entry of an online RL run.
+    What it does: Looks for `completions/clipped_ratio` of 1 in every log entry of an online RL run.
 
-    ## Why it matters
-    The model never ended a text by itself. With `mask_truncated_completions` nothing is learned at all; without it,
-    what is learned is to fill the length.
+    Why it matters: The model never ended a text by itself. With `mask_truncated_completions` nothing is learned at all;
+    without it, what is learned is to fill the length.
 
-    ## Example
-    `max_completion_length` is 64, and no answer is shorter.
+    Example: `max_completion_length` is 64, and no answer is shorter.
 
-    ## What to do
-    Raise `max_completion_length`, or look whether the tokenizer has the right end-of-text token.
+    What to do: Raise `max_completion_length`, or look whether the tokenizer has the right end-of-text token.
     """
     state = _state(subject)
-    ratios = [
-        entry["completions/clipped_ratio"]
-        for entry in (state.log if state else ())
-        if "completions/clipped_ratio" in entry
-    ]
+    ratios = _logged(state, "completions/clipped_ratio")
     if state is not None and len(ratios) > 1 and min(ratios) >= 1:
         message = f"is 1 in all {len(ratios)} log entries"
         yield Fault(subject="completions/clipped_ratio", message=message, path=str(state.path))
@@ -345,17 +316,13 @@ def run_never_ends(subject: Subject) -> Iterator[Fault]:
 def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
     """Two checkpoints hold the same weights.
 
-    ## What it does
-    Compares the adapters of a run's checkpoints: their names, shapes and samples of their values.
+    What it does: Compares the adapters of a run's checkpoints: their names, shapes and samples of their values.
 
-    ## Why it matters
-    Between the two steps nothing was trained, or one is a copy of the other.
+    Why it matters: Between the two steps nothing was trained, or one is a copy of the other.
 
-    ## Example
-    `checkpoint-200` and `checkpoint-400` hold the same adapter.
+    Example: `checkpoint-200` and `checkpoint-400` hold the same adapter.
 
-    ## What to do
-    Look at `grad_norm` and `learning_rate` between the two steps, and whether the adapter's parameters are trained.
+    What to do: Look at `grad_norm` and `learning_rate` between the two steps, and whether the adapter is trained.
     """
     from lora_tool.formats.fingerprint import fingerprint  # noqa: PLC0415 - slow to import, and for run folders only
 

@@ -30,14 +30,17 @@ class Judged:
     report: Report
 
 
-def run_table(root: Path, judged: Sequence[Judged]) -> Run:
+def run_table(root: Path, judged: Sequence[Judged], *, log: TrainerState | None = None) -> Run:
     """Return the table of the checkpoints, and the best of those without errors.
+
+    `log` is the state of the furthest of them with all of its log, by default that among `judged`.
 
     They are compared by what the Trainer called the best metric, else by the evaluation loss or another evaluated
     metric of their step; where nothing was evaluated, the latest is taken.
     """
-    latest = max((item.state for item in judged if item.state), key=lambda state: state.global_step, default=None)
-    metric, lower = _metric(latest) if latest else (None, True)
+    states = (item.state for item in judged if item.state)
+    log = log or max(states, key=lambda state: state.global_step, default=None)
+    metric, lower = _metric(log) if log else (None, True)
     rows = tuple(_row(item, metric) for item in judged)
     best, why = _best(rows, metric, lower=lower)
     return Run(path=str(root), checkpoints=rows, metric=metric, best=best.path if best else None, why_best=why)
