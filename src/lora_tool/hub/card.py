@@ -149,7 +149,7 @@ def metadata_changes(
         if value is not None and (have.get(key) is None or (by_machine and have[key] != value)):
             changes[key] = value
         elif value is not None and have[key] != value:
-            warnings.append(f"README.md says {key}: {have[key]}, this is {value}; it is kept")
+            warnings.append(f"README.md says {key}: {have[key]}, but the model is {value}; README.md is kept")
     tags = _tags(have.get("tags"), origin)
     if tags != have.get("tags"):
         changes["tags"] = tags

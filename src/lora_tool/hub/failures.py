@@ -115,7 +115,7 @@ def _from_answer(error: BaseException) -> Failure | None:
         return None
     if _SIGNED.search(str(response.url)):  # a storage host's, not the Hub's
         kind = HubUnreachable if _from_status(status)[0] is HubUnreachable else HubRefused
-        return kind, f"the storage did not take an upload ({_named(status)}); nothing was committed", _AGAIN
+        return kind, f"the storage did not take an upload ({_with_phrase(status)}); nothing was committed", _AGAIN
     said = _said(error.server_message or response.headers.get("x-error-message") or "")
     return _from_status(status, said, response.headers.get("retry-after") or "")
 
@@ -126,10 +126,10 @@ def _from_status(status: int, said: str = "", retry_after: str = "") -> Failure:
         what, hint = "{status}", _FREE_STORAGE
     if status == _TOO_MANY and retry_after.isdigit():
         hint = f"run the same command again in {retry_after} s"
-    return kind, what.format(status=_named(status)) + (f": {said}" if said else ""), hint
+    return kind, what.format(status=_with_phrase(status)) + (f": {said}" if said else ""), hint
 
 
-def _named(status: int) -> str:
+def _with_phrase(status: int) -> str:
     return f"{status} {responses.get(status, '')}".rstrip()
 
 

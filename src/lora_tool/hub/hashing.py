@@ -19,7 +19,7 @@ from lora_tool.hub.model import FileChange, PushContent, PushFile, PushPlan
 from lora_tool.progress import Progress
 from lora_tool.tensors import FileStamp
 
-Job = TypeVar("Job")
+Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 _CHUNK = 1 << 20
@@ -41,7 +41,7 @@ def with_hashes(plan: PushPlan, progress: Progress | None = None) -> PushPlan:
 
 
 def in_parallel(
-    work: Callable[[Job, Progress], Made], items: Iterable[Job], progress: Progress | None = None
+    work: Callable[[Given, Progress], Made], items: Iterable[Given], progress: Progress | None = None
 ) -> tuple[Made, ...]:
     """Return what `work` makes of each item, in order; it calls its second argument with the bytes it has read.
 

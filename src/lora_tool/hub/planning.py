@@ -145,7 +145,7 @@ def _warnings(
     """Yield what does not stop the push, but may surprise those who load it."""
     yield from map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS])
     if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
-        yield "config.json asks for code of its own (auto_map): --include '*.py' pushes it"
+        yield "config.json names custom code (auto_map): --include '*.py' pushes it"
     if origin.adapter and origin.local:
         yield f"adapter_config.json names {origin.local}, no Hub id: others have to name the base themselves"
     if gated_made_public:

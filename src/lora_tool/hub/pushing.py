@@ -18,7 +18,7 @@ from lora_tool.hub.remote import head_commit, read_remote, read_tree
 from lora_tool.hub.session import Session, session
 
 _CREATED_BY_THE_HUB = {".gitattributes"}
-_LOST = "the answer to the commit was lost; it is on the Hub, whole"
+_LOST = "the answer to the commit was lost, but the commit is on the Hub and complete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

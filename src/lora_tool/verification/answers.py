@@ -60,7 +60,7 @@ def ask(provenance: Provenance, plan: Plan | None, *, prompts: Sequence[str] | N
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise UnsupportedAdapter(f"{provenance.merged.root} cannot be asked: {reason}") from error
+            raise UnsupportedAdapter(f"{provenance.merged.root} cannot be run for --logits: {reason}") from error
 
 
 class _Asking:
@@ -74,7 +74,9 @@ class _Asking:
         classes = provenance.merged.config.architectures if provenance.merged.config else ()
         self._classifier = names_classifier(classes)
         if classes and not self._classifier and classes[0] not in _CAUSAL:
-            raise UnsupportedAdapter(f"{merged}: a {classes[0]} answers in its own way, which is not compared here")
+            raise UnsupportedAdapter(
+                f"{merged}: --logits compares language models and classifiers, this is a {classes[0]}"
+            )
         self._auto = AutoModelForSequenceClassification if self._classifier else AutoModelForCausalLM
         text = self._config.get_text_config()
         if getattr(text, "pad_token_id", None) is None:
@@ -91,7 +93,7 @@ class _Asking:
                 raise
             streamed = False
             runs = self._runs(streamed=False)
-        return _compared(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
+        return _evidence(*runs, what="scores" if self._classifier else "logits", inputs=self._inputs, streamed=streamed)
 
     def _can_stream(self) -> bool:
         """Whether the base is stored as it is in memory, and PEFT does not change it when it builds its layers."""
@@ -191,7 +193,7 @@ def _shake(model: Any, dtype: Any) -> None:  # noqa: ANN401
             parameter.copy_(shaken(parameter, dtype, generator))
 
 
-def _compared(
+def _evidence(
     unmerged: torch.Tensor, merged: torch.Tensor, moved: torch.Tensor, *, what: str, inputs: Inputs, streamed: bool
 ) -> OutputEvidence:
     apart, explained = (merged - unmerged).abs(), (moved - unmerged).abs()

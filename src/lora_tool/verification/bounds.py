@@ -50,7 +50,7 @@ def stated_bound(op: RowOp, out: DType, precision: Precision) -> Bound:
         precision = Precision.PEFT  # whatever was asked for: it is PEFT's own formula, in float32
     sums = op.sums
     if not sums.deltas:
-        return _compared(Bound(of_result=1), op, out)
+        return _with_comparison(Bound(of_result=1), op, out)
     unit = _DOUBLE if precision is Precision.FLOAT64 else _SINGLE
     steps = _gamma(sums.products + 2 * sums.deltas, unit)
     of_product = 2.5 * steps + (2 * sums.products * _LEFT_OUT if precision is Precision.FLOAT64 else 0)
@@ -69,7 +69,7 @@ def stated_bound(op: RowOp, out: DType, precision: Precision) -> Bound:
             ):  # below 2^-14 a delta is rounded to 2^-24, as coarsely as the result at most
                 of_result += sums.deltas
         of_result, of_product = of_result + 2.1 * (sums.deltas - 1), of_product + 1.1 * (sums.deltas - 1) * result
-    return _compared(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
+    return _with_comparison(Bound(of_result=of_result, of_change=of_change, of_product=of_product), op, out)
 
 
 def sixteen_bit_bound(op: RowOp, out: DType) -> Bound:
@@ -93,7 +93,7 @@ def sixteen_bit_bound(op: RowOp, out: DType) -> Bound:
     )
 
 
-def _compared(bound: Bound, op: RowOp, out: DType) -> Bound:
+def _with_comparison(bound: Bound, op: RowOp, out: DType) -> Bound:
     """Add what the comparison itself may be off by: float64 products, and a few operations in the working type."""
     unit = 4 * (_SINGLE if working_type(op, out) == np.float32 else _DOUBLE)
     return Bound(

@@ -125,10 +125,8 @@ class _Source:
         self._noise = noise
         self._generator = torch.Generator().manual_seed(0)
         self._names: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            for leaf, parameter in module._parameters.items():  # noqa: SLF001
-                if parameter is not None:
-                    self._names.setdefault(id(parameter), []).append(f"{path}.{leaf}" if path else leaf)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
 
     def is_unused(self, parameter: Any) -> bool:  # noqa: ANN401
         """Whether it is the original of a module that was trained whole: the trained copy runs in its place."""
@@ -183,13 +181,10 @@ def _units(model: Any) -> Iterator[Any]:  # noqa: ANN401
 
     def walk(module: Any) -> Iterator[Any]:  # noqa: ANN401
         whole = type(module).__name__ in layers or isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        if whole and not isinstance(module, PeftModel):
+        if (whole and not isinstance(module, PeftModel)) or any(True for _ in module.parameters(recurse=False)):
             yield module
-            return
-        if any(parameter is not None for parameter in module._parameters.values()):  # noqa: SLF001
-            yield module
-            return
-        for child in module.children():
-            yield from walk(child)
+        else:
+            for child in module.children():
+                yield from walk(child)
 
     yield from walk(model)

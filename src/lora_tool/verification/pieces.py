@@ -12,7 +12,7 @@ from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Rows, rows_and_columns
 
-Piece = TypeVar("Piece")
+Ranged = TypeVar("Ranged")
 
 PRODUCT_WEIGHTS = 1 << 18
 """Weights of one product: enough rows that packing the factors costs little."""
@@ -142,7 +142,7 @@ def sampled_stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     yield last, SAMPLED_BYTES
 
 
-def grouped(pieces: Sequence[Piece], most: int) -> Iterator[Sequence[Piece]]:
+def grouped(pieces: Sequence[Ranged], most: int) -> Iterator[Sequence[Ranged]]:
     """Yield the pieces in their order, at most so many together."""
     for at in range(0, len(pieces), most):
         yield pieces[at : at + most]

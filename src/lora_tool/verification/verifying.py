@@ -128,7 +128,7 @@ def verify_inputs(
     )
     skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
     adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
-    return _judged(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
+    return _by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
 
 
 def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
@@ -136,10 +136,10 @@ def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs
     written = _written(plan, folder)
     evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
     subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
-    return _judged(subject, chosen(_OWN_RULES), level, plan.precision)
+    return _by_rules(subject, chosen(_OWN_RULES), level, plan.precision)
 
 
-def _judged(
+def _by_rules(
     subject: MergedSubject,
     rules: tuple[Rule, ...],
     level: Level,
