@@ -9,11 +9,15 @@ from collections.abc import Iterable
 from lora_tool.errors import WrongValue
 
 
-class Choice(str, enum.Enum):
-    """The base of enums that users choose from. Upper and lower case, `_` and `-` make no difference."""
+class TextEnum(str, enum.Enum):
+    """The base of enums whose members are printed as their values."""
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+class Choice(TextEnum):
+    """The base of enums that users choose from. Upper and lower case, `_` and `-` make no difference."""
 
     @classmethod
     def _missing_(cls, value: object) -> Choice:

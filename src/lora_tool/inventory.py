@@ -15,10 +15,11 @@ from typing import Literal
 from lora_tool.checkpoint import Checkpoint, ModelDir, RunDir, open_checkpoint
 from lora_tool.checkpoint.kinds import matches
 from lora_tool.checkpoint.registry import holds_pieces, sharded_kinds
+from lora_tool.choices import TextEnum
 from lora_tool.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import TrainerState, without_history
-from lora_tool.report.model import RunCheckpoint
+from lora_tool.report.runs import RunCheckpoint
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.judging import unopened
 from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
@@ -27,16 +28,13 @@ from lora_tool.validation.validating import Criteria, judge_checkpoint, validate
 
 
 @enum.unique
-class FileRole(str, enum.Enum):
+class FileRole(TextEnum):
     """What a file of a checkpoint is for."""
 
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
     RNG = "rng"
     OTHER = "other"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 _CONTENTS = (
@@ -185,11 +183,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         if isinstance(whole, RunDir):
             return None
         report = validate(
-            whole,
-            select=criteria.select,
-            ignore=criteria.ignore,
-            deep=criteria.deep,
-            servers=criteria.servers,
+            whole, select=criteria.select, ignore=criteria.ignore, deep=criteria.deep, servers=criteria.servers
         )
     except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
         report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
@@ -227,7 +221,7 @@ def _content(name: str) -> FileRole:
 
 
 @enum.unique
-class Why(str, enum.Enum):
+class Why(TextEnum):
     """Why a checkpoint is kept, or may go."""
 
     LAST = "one of the last"
@@ -239,9 +233,6 @@ class Why(str, enum.Enum):
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor the best"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}

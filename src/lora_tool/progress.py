@@ -1,7 +1,7 @@
 """How long work reports to those who wait: the types of what they pass in."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since it was called last, from any thread."""
@@ -11,3 +11,8 @@ Watch = Callable[[int], AbstractContextManager[Progress]]
 
 StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
 """A `Watch` that is also given what is done, in words."""
+
+
+def unwatched(_what: str, _nbytes: int) -> nullcontext[Progress]:
+    """Return a progress that shows nothing: the `StageWatch` of those who do not wait."""
+    return nullcontext(lambda _: None)

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from lora_tool.choices import wrong_value
+from lora_tool.choices import TextEnum, wrong_value
 
 MAX_BYTES = 2**63 - 1
 """No file is larger than this, so no tensor is: shape products beyond it are lies, not sizes."""
 
 
 @enum.unique
-class DType(str, enum.Enum):
+class DType(TextEnum):
     """Element types by their safetensors names (https://github.com/huggingface/safetensors#format)."""
 
     BOOL = "BOOL"
@@ -58,9 +58,6 @@ class DType(str, enum.Enum):
         number = re.search(r"\d+", name)
         self.bits = int(number[0]) if number else 8  # BOOL alone does not say it
         self.is_float = name in ("F16", "BF16", "F32", "F64")
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 FLOAT_NAMES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile, PlanError
 from lora_tool.formats.adapter_config import AdapterConfig, read_adapter_config
-from lora_tool.formats.dcp import assemble_dcp, read_dcp, read_pieces
+from lora_tool.formats.dcp import assemble_dcp, read_dcp
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.partitions import assemble, entries
@@ -148,8 +148,7 @@ def dcp(data: bytes) -> None:
     path = _file(".metadata", data)
     with contextlib.suppress(CheckpointError, PlanError):
         found = read_dcp(path.parent)
-        pieces, _ = read_pieces(found)
-        assemble_dcp(found, pieces, found.tensors)
+        assemble_dcp(found, found.tensors)
 
 
 def configs(data: bytes) -> None:

@@ -14,7 +14,7 @@ from lora_tool.errors import ExecutionError, NotACheckpoint, OutputExists
 from lora_tool.execution.folder import remove
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.inventory import FileRole, Inventory, Why, choose, inventory
-from lora_tool.report.model import Run
+from lora_tool.report.runs import Run
 from lora_tool.rules.training.run_table import Judged, run_table
 
 RUN = Path(__file__).parents[2] / "fixtures" / "reward-run"

@@ -18,7 +18,8 @@ from lora_tool.report.forms import Form, rendered
 from lora_tool.report.github import CAP
 from lora_tool.report.json import report_json, schema
 from lora_tool.report.markdown import MOST_CHARACTERS
-from lora_tool.report.model import Checked, Ignored, Report, Run, RunCheckpoint, Skipped, Unread, by_subject, joined
+from lora_tool.report.model import Checked, Ignored, Report, Skipped, Unread, by_subject, joined
+from lora_tool.report.runs import Run, RunCheckpoint
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.validation.validating import validate  # noqa: F401 - registers the rules
 from tests.judging import judge

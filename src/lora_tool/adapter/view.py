@@ -30,7 +30,7 @@ _LINEAR = frozenset({(Part.LORA_A, "weight"), (Part.LORA_B, "weight"), (Part.LOR
 _EMBEDDING = frozenset({(Part.EMBEDDING_A, None), (Part.EMBEDDING_B, None), (Part.MAGNITUDE, None)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoraLayer:
     """The LoRA tensors of one module. `module` is its path in the model, without anything that was put before it."""
 
@@ -108,7 +108,7 @@ class LoraLayer:
         return a.shape[0] if a.shape[0] == b.shape[1] or grouped else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WholeTensor:
     """A tensor of an adapter that is in no LoRA layer, as it stands in the file."""
 
@@ -124,7 +124,7 @@ class WholeTensor:
         return ".".join(filter(None, (self.module, self.leaf)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
     """Rows of an embedding that were trained by themselves: [rows, columns], and where each belongs."""
 
@@ -132,7 +132,7 @@ class TrainedTokens:
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdapterView:
     """What an adapter holds, by what it does."""
 

@@ -13,15 +13,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import other_formats
 from lora_tool.checkpoint.folders import Folder, read_folder
-from lora_tool.checkpoint.kinds import (
-    AdapterDir,
-    Checkpoint,
-    Claim,
-    ModelDir,
-    ShardedDir,
-    step_of,
-    unexpected,
-)
+from lora_tool.checkpoint.kinds import AdapterDir, Checkpoint, Claim, ModelDir, ShardedDir, step_of, unexpected
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.checkpoint.registry import KINDS, holds_pieces, recognised, sharded_kinds
 from lora_tool.display import some

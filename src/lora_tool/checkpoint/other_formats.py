@@ -82,10 +82,7 @@ _ADAPTERS = (
     (r"lit_model\.pth(\.lora)?\Z", _LITGPT),
 )
 _MODELS = (
-    (
-        r"(model|pytorch_model)\.(?!safetensors\b|bin\b)[\w]+(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z",
-        _VARIANT,
-    ),
+    (r"(model|pytorch_model)\.(?!safetensors\b|bin\b)[\w]+(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z", _VARIANT),
     (r"consolidated(\.\d+)?\.(pth|safetensors)\Z", _ORIGINAL),
     (r"(tf_model(-\d{5}-of-\d{5})?\.h5|flax_model(-\d{5}-of-\d{5})?\.msgpack)\Z", _OTHER_FRAMEWORK),
 )
@@ -102,10 +99,7 @@ _RANK_FILES = (
 )
 _BY_TENSORS = (
     (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
-    (
-        r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b",
-        _DIFFUSERS,
-    ),
+    (r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b", _DIFFUSERS),
     (r"[^A-Z]*\.lora_[ab]\Z", _MLX),
     (r"[^A-Z]*\.lora_[ab]\.weight\Z", _TORCHTUNE),
 )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 
 import click
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import json_option, quiet_option
-from lora_tool.cli.terminal import progress_bar
-from lora_tool.display import json_data
+from lora_tool.cli.terminal import print_json, progress_bar
 
 
 @click.command(
@@ -33,8 +31,7 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
 
     comparison = diff(first, second, watch=lambda what, total: progress_bar(what, total, quiet=quiet or as_json))
     if as_json:
-        table = {"schema_version": 1, "first": first, "second": second, "same": comparison.same}
-        click.echo(json.dumps(json_data({**table, **dataclasses.asdict(comparison)}), indent=2))
+        print_json(first=first, second=second, same=comparison.same, **dataclasses.asdict(comparison))
     else:
         from lora_tool.cli.diff_view import show_comparison  # noqa: PLC0415 - rich, only for people
 

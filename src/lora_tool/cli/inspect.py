@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 from lora_tool.cli.options import UserPath, base_option, json_option
-from lora_tool.display import json_data, printable
+from lora_tool.cli.terminal import print_json
+from lora_tool.display import printable
 from lora_tool.inspection.folders import inspect_checkpoint
-from lora_tool.inspection.model import Inspection
 from lora_tool.sources import opened, opened_model
 
 
@@ -42,13 +40,8 @@ def command(path: str, norms: bool | None, plot: Path | None, base: str | None, 
         draw(checkpoint, plot, base=model, facts=inspection.facts())
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
-        click.echo(json.dumps(inspection_json(inspection), indent=2))
+        print_json(**dataclasses.asdict(inspection))
         return
     from lora_tool.cli.inspect_view import show_inspection  # noqa: PLC0415 - rich, only for people
 
     show_inspection(inspection, sys.stdout)
-
-
-def inspection_json(inspection: Inspection) -> dict[str, Any]:
-    """Return the inspection as JSON data. Names from files are escaped; NaN and infinities are null."""
-    return {"schema_version": 1, **json_data(dataclasses.asdict(inspection))}

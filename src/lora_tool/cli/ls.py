@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 import click
 
 from lora_tool.cli.options import UserPath, json_option
-from lora_tool.display import json_data
+from lora_tool.cli.terminal import print_json
 
 
 @click.command("ls", epilog="Example: lora-tool ls fixtures/reward-run")
@@ -26,8 +25,7 @@ def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes f
 
     runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:
-        found = [dataclasses.asdict(run) for run in runs]
-        click.echo(json.dumps({"schema_version": 1, "root": json_data(root), "runs": json_data(found)}, indent=2))
+        print_json(root=root, runs=[dataclasses.asdict(run) for run in runs])
         return
     from lora_tool.cli.inventory_view import show_inventory  # noqa: PLC0415 - rich, only for people
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import click
 
+from lora_tool.choices import closest
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, exit_code
 from lora_tool.cli.terminal import show_error
 from lora_tool.errors import LoraToolError
@@ -88,12 +89,10 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            import difflib  # noqa: PLC0415 - for mistakes alone
-
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            if close:
-                raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from error
-            raise
+            meant = closest(args[0], COMMANDS)
+            if meant is None:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {meant!r}?", ctx) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

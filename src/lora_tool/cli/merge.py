@@ -54,14 +54,7 @@ def command(
         if plan is None:
             click.echo(f"would write {printable(str(out))}, merged by PEFT in memory")
             return
-        carry_out(
-            plan,
-            out,
-            dry_run=dry_run,
-            as_json=as_json,
-            quiet=quiet,
-            **options.writing(),
-        )
+        carry_out(plan, out, dry_run=dry_run, as_json=as_json, quiet=quiet, **options.writing())
 
 
 def _note(text: str) -> None:

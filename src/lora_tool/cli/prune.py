@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import click
 
 from lora_tool.cli.options import UserPath, json_option
-from lora_tool.display import json_data, printable
+from lora_tool.cli.terminal import print_json
+from lora_tool.display import printable
 
 
 @click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
@@ -42,17 +42,14 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
         for choice in choose(listed, keep_last=keep_last, keep_best=keep_best)
         if trash is None or not choice.checkpoint.root.resolve().is_relative_to(trash.resolve())
     ]
-    if apply_:
-        # runs have folders of the same names: in the trash each keeps its place below ROOT
-        going = [
-            (choice.checkpoint.root, _place(choice.checkpoint.root, root, trash)) for choice in choices if choice.goes
-        ]
-        for folder, place in going:
-            if place is not None:
-                require_room(folder, place)
-        for folder, place in going:
-            remove(folder, trash=place)
-            click.echo(f"{'moved' if place else 'removed'} {printable(str(folder))}", err=True)
+    # runs have folders of the same names: in the trash each keeps its place below ROOT
+    going = [choice.checkpoint.root for choice in choices if choice.goes and apply_]
+    places = {folder: trash / folder.parent.relative_to(root) for folder in going if trash is not None}
+    for folder, place in places.items():
+        require_room(folder, place)
+    for folder in going:
+        remove(folder, trash=places.get(folder))
+        click.echo(f"{'moved' if places else 'removed'} {printable(str(folder))}", err=True)
     if as_json:
         rows = [
             {
@@ -65,12 +62,8 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
             }
             for choice in choices
         ]
-        click.echo(json.dumps(json_data({"schema_version": 1, "applied": apply_, "checkpoints": rows}), indent=2))
+        print_json(applied=apply_, checkpoints=rows)
         return
     from lora_tool.cli.inventory_view import show_choices  # noqa: PLC0415 - rich, only for people
 
     show_choices(choices, root, sys.stdout, done=apply_)
-
-
-def _place(folder: Path, root: Path, trash: Path | None) -> Path | None:
-    return None if trash is None else trash / folder.parent.relative_to(root)

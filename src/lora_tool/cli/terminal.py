@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import click
 
-from lora_tool.display import as_options, printable, shortened
+from lora_tool.display import as_options, json_data, printable, shortened
 from lora_tool.errors import FindingsFound, LoraToolError
 from lora_tool.report.findings import Finding, Severity
 
@@ -35,6 +36,11 @@ def tell(label: str, text: str) -> None:
 def warn(text: str) -> None:
     """Write a warning to stderr."""
     tell("warning", text)
+
+
+def print_json(**table: object) -> None:
+    """Write frozen data to stdout as JSON: names from files are escaped, NaN and infinities are null."""
+    click.echo(json.dumps({"schema_version": 1, **json_data(table)}, indent=2))
 
 
 def show_findings(findings: Iterable[Finding]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_adapter, open_checkpoint
-from lora_tool.cli.configuration import Configuration, RuleChoice, configuration, rule_choice
+from lora_tool.cli.configuration import Configuration, configuration, rule_choice
 from lora_tool.cli.exit_codes import DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
     base_option,
@@ -26,6 +26,7 @@ from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
 from lora_tool.display import as_options
 from lora_tool.errors import LoraToolError
+from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
 from lora_tool.rules.engine.subjects import Server
@@ -75,14 +76,26 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
     is downloaded to huggingface_hub's cache (adapters are small); the base model never is.
     """
     paths = paths or (".",)
-    asked = _asked(ctx, options, configuration(options["config_file"], paths))
-    given_base = None if options["base"] is None else opened_model(options["base"], download=False)
-    adapters = tuple(map(_open_adapter, options["adapters"]))
+    if options["reward"] and options["num_labels"] not in (None, 1):
+        raise click.UsageError(f"--rm means one label, --num-labels {options['num_labels']} was given")
+    configured = configuration(options["config_file"], paths)
+    rules = rule_choice(ctx, configured)
+    told = _reporting(ctx, configured, rules.fail_on)
+    asked = {
+        "base": None if options["base"] is None else opened_model(options["base"], download=False),
+        "adapters": tuple(map(_open_adapter, options["adapters"])),
+        "num_labels": options["num_labels"],
+        "task": "reward" if options["reward"] else None,
+        "select": rules.select,
+        "ignore": rules.ignore,
+        "deep": True if told.strict and options["deep"] is None else options["deep"],
+        "servers": options["servers"] or configured.servers,
+    }
     reports: list[Report] = []
     errors: list[LoraToolError] = []
     for path in paths:
         try:
-            reports.append(_judged(path, asked, given_base, adapters))
+            reports.append(_judged(path, asked, quiet=options["quiet"]))
             continue
         except LoraToolError as refused:
             errors.append(refused)
@@ -90,85 +103,48 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
             errors.append(LoraToolError(f"{failed.filename or path}: {failed.strerror or failed}"))
         message, hint = str(errors[-1]), errors[-1].hint
         reports.append(Report(unread=(Unread(path=path, message=as_options(message), hint=hint and as_options(hint)),)))
-    report = replace(joined(reports), ignored=asked.rules.ignored)
-    _show(report, asked)
+    report = replace(joined(reports), ignored=rules.ignored)
+    _show(report, told, quiet=options["quiet"])
     for error in errors:
         show_error(error)
-    return max(map(exit_code, errors), default=FINDINGS if asked.told.fails(report) else DONE)
+    return max(map(exit_code, errors), default=FINDINGS if told.fails(report) else DONE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What the command line and the configuration together ask for."""
-
-    rules: RuleChoice
-    told: Reporting
-    task: str | None
-    num_labels: int | None
-    deep: bool | None
-    servers: frozenset[Server]
-    quiet: bool
-
-
-def _asked(ctx: click.Context, options: Mapping[str, Any], configured: Configuration) -> _Asked:
-    """Return the options, with the configuration's where the command line has none. Raises `click.UsageError`."""
-    reward, num_labels, deep = options["reward"], options["num_labels"], options["deep"]
-    if reward and num_labels not in (None, 1):
-        raise click.UsageError(f"--rm means one label, --num-labels {num_labels} was given")
+def _reporting(ctx: click.Context, configured: Configuration, fail_on: Severity) -> Reporting:
+    """Return what is asked of the report, by the configuration where the command line is silent."""
+    options = ctx.params
 
     def chosen(name: str, setting: Any) -> Any:  # noqa: ANN401 - of the option's own type
         silent = ctx.get_parameter_source(name) in (ParameterSource.DEFAULT, None)
         return setting if silent and setting is not None else options[name]
 
-    strict, rules = bool(chosen("strict", configured.strict)), rule_choice(ctx, configured)
-    return _Asked(
-        rules=rules,
-        told=Reporting(
-            form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
-            files=report_files(options["reports"], configured),
-            fail_on=rules.fail_on,
-            strict=strict,
-        ),
-        task="reward" if reward else None,
-        num_labels=num_labels,
-        deep=True if strict and deep is None else deep,  # strict means that everything is checked
-        servers=frozenset(map(Server, options["servers"] or configured.servers)),
-        quiet=options["quiet"],
+    return Reporting(
+        form=Form.JSON if options["as_json"] else Form(chosen("form", configured.form)),
+        files=report_files(options["reports"], configured),
+        fail_on=fail_on,
+        strict=bool(chosen("strict", configured.strict)),
     )
 
 
-def _judged(path: str, asked: _Asked, given_base: ModelDir | None, adapters: tuple[AdapterDir, ...]) -> Report:
+def _judged(path: str, asked: Mapping[str, Any], *, quiet: bool) -> Report:
     checkpoint = open_checkpoint(resolve(path, download=True, wanted=Wanted.ADAPTER).path)
-    with _bar(checkpoint, asked) as progress:
-        return validate(
-            checkpoint,
-            base=given_base,
-            adapters=adapters,
-            num_labels=asked.num_labels,
-            task=asked.task,
-            select=asked.rules.select,
-            ignore=asked.rules.ignore,
-            deep=asked.deep,
-            servers=asked.servers,
-            checkpoints=True,
-            progress=progress,
-            watch=None if progress else lambda nbytes: _watch(nbytes, asked),
-        )
+
+    def watch(nbytes: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        return progress_bar("reading rank files", nbytes, quiet=quiet or nbytes < _LONG)
+
+    with _bar(checkpoint, deep=asked["deep"], quiet=quiet) as progress:
+        return validate(checkpoint, checkpoints=True, progress=progress, watch=None if progress else watch, **asked)
 
 
-def _bar(checkpoint: Checkpoint, asked: _Asked) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
+def _bar(
+    checkpoint: Checkpoint, *, deep: bool | None, quiet: bool
+) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
     """Return a progress bar where so much will be read that somebody would wait, else nothing."""
     if isinstance(checkpoint, AdapterDir | ModelDir):
-        total = checkpoint.weights.nbytes
-        read = asked.deep or (asked.deep is None and isinstance(checkpoint, AdapterDir))
+        total, read = checkpoint.weights.nbytes, deep or (deep is None and isinstance(checkpoint, AdapterDir))
         if read and total >= _LONG:
-            return progress_bar("reading weights", total, quiet=asked.quiet)
+            return progress_bar("reading weights", total, quiet=quiet)
     return contextlib.nullcontext()
-
-
-def _watch(nbytes: int, asked: _Asked) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-    """Return a progress bar for the reading of rank files, where it is long."""
-    return progress_bar("reading rank files", nbytes, quiet=asked.quiet or nbytes < _LONG)
 
 
 def _open_adapter(reference: str) -> AdapterDir:
@@ -176,10 +152,9 @@ def _open_adapter(reference: str) -> AdapterDir:
     return open_adapter(path, hint="give an adapter: --adapter ADAPTER")
 
 
-def _show(report: Report, asked: _Asked) -> None:
-    told, form = asked.told, asked.told.form
-    nothing = not report.subjects and form is Form.TEXT  # the errors on stderr say all there is
-    quiet = asked.quiet and not report.findings and form in (Form.TEXT, Form.GITHUB)
-    if not nothing and not quiet:
-        click.echo(report_text(report, form, told.least, color=wants_colour()))
+def _show(report: Report, told: Reporting, *, quiet: bool) -> None:
+    nothing = not report.subjects and told.form is Form.TEXT  # the errors on stderr say all there is
+    silent = quiet and not report.findings and told.form in (Form.TEXT, Form.GITHUB)
+    if not nothing and not silent:
+        click.echo(report_text(report, told.form, told.least, color=wants_colour()))
     told.write_files(lambda form: report_text(report, form, told.least))

@@ -8,7 +8,7 @@ MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `tor
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -49,12 +49,26 @@ class DcpTensor:
     chunks: tuple[Chunk, ...]
 
 
+class StoredChunk(NamedTuple):
+    """What one chunk holds: its bytes, and the record that they are in."""
+
+    stored: StoredTensor
+    record: Record
+
+
+Pieces = Mapping[str, tuple[StoredChunk, ...]]
+"""Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpFolder:
-    """What one `.metadata` says: the module's tensors by their own names."""
+    """What one `.metadata` says of the module's tensors, by their own names, and what the files hold that are there."""
 
     folder: Path
     tensors: Mapping[str, DcpTensor]
+    pieces: Pieces = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    """The first of each broken file."""
     beside: tuple[str, ...] = ()
     """Keys of the other states in the checkpoint: the optimizer's, or averaged weights."""
     save_id: str | None = None
@@ -63,6 +77,11 @@ class DcpFolder:
     def filenames(self) -> tuple[str, ...]:
         """The `.distcp` files that hold the tensors."""
         return tuple(dict.fromkeys(chunk.filename for tensor in self.tensors.values() for chunk in tensor.chunks))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Those of them that are not there."""
+        return tuple(name for name in self.filenames if not (self.folder / name).exists())
 
 
 def read_dcp(folder: Path) -> DcpFolder:
@@ -74,10 +93,11 @@ def read_dcp(folder: Path) -> DcpFolder:
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
-        found = load(data, known=KNOWN, persistent=_no_storage)
-        return _interpret(folder, found)
+        found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage))
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
+    pieces, problems = _read_pieces(found)
+    return replace(found, pieces=pieces, problems=problems)
 
 
 def _no_storage(_: object) -> NoReturn:
@@ -214,24 +234,12 @@ def uncovered(tensor: DcpTensor) -> str | None:
     return None if row == rows or 0 in tensor.shape else f"rows {row} to {rows} are in no file"
 
 
-class Piece(NamedTuple):
-    """What one chunk holds: its bytes, and the record that they are in."""
-
-    stored: StoredTensor
-    record: Record
-
-
-Pieces = Mapping[str, tuple[Piece, ...]]
-"""Tensor name → what its chunks hold, in their order; without the tensors of which a chunk cannot be read."""
-
-
-def read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
-    """Return the tensors inside the `.distcp` files that are there, and the first problem of each broken file."""
-    pieces: dict[str, tuple[Piece, ...]] = {}
+def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
+    pieces: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
-    missing = set(missing_files(found))
+    missing = set(found.missing)
     for name, tensor in found.tensors.items():
-        read: list[Piece] = []
+        read: list[StoredChunk] = []
         for chunk in tensor.chunks:
             if chunk.filename in problems or chunk.filename in missing:
                 break
@@ -245,12 +253,7 @@ def read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     return pieces, tuple(problems.values())
 
 
-def missing_files(found: DcpFolder) -> tuple[str, ...]:
-    """Return the `.distcp` files that `.metadata` names and that are not there."""
-    return tuple(name for name in found.filenames if not (found.folder / name).exists())
-
-
-def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
+def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
     path = folder / chunk.filename
     require_inside(folder, path)
     file = read_torch_file(path, offset=chunk.at, nbytes=chunk.nbytes)
@@ -258,10 +261,10 @@ def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> Piece:
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"
         raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
-    return Piece(file.stored(lazy, name), file.record(lazy))
+    return StoredChunk(file.stored(lazy, name), file.record(lazy))
 
 
-def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> dict[str, StoredTensor]:
+def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
     """Return the tensors whose names are in `wanted`, as spans.
 
     Raises `IncompleteCheckpoint` for a tensor of which a part is missing or cannot be read.
@@ -270,10 +273,10 @@ def assemble_dcp(found: DcpFolder, pieces: Pieces, wanted: Container[str]) -> di
     for name, tensor in found.tensors.items():
         if name not in wanted:
             continue
-        if name not in pieces or uncovered(tensor):
+        if name not in found.pieces or uncovered(tensor):
             hint = "copy the .distcp files from the machines that wrote them: every node writes its own ranks"
             raise IncompleteCheckpoint(f"{found.folder}: `{name}` {list(tensor.shape)} is not whole", hint=hint)
-        spans = tuple(span for piece in pieces[name] for span in piece.stored.spans)
+        spans = tuple(span for piece in found.pieces[name] for span in piece.stored.spans)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         tensors[name] = StoredTensor(
             spec=spec, spans=spans or (Span(path=found.folder / METADATA, offset=0, nbytes=0),)

@@ -181,7 +181,7 @@ def broken_json(path: Path) -> str | None:
         parsed = read_json(path)
     except CorruptFile as error:
         return error.problem.message
-    return None if isinstance(parsed, dict) else "is no JSON object"
+    return None if isinstance(parsed, dict) else "is not a JSON object"
 
 
 def same_content(first: Path, second: Path) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
+from lora_tool.choices import TextEnum
 from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
 from lora_tool.formats.zero import ModelStates, ZeroTag
@@ -28,7 +29,7 @@ _ALIGNED = 2
 
 
 @enum.unique
-class Role(str, enum.Enum):
+class Role(TextEnum):
     """Why a tensor is in the checkpoint, and so where it is."""
 
     TRAINED = "trained"
@@ -36,9 +37,6 @@ class Role(str, enum.Enum):
     BUFFER = "buffer"
     SAVED = "saved"
     """The checkpoint does not say whether it was trained."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ _MAX_PATTERN = 200_000
 """A pattern that lists every module of a large model by its path has some 30,000 characters."""
 _MAX_REPEATS = 8
 """Repeats one after the other, of one branch: the steps of a match grow with the path's length to this power."""
+_BEGINNING = "\n"
+"""Stands in a path for the ``^`` that it must begin with."""
 _PATH = re.compile(r"\^?(?:[\w\-.]|\\\.)+\Z")
 r"""A key that is a path: a dot stands for any character, ``\.`` for a dot; after ``^`` it is the whole path."""
 
@@ -27,13 +29,16 @@ class Patterns:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = tuple(keys)
-        self._whole, self._ends = _Paths(), _Paths()
+        self._paths: dict[int, dict[tuple[int, ...], dict[str, int]]] = defaultdict(dict)
+        """Length of a key that is a path → where any character may stand in it → its text → its place in the table."""
         self._others: list[tuple[int, re.Pattern[str]]] = []
         for place, key in enumerate(self._keys):
-            if is_path(key):
-                (self._whole if key.startswith("^") else self._ends).add(key.removeprefix("^"), place)
-            else:
+            if not is_path(key):
                 self._others.append((place, _regex(key)))
+                continue
+            marked = key.replace("^", _BEGINNING).replace(r"\.", "\0")
+            text, anything = marked.replace("\0", "."), tuple(at for at, mark in enumerate(marked) if mark == ".")
+            self._paths[len(text)].setdefault(anything, {}).setdefault(text, place)
 
     def first(self, module: str) -> str | None:
         """Return the first key that matches the module path, None where none does."""
@@ -41,8 +46,8 @@ class Patterns:
             return None
         if "\n" in module:  # a dot does not match it, and a $ matches before it
             return next((key for key in self._keys if _regex(key).match(module)), None)
-        found = [*self._whole.places(module), *(place for end in _ends(module) for place in self._ends.places(end))]
-        first = min(found, default=len(self._keys))
+        ends = (_BEGINNING + module, *_ends(module))
+        first = min((place for end in ends for place in self._places(end)), default=len(self._keys))
         for place, regex in self._others:
             if place > first:
                 break
@@ -50,22 +55,10 @@ class Patterns:
                 first = place
         return self._keys[first] if first < len(self._keys) else None
 
-
-class _Paths:
-    """Keys that are paths, by their length and where any character may stand; their place in the table."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, dict[tuple[int, ...], dict[str, int]]] = defaultdict(dict)
-
-    def add(self, key: str, place: int) -> None:
-        marked = key.replace(r"\.", "\0")
-        text, anything = marked.replace("\0", "."), tuple(at for at, mark in enumerate(marked) if mark == ".")
-        self._places[len(text)].setdefault(anything, {}).setdefault(text, place)
-
-    def places(self, path: str) -> Iterator[int]:
-        """Yield the places of keys that match all of the path."""
-        for anything, held in self._places.get(len(path), {}).items():
-            characters = list(path)
+    def _places(self, end: str) -> Iterator[int]:
+        """Yield the places of keys that match all of this end of a module path."""
+        for anything, held in self._paths.get(len(end), {}).items():
+            characters = list(end)
             for at in anything:
                 characters[at] = "."
             place = held.get("".join(characters))

@@ -108,9 +108,7 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
         ranges.append((begin, end, name))
         if end > data_bytes:
             defect(
-                Defect.TRUNCATED,
-                f"ends at byte {end:,} of the data, the file holds {data_bytes:,}: truncated?",
-                name,
+                Defect.TRUNCATED, f"ends at byte {end:,} of the data, the file holds {data_bytes:,}: truncated?", name
             )
         elif end - begin != spec.nbytes:
             shape = f"{spec.dtype} {list(spec.shape)}"

@@ -175,7 +175,7 @@ def read_torch_file(
             with zipfile.ZipFile(window) as archive:
                 return _read_archive(archive, stamp, offset, memory or PickleMemory())
         except _ZIP_ERRORS as error:
-            raise CorruptFile.of(path, Defect.TRUNCATED, f"is no whole torch file ({error}): truncated?") from error
+            raise CorruptFile.of(path, Defect.TRUNCATED, f"is not a whole torch file ({error}): truncated?") from error
 
 
 class _Window(io.RawIOBase):
@@ -328,7 +328,7 @@ def _is_sizes(values: tuple[Any, ...]) -> bool:
 def _parameter(value: Any, *_: Any) -> LazyTensor:  # noqa: ANN401
     """`_rebuild_parameter`: the tensor, whatever else is said about it."""
     if not isinstance(value, LazyTensor):
-        raise ValueError("a parameter is no tensor")  # noqa: TRY004 - of the file, not of Python
+        raise ValueError("a parameter is not a tensor")  # noqa: TRY004 - of the file, not of Python
     return value
 
 

@@ -9,23 +9,20 @@ from pathlib import Path
 
 from huggingface_hub.hf_api import RepoFile
 
-from lora_tool.choices import Choice
+from lora_tool.choices import Choice, TextEnum
 from lora_tool.tensors import FileStamp
 
 MAIN = "main"
 
 
 @enum.unique
-class FileChange(str, enum.Enum):
+class FileChange(TextEnum):
     """What a push does to one file of the repository."""
 
     ADD = "add"
     UPDATE = "update"
     SAME = "same"
     REMOVE = "remove"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @enum.unique

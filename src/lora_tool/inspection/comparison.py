@@ -17,6 +17,7 @@ import numpy as np
 
 from lora_tool.adapter.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.choices import TextEnum
 from lora_tool.inspection.factors import (
     BLOCK,
     READABLE,
@@ -34,7 +35,7 @@ from lora_tool.tensors import StoredTensor
 
 
 @enum.unique
-class ModuleChange(str, enum.Enum):
+class ModuleChange(TextEnum):
     """How a module or tensor of the second differs from the first's."""
 
     SAME = "same"
@@ -46,9 +47,6 @@ class ModuleChange(str, enum.Enum):
     SECOND_ONLY = "only in the second"
     UNLIKE = "not comparable"
     """Of another shape, or of a type that is not compared by value; `note` says which."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

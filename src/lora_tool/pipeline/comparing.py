@@ -5,17 +5,11 @@ from __future__ import annotations
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
 from lora_tool.errors import NotACheckpoint
 from lora_tool.inspection.comparison import Comparison, compare_adapters, compare_models
-from lora_tool.pipeline.writing import unwatched
-from lora_tool.progress import StageWatch
+from lora_tool.progress import StageWatch, unwatched
 from lora_tool.sources import Reference, opened
 
 
-def diff(
-    first: Reference,
-    second: Reference,
-    *,
-    watch: StageWatch = unwatched,
-) -> Comparison:
+def diff(first: Reference, second: Reference, *, watch: StageWatch = unwatched) -> Comparison:
     """Return how `second` differs from `first`, two adapters or two models, module by module: all weights are read.
 
     Adapters are compared by their ΔW. `watch` is asked for the progress of the reading. Raises `CheckpointError`.

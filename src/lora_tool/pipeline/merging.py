@@ -21,7 +21,7 @@ from lora_tool.display import size
 from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.in_memory import InMemory, ask_in_memory, plan_in_memory
+from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.sources import (
@@ -36,7 +36,7 @@ from lora_tool.sources import (
     several,
 )
 
-Asked = ParamSpec("Asked")
+Keywords = ParamSpec("Keywords")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +63,27 @@ class FoundInputs:
         return folder.parent / f"{folder.name}-merged"
 
 
-def merge_inputs(adapters: Reference | Sequence[Reference], base: Reference | None) -> FoundInputs:
+def merge_inputs(
+    adapters: Reference | Sequence[Reference], base: Reference | None, near: Path | None = None
+) -> FoundInputs:
     """Return the inputs of a merge, downloaded and opened; `base` None takes the one that the adapters name.
 
+    A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
     Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
     """
     listed = several(adapters)
-    sources = [located(each, Wanted.ADAPTER) for each in listed]
+    sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
     opened = tuple(
         open_adapter_at(found.path) if isinstance(each, str | os.PathLike) else opened_adapter(each)
         for each, found in zip(listed, sources, strict=True)
     )
-    found = _common_base(opened) if base is None else located(base, Wanted.MODEL)
+    found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
     model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
-    return FoundInputs(adapters=opened, sources=tuple(sources), base=model, base_source=found)
+    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found)
 
 
-def _common_base(adapters: Sequence[AdapterDir]) -> Source:
-    found = [download_base(adapter) for adapter in adapters]
+def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
+    found = [_named_base(adapter, near or adapter.root) for adapter in adapters]
     for adapter, source in zip(adapters[1:], found[1:], strict=True):
         if not source.path.samefile(found[0].path):
             raise IncompatibleBase(
@@ -91,17 +94,15 @@ def _common_base(adapters: Sequence[AdapterDir]) -> Source:
     return found[0]
 
 
-def download_base(adapter: AdapterDir, near: Path | None = None) -> Source:
-    """Return the base that the adapter's config names, downloaded; a relative path is looked for in `near`, by default
-    the adapter's folder. Raises `NotACheckpoint` where it names none, or one that is not there.
-    """
+def _named_base(adapter: AdapterDir, near: Path) -> Source:
+    """Return the base that the adapter's config names, downloaded. Raises `NotACheckpoint` where there is none."""
     config, hint = adapter.config, f"lora-tool merge {adapter.root} --base MODEL"
     if config is None:
         require_whole(adapter)
     if config is None or not config.base_model:
         raise NotACheckpoint(f"{adapter.root}: adapter_config.json names no base model", hint=hint)
     try:
-        return resolve(config.base_model, near=near or adapter.root, revision=config.revision, download=True)
+        return resolve(config.base_model, near=near, revision=config.revision, download=True)
     except NotACheckpoint as error:
         error.hint = error.hint or hint
         raise
@@ -122,7 +123,7 @@ def planned(
     as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then.
     """
     try:
-        plan = _plan(inputs, options)
+        plan = plan_merge(inputs.base, inputs.adapters, **options.planning())
     except OnlyInMemory as why:
         if not options.allow_in_memory:
             raise
@@ -139,29 +140,6 @@ def planned(
     else:
         yield plan
         return
-    with _merged_by_peft(asked, options, out, reason, dry_run=dry_run) as plan_of_result:
-        yield plan_of_result
-
-
-def _plan(inputs: FoundInputs, options: MergeOptions) -> Plan:
-    return plan_merge(
-        inputs.base,
-        inputs.adapters,
-        task=options.task,
-        num_labels=options.num_labels,
-        dtype=options.dtype,
-        precision=options.precision,
-        untie=options.untie,
-        max_shard_bytes=options.max_shard_bytes,
-        expert_layout=options.expert_layout,
-        **options.rules(),
-    )
-
-
-@contextlib.contextmanager
-def _merged_by_peft(
-    asked: InMemory, options: MergeOptions, out: Path, why: str, *, dry_run: bool
-) -> Iterator[Plan | None]:
     from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory  # noqa: PLC0415
 
@@ -171,27 +149,24 @@ def _merged_by_peft(
         return
     with staging_folder(out) as folder:
         merge_with_peft(asked, folder)
-        yield plan_in_memory(
-            asked,
-            open_model(folder),
-            why=why,
-            max_shard_bytes=options.max_shard_bytes,
-        )
+        yield plan_in_memory(asked, open_model(folder), why=reason, max_shard_bytes=options.max_shard_bytes)
 
 
 def _called_with(
-    arguments: Callable[Asked, MergeArguments],
+    arguments: Callable[Keywords, MergeArguments],
 ) -> Callable[
     [Callable[[Reference | Sequence[Reference], MergeArguments], Written]],
-    Callable[Concatenate[Reference | Sequence[Reference], Asked], Written],
+    Callable[Concatenate[Reference | Sequence[Reference], Keywords], Written],
 ]:
     """Give a function, for its second parameter, those of `arguments` as keywords, their types and their sentences."""
 
     def decorate(
         function: Callable[[Reference | Sequence[Reference], MergeArguments], Written],
-    ) -> Callable[Concatenate[Reference | Sequence[Reference], Asked], Written]:
+    ) -> Callable[Concatenate[Reference | Sequence[Reference], Keywords], Written]:
         @functools.wraps(function)
-        def call(adapters: Reference | Sequence[Reference], /, *args: Asked.args, **kwargs: Asked.kwargs) -> Written:
+        def call(
+            adapters: Reference | Sequence[Reference], /, *args: Keywords.args, **kwargs: Keywords.kwargs
+        ) -> Written:
             return function(adapters, arguments(*args, **kwargs))
 
         first, _ = inspect.signature(function, eval_str=True).parameters.values()

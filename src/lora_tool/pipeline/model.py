@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lora_tool.choices import TextEnum
 from lora_tool.errors import LoraToolError
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
@@ -35,16 +36,6 @@ class Job:
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
 
     @property
-    def select(self) -> tuple[str, ...]:
-        """The codes of the only rules that judge, all where it is empty."""
-        return tuple(self.options.select)
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        """The codes of the rules that do not judge."""
-        return tuple(self.options.ignore)
-
-    @property
     def fail_on(self) -> Severity:
         """The severity at which a finding stops the pipeline."""
         return Severity(self.options.fail_on)
@@ -61,7 +52,7 @@ class Job:
 
 
 @enum.unique
-class Status(str, enum.Enum):
+class Status(TextEnum):
     """What became of a stage."""
 
     PASSED = "passed"
@@ -69,9 +60,6 @@ class Status(str, enum.Enum):
     """It was done by an earlier run, from the same inputs, and its result is as it was left."""
     SKIPPED = "skipped"
     FAILED = "failed"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ _MARKS = {Status.PASSED: "✅", Status.REUSED: "✅ as proven before", Status.FA
 
 
 def outcome_json(outcome: Outcome, report: Report) -> dict[str, Any]:
-    """Return the run as JSON data; `report` has the findings of all its stages. `schema` describes it."""
+    """Return the run as JSON data; `report` has the findings of all its stages. `outcome_schema` describes it."""
     return {
         "schema_version": 1,
         "passed": outcome.passed,
@@ -38,7 +38,7 @@ def outcome_json(outcome: Outcome, report: Report) -> dict[str, Any]:
     }
 
 
-def schema() -> dict[str, Any]:
+def outcome_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of `outcome_json`'s form; its `report` is described by the report's own."""
     parsed: dict[str, Any] = json.loads(Path(__file__).with_name("ci.schema.json").read_text(encoding="utf-8"))
     return parsed

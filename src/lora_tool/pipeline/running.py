@@ -15,7 +15,6 @@ from lora_tool.checkpoint import (
     RunDir,
     ShardedDir,
     open_checkpoint,
-    open_model,
     open_sharded,
 )
 from lora_tool.display import as_options, size
@@ -29,18 +28,17 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.merging import FoundInputs, download_base, planned
+from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
-from lora_tool.pipeline.writing import Written, farthest, unwatched, write
+from lora_tool.pipeline.writing import Written, farthest, write
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import StageWatch
+from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
-from lora_tool.sources import Source, Wanted, located, source_of
 from lora_tool.validation.validating import validate
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -100,8 +98,7 @@ class _Running:
         self._root = job.checkpoint
         self._opened: Checkpoint | None = None
         self._needs_consolidation = False
-        self._plan: Plan | None = None
-        self._adapter: AdapterDir | None = None
+        self._merged: FoundInputs | None = None
         self.result: Path | None = None
         """The folder that the run has made, or found good as it is."""
 
@@ -166,8 +163,8 @@ class _Running:
             near=self._root,
             task=options.task,
             num_labels=options.num_labels,
-            select=job.select,
-            ignore=job.ignore,
+            select=options.select,
+            ignore=options.ignore,
             deep=job.deep,
             servers=job.servers,
         )
@@ -177,7 +174,7 @@ class _Running:
         if not self._needs_consolidation:
             return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
         job = self._job
-        options = ("consolidate", job.ignore, job.tag)
+        options = ("consolidate", job.options.ignore, job.tag)
         config = [job.adapter_config.parent] if job.adapter_config else []
         key = key_of(options, [self._root, *config], own=job.own)
         for folder in (job.consolidated, job.output):
@@ -185,7 +182,7 @@ class _Running:
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
         plan = plan_consolidate(
-            open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.ignore
+            open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.options.ignore
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
         self._write("consolidate", key, plan, folder)
@@ -211,17 +208,14 @@ class _Running:
             whole = "a whole model" if opened.kind is TRAINED_MODEL else f"a {opened.kind}"
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
-        base = self._base(opened)
+        inputs = merge_inputs(opened, job.options.base, near=self._root)
         options = replace(job.options, out=None, base=None, jobs=None, overwrite=False)
-        key = key_of(("merge", options), [opened.root, base.path], own=job.own)
-        self._adapter, self.result = opened, job.output
+        key = key_of(("merge", options), inputs.paths, own=job.own)
+        self._merged, self.result = inputs, job.output
         done = self._cache.summary("merge", key, job.output)
         if done is not None:
             kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
-        inputs = FoundInputs(
-            adapters=(opened,), sources=(source_of(opened.root),), base=open_model(base.path), base_source=base
-        )
         notes: list[str] = []
         with planned(inputs, job.options, job.output, note=notes.append) as plan:
             if plan is None:
@@ -249,13 +243,6 @@ class _Running:
                 hint="name no task, or give the checkpoint of that task",
             )
 
-    def _base(self, adapter: AdapterDir) -> Source:
-        base = self._job.options.base
-        if base is None:
-            # what was put together lies elsewhere than the config that names the base by a relative path
-            return download_base(adapter, near=self._root)
-        return located(base, Wanted.MODEL, near=self._root)
-
     def _write(self, name: str, key: str, plan: Plan, folder: Path) -> Written:
         """Carry the plan out; a folder that this very stage left before it was cut off is replaced."""
         options = self._job.options
@@ -278,24 +265,21 @@ class _Running:
 
     def verify(self) -> Stage:
         """Compare every value of the merged model with base and adapter."""
-        job, adapter = self._job, self._adapter
-        if adapter is None or self.result is None:
+        job, merged = self._job, self._merged
+        if merged is None or self.result is None:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
 
-        base = self._base(adapter)
-        key = key_of(
-            ("verify", job.ignore, job.fail_on),
-            [adapter.root, base.path, self.result],
-            own=job.own,
-        )
+        options = ("verify", job.options.ignore, job.options.fail_on)
+        key = key_of(options, [*merged.paths, self.result], own=job.own)
         done = self._cache.summary("verify", key, self.result)
         if done is not None:
             return Stage(name="verify", status=Status.REUSED, summary=done)
-        inputs = find_inputs(self.result, base=str(base.path), adapters=[str(adapter.root)])
+        adapters = [str(each.root) for each in merged.adapters]
+        inputs = find_inputs(self.result, base=str(merged.base_source.path), adapters=adapters)
         with self._watch("verify", inputs.merged.weights.nbytes) as advance:
-            found = verify_inputs(inputs, ignore=job.ignore, jobs=job.options.jobs, progress=advance)
+            found = verify_inputs(inputs, ignore=job.options.ignore, jobs=job.options.jobs, progress=advance)
         seen = summary_json(found)
         summary = f"{seen['right']} of {seen['tensors']} tensors right, every value compared{farthest(seen)}"
         failing = found.report.at_least(job.fail_on)
@@ -321,9 +305,7 @@ class _Running:
             private=job.private,
             revision=job.revision or MAIN,
             create_pr=job.create_pr,
-            select=job.select,
-            ignore=job.ignore,
-            fail_on=job.fail_on,
+            **job.options.rules(),
         )
         with self._watch("push", plan.sent_bytes) as advance:
             done = push(with_hashes(plan, advance))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,9 @@ from lora_tool.execution.engine import execute
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.plan import Plan
-from lora_tool.progress import StageWatch
+from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
-
-
-def unwatched(_what: str, _nbytes: int) -> nullcontext[Callable[[int], None]]:
-    """Return a progress that shows nothing: the `StageWatch` of those who do not wait."""
-    return nullcontext(lambda _: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from lora_tool.report.findings import Finding, Severity
 
 if TYPE_CHECKING:
-    from lora_tool.report.model import Checked, Report, Run, RunCheckpoint, Skipped
+    from lora_tool.report.model import Checked, Report, Skipped
 
-__all__ = ["Checked", "Finding", "Report", "Run", "RunCheckpoint", "Severity", "Skipped"]
+__all__ = ["Checked", "Finding", "Report", "Severity", "Skipped"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562: whatever the name is

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from lora_tool.display import printable
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule
-from lora_tool.report.model import Page, Report, Run, by_subject
+from lora_tool.report.model import Page, Report, by_subject
+from lora_tool.report.runs import Run
 from lora_tool.report.text import run_cells, spans
 
 MOST_CHARACTERS = 900_000

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from lora_tool.display import as_html, counted, shortened
+from lora_tool.display import as_html, counted, shortened, some
 from lora_tool.errors import FindingsFound
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_rule
 from lora_tool.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
-from lora_tool.report.words import Checked, Ignored, Page, Run, RunCheckpoint, Skipped, Unread
+from lora_tool.report.words import Checked, Ignored, Page, Skipped, Unread
 
-__all__ = ["Checked", "Ignored", "Page", "Report", "Run", "RunCheckpoint", "Skipped", "Unread", "by_subject", "joined"]
+if TYPE_CHECKING:
+    from lora_tool.report.runs import Run
+
+__all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
 
 T = TypeVar("T")
 
@@ -47,7 +50,7 @@ class Report:
         return self.text()
 
     def __repr__(self) -> str:
-        paths = ", ".join(subject.path for subject in self.subjects[:3]) + (", …" if len(self.subjects) > 3 else "")  # noqa: PLR2004 - a line
+        paths = some([subject.path for subject in self.subjects], 3)
         return f"Report({paths}: {shortened(self.counts(), 300)})"
 
     def _repr_html_(self) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_tool.display import four_digits, printable, size
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.groups import by_reason, by_rule, grouped
-from lora_tool.report.words import Ignored, Run, RunCheckpoint, Skipped
+from lora_tool.report.words import Ignored, Skipped
+
+if TYPE_CHECKING:
+    from lora_tool.report.runs import Run, RunCheckpoint
 
 SHOWN = 3
 """How many findings of one rule in one file are spelled out before the rest is counted."""

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
-from lora_tool.errors import CorruptFile, NotACheckpoint, Problem
-from lora_tool.formats.dcp import (
-    METADATA,
-    DcpFolder,
-    Piece,
-    Pieces,
-    assemble_dcp,
-    missing_files,
-    read_dcp,
-    read_pieces,
-    stamps,
-    uncovered,
-)
+from lora_tool.errors import CorruptFile, NotACheckpoint
+from lora_tool.formats.dcp import METADATA, DcpFolder, Pieces, StoredChunk, assemble_dcp, read_dcp, stamps, uncovered
 from lora_tool.formats.files import open_regular, read_at
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
@@ -28,9 +17,9 @@ from lora_tool.report import Finding
 from lora_tool.sharded.faults import (
     COPY,
     base_layers_left_out,
-    copied_files,
     fault,
     frozen_left_out,
+    repeated_files,
     unreadable_files,
 )
 from lora_tool.sharded.state import TrainingState
@@ -42,15 +31,14 @@ class DcpState(TrainingState):
     """The state of a module in torch's distributed checkpoints."""
 
     found: DcpFolder
-    pieces: Pieces
 
     def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
         """See `assemble_dcp`."""
-        return assemble_dcp(self.found, self.pieces, wanted)
+        return assemble_dcp(self.found, wanted)
 
     def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return the archive members that hold the tensors."""
-        return frozenset(piece.record for name in tensors for piece in self.pieces[name])
+        return frozenset(piece.record for name in tensors for piece in self.found.pieces[name])
 
 
 def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - nothing points at a part
@@ -64,12 +52,10 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         listed = ", ".join(checkpoint.rank_files)
         raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: `tag=FOLDER`")
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
-    unread: tuple[Problem, ...] = ()
     try:
         found = read_dcp(folder)
     except CorruptFile as error:
-        found, unread = DcpFolder(folder=folder, tensors={}), (error.problem,)
-    pieces, problems = read_pieces(found)
+        found = DcpFolder(folder=folder, tensors={}, problems=(error.problem,))
     lost = base_layers_left_out(found.tensors)
     return DcpState(
         root=checkpoint.root,
@@ -78,23 +64,19 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         beside=found.beside,
         without_values=lost,
-        faults=(*_faults(found, pieces, (*unread, *problems)), *frozen_left_out(folder, lost)),
+        faults=(*_faults(found), *frozen_left_out(folder, lost)),
         found=found,
-        pieces=pieces,
         stamps=stamps(found),
         facts={"format": "torch distributed checkpoint", "tag": parts[0], "save_id": found.save_id},
     )
 
 
-def _faults(found: DcpFolder, pieces: Pieces, problems: Iterable[Problem]) -> Iterator[Finding]:
-    """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408.
-
-    `pieces` and `problems` are those of the files that are there.
-    """
-    for name in missing_files(found):
+def _faults(found: DcpFolder) -> Iterator[Finding]:
+    """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408."""
+    for name in found.missing:
         yield fault("LT401", found.folder / name, "is missing: .metadata says that it holds weights", hint=COPY)
-    yield from unreadable_files(problems)
-    yield from copied_files(contents(pieces))
+    yield from unreadable_files(found.problems)
+    yield from repeated_files(contents(found.pieces))
     for name, tensor in found.tensors.items():
         gap = uncovered(tensor)
         if gap:
@@ -104,7 +86,7 @@ def _faults(found: DcpFolder, pieces: Pieces, problems: Iterable[Problem]) -> It
 
 def contents(pieces: Pieces) -> Iterator[tuple[Path, tuple[object, ...]]]:
     """Yield each file and what it holds, in a form to compare; not those of a constant, which ranks may well share."""
-    held: dict[Path, list[tuple[str, Piece]]] = defaultdict(list)
+    held: dict[Path, list[tuple[str, StoredChunk]]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:
             held[piece.record.path].append((name, piece))

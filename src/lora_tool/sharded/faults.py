@@ -37,7 +37,7 @@ def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
         )
 
 
-def copied_files(contents: Iterable[tuple[Path, Hashable]]) -> Iterator[Finding]:
+def repeated_files(contents: Iterable[tuple[Path, Hashable]]) -> Iterator[Finding]:
     """LT405: yield files of different ranks with the same content, which `contents` has in a form to compare."""
     seen: dict[Hashable, Path] = {}
     for path, content in contents:

@@ -16,12 +16,12 @@ from lora_tool.display import some
 from lora_tool.formats.partitions import leftover
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.faults import ANOTHER_TAG, COPY, copied_files, fault, has_lora_factor, unreadable_files
+from lora_tool.sharded.faults import ANOTHER_TAG, COPY, fault, has_lora_factor, repeated_files, unreadable_files
 
 _TAG = re.compile(r"global_step(\d+)\Z")
 
 
-def missing_files(tag: ZeroTag) -> Iterator[Finding]:
+def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
     """LT401: yield the ranks whose files are not there.
 
     Every node writes its own ranks' files: a folder copied from one node lacks the others'.
@@ -132,11 +132,11 @@ def _misfit_frozen(tag: ZeroTag) -> Iterator[Finding]:
 
 def tag_faults(tag: ZeroTag) -> Iterator[Finding]:
     """Yield what is wrong with the rank files of one tag, no tensor read: LT401 to LT408."""
-    yield from missing_files(tag)
+    yield from missing_ranks(tag)
     yield from unreadable_files(tag.problems)
     yield from other_world_sizes(tag)
     yield from moved_files(tag)
-    yield from copied_files(
+    yield from repeated_files(
         (states.path, (states.file.serialization_id, *(states.file.record(group).crc for group in states.groups)))
         for states in tag.optim.values()
         if any(group.numel for group in states.groups)
@@ -146,7 +146,7 @@ def tag_faults(tag: ZeroTag) -> Iterator[Finding]:
     yield from misfit_partitions(tag)
 
 
-def older_than_newest(root: Path, latest: str | None, tags: Collection[str]) -> Iterator[Finding]:
+def stale_latest(root: Path, latest: str | None, tags: Collection[str]) -> Iterator[Finding]:
     """LT409: yield a finding if `latest` does not name the newest tag that is there."""
     steps = {name: int(match[1]) for name in tags if (match := _TAG.match(name))}
     newest = max(steps, key=steps.__getitem__, default=None)

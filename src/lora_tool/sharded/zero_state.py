@@ -14,7 +14,7 @@ from lora_tool.sharded.faults import base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.value_check import ValueCheck
-from lora_tool.sharded.zero_checks import frozen_unknown, older_than_newest, tag_faults
+from lora_tool.sharded.zero_checks import frozen_unknown, stale_latest, tag_faults
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
 
@@ -56,7 +56,7 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     first, known = found.first, entries(found)
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
-    older = older_than_newest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
+    older = stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
     files = [states.file for states in found.files]
     steps = first.global_steps if first else None
     return ZeroState(

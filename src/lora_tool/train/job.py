@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.choices import TextEnum
 from lora_tool.report import Finding, Severity
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.methods import METHODS, Method
@@ -21,7 +22,7 @@ FOLDER_VARIABLE = "LORA_TOOL_JOB"
 
 
 @enum.unique
-class TrainingStatus(str, enum.Enum):
+class TrainingStatus(TextEnum):
     """How a training ended. CHECKED: a dry run that found nothing in the way."""
 
     DONE = "done"
@@ -31,9 +32,6 @@ class TrainingStatus(str, enum.Enum):
     BAD_RESULT = "bad-result"
     FAILED = "failed"
     USAGE = "usage"
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import (
     AdapterDir,
@@ -24,10 +25,12 @@ from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Server
 from lora_tool.rules.judging import Judge, unopened
-from lora_tool.rules.training.run_table import FINISHED, Judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject
 from lora_tool.sources import Reference, opened, opened_adapter, opened_model
 from lora_tool.validation.bases import named_base
+
+if TYPE_CHECKING:
+    from lora_tool.rules.training.run_table import Judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,8 @@ def validate(
     )
     if not isinstance(checkpoint, RunDir) and not (checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
+    from lora_tool.rules.training.run_table import FINISHED, Judged, run_table  # noqa: PLC0415 - for runs alone
+
     inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
     rows = [item for item, _ in inner]
     if isinstance(checkpoint, RunDir):
@@ -117,6 +122,8 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
 def _checkpoint_of_run(
     path: Path, judge: Judge, adapters: tuple[AdapterDir, ...] = ()
 ) -> tuple[Judged, Checkpoint | None]:
+    from lora_tool.rules.training.run_table import Judged  # noqa: PLC0415 - for runs alone
+
     if not inside(path.parent, path):
         report = unopened(str(path), "is a link out of the run's folder", judge.rules, code="LT112")
         return Judged(root=path, name=path.name, state=None, report=report), None

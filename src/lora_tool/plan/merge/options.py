@@ -103,6 +103,11 @@ class MergeOptions:
         """`max_shard_size` as a number."""
         return None if self.max_shard_size is None else number_of_bytes(self.max_shard_size)
 
+    def planning(self) -> dict[str, Any]:
+        """Return what is asked of the plan, as `plan_merge` takes it."""
+        names = ("task", "num_labels", "dtype", "precision", "untie", "max_shard_bytes", "expert_layout")
+        return {name: getattr(self, name) for name in names} | self.rules()
+
     def rules(self) -> dict[str, Any]:
         """Return what is asked of the judge, as `plan_merge` takes it."""
         return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}

@@ -61,20 +61,16 @@ def other_base(subject: AdapterSubject) -> Iterator[Fault]:
 def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter names another base.
 
-    ## What it does
-    Compares the base with the one that `adapter_config.json` names, where that one is on this disk: names, types,
-    shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two Hub ids the
-    names are compared where the named one is not here.
+    What it does: Compares the base with the one that `adapter_config.json` names, where that one is on this disk:
+    names, types, shapes and samples of all weights, so that a copy, a link or the Hub cache is the same model. Of two
+    Hub ids the names are compared where the named one is not here.
 
-    ## Why it matters
-    Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without a word, and
-    what comes out is garbage that looks fluent.
+    Why it matters: Models of one family have the same names and shapes. PEFT loads the adapter onto any of them without
+    a word, and what comes out is garbage that looks fluent.
 
-    ## Example
-    `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, and `--base` is `Qwen/Qwen2.5-7B`.
+    Example: `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, and `--base` is `Qwen/Qwen2.5-7B`.
 
-    ## What to do
-    Leave out `--base`, so that the named model is taken, or correct `base_model_name_or_path`.
+    What to do: Leave out `--base`, so that the named model is taken, or correct `base_model_name_or_path`.
     """
     base, named = subject.base, subject.config.base_model
     if base is None or not named or any(problem.fatal for problem in base.problems):

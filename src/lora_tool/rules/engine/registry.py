@@ -48,7 +48,7 @@ class Need(str, enum.Enum):
     """A merged model, and its base with the adapter, were asked the same."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fault:
     """What a rule yields: `subject` is the tensor or field; path, hint and severity default to the rule's own."""
 
@@ -61,7 +61,7 @@ class Fault:
     """Whether a merge can go on where the rule is ignored, though other faults of an `unmergeable` rule leave nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rule:
     """One registered rule. Its docstring is its page: the title, then paragraphs that begin as `SECTIONS` say."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import MATRIX, is_input
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.display import some
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import added_pad_token
 from lora_tool.keys import Part
@@ -109,8 +110,7 @@ def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
     for stack, wanted in lengths.items():
         lost = sorted(set(range(min(wanted, 100_000))) - found[stack].keys())
         if lost:
-            listed = ", ".join(map(str, lost[:8])) + (", …" if len(lost) > 8 else "")  # noqa: PLR2004 - enough to see
-            where = f"layer {listed}" if len(lengths) == 1 else f"layer {listed} of `{stack}`"
+            where = f"layer {some(lost)}" + (f" of `{stack}`" if len(lengths) > 1 else "")
             message = f"is {wanted}, and the weights have nothing of {where}"
             yield Fault(subject="num_hidden_layers", message=message, path=str(config.path))
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.report.findings import Severity
 from lora_tool.report.groups import by_rule
-from lora_tool.report.model import Report, Run, RunCheckpoint
+from lora_tool.report.model import Report
+from lora_tool.report.runs import Run, RunCheckpoint
 
 FINISHED = "(finished)"
 """What the weights in the run folder itself are called in the table."""
