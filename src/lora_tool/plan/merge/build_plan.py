@@ -55,7 +55,7 @@ def build_plan(
     """
     adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
     fingerprints = {name: fingerprint(each.weights) for name, each in adapters.items()}
-    files = sharding.files_of(steps, base.tensors)
+    files = sharding.base_files(steps, base.tensors)
     shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge)
     if len(shards) > 1:
