@@ -22,6 +22,8 @@ def one_thread() -> Iterator[None]:
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     from tests.train.running import Trainings
 
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # both read the environment once, when they are imported; without a network they would try again and again
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return Trainings(tmp_path)

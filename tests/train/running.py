@@ -129,7 +129,7 @@ class Trainings:
             return TrainingOutcome(status=TrainingStatus.REFUSED, findings=found)
         fresh_state()
         reported = tuple(item.code for item in found)
-        job = TrainingJob(method=run.method, file=run.file, guard=run.guard, dry_run=dry, reported=reported)
+        job = TrainingJob(method=run.method, options=run.options, guard=run.guard, dry_run=dry, reported=reported)
         self.run = TrainingProcess(job, main_process=True)
         try:
             outcome = self.run.whole()

@@ -27,8 +27,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Caller:
-    return Caller(capsys)
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Caller:
+    """The command line in this process, which has TRL, beside what its workers print."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return Caller(capfd)
 
 
 def config(tmp_path: Path, **options: Any) -> Path:
@@ -57,13 +60,17 @@ def lora_tool(*words: str | Path, **more: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_train_then_validate_then_merge_then_push_then_resume(tmp_path: Path) -> None:
+def test_train_then_validate_then_merge_then_push_then_resume(
+    tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
     merge = {"output": str(tmp_path / "merged"), "overwrite": True}
     after = {"validate": True, "merge": merge, "push": {"repo": "me/reward", "private": True}}
     path = config(tmp_path, save_strategy="steps", save_steps=2, lora_tool={"after": after})
-    with Hub() as hub:
-        done = lora_tool("train", "reward", "--config", path, **environment(hub, tmp_path, HF_HUB_OFFLINE="0"))
-    assert done.returncode == 0, done.stderr
+    with Hub() as hub, monkeypatch.context() as online:
+        for name, value in environment(hub, tmp_path, HF_HUB_OFFLINE="0").items():
+            online.setenv(name, value)
+        done = call("train", "reward", "--config", path)
+    assert done.code == 0, done.err
     pushed = hub.repos["me/reward"]
     assert pushed.private
     assert pushed.history == ["Upload reward model with lora-tool", "initial commit"]
@@ -71,10 +78,10 @@ def test_train_then_validate_then_merge_then_push_then_resume(tmp_path: Path) ->
     for name in (path.name for path in (tmp_path / "merged").glob("*.safetensors")):
         assert files[name] == (tmp_path / "merged" / name).read_bytes()
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
-    assert "set lora_task_type: SEQ_CLS" in done.stderr
-    assert "trained reward: 4 steps" in done.stdout
-    assert "parameters moved by" in done.stdout
-    assert "with its head score (1 label)" in done.stdout
+    assert "set lora_task_type: SEQ_CLS" in done.err
+    assert "trained reward: 4 steps" in done.out
+    assert "parameters moved by" in done.out
+    assert "with its head score (1 label)" in done.out
     merged = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert merged["architectures"] == ["Qwen2ForSequenceClassification"]
     out = tmp_path / "out"
@@ -95,11 +102,10 @@ def test_train_then_validate_then_merge_then_push_then_resume(tmp_path: Path) ->
     lines = yaml.safe_load(path.read_text())
     del lines["lora_tool"]
     path.write_text(yaml.safe_dump(lines))
-    again = lora_tool("train", "reward", "--config", path, "--resume", "auto", "--json")
-    assert again.returncode == 0, again.stderr
-    assert f"resuming from {out / 'checkpoint-2'}" in again.stderr
-    told = json.loads(again.stdout)
-    assert [item["code"] for item in told["findings"]] == ["unusable-checkpoint"]
+    again = call("train", "reward", "--config", path, "--resume", "auto", "--json")
+    assert again.code == 0, again.err
+    assert f"resuming from {out / 'checkpoint-2'}" in again.err
+    assert [item["code"] for item in again.json["findings"]] == ["unusable-checkpoint"]
     resumed = load_file(out / "adapter_model.safetensors")
     assert trained.keys() == resumed.keys()
     # the same data in the same order from step 2: going on is as not having stopped
@@ -159,11 +165,11 @@ def test_a_named_checkpoint_must_be_whole(tmp_path: Path, call: Caller) -> None:
     assert "cannot be resumed from" in done.err
 
 
-def test_an_error_of_trls_is_one_line_and_a_file(tmp_path: Path) -> None:
-    done = lora_tool("train", "sft", "--config", config(tmp_path, dataset_name=str(tmp_path / "nowhere")))
-    assert done.returncode == 3
-    assert "Traceback" not in done.stderr
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+def test_an_error_of_trls_is_one_line_and_a_file(tmp_path: Path, call: Caller) -> None:
+    done = call("train", "sft", "--config", config(tmp_path, dataset_name=str(tmp_path / "nowhere")))
+    assert done.code == 3
+    assert "Traceback" not in done.err
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "nowhere" in error
 
 
@@ -187,7 +193,19 @@ def test_ctrl_c_ends_every_process_and_leaves_nothing_finished(tmp_path: Path) -
     assert metrics.stat().st_size == size
 
 
-SCRIPT = """
+PLAIN = """
+import peft, torch, transformers
+
+base = transformers.AutoModelForCausalLM.from_pretrained({base!r})
+model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM"))
+rows = [{{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)}}] * 8
+args = transformers.TrainingArguments({out!r}, max_steps=2, use_cpu=True, learning_rate={rate}, save_strategy="no")
+trainer = transformers.Trainer(model, args, train_dataset=rows)
+trainer.train()
+trainer.save_model()
+print("saved")
+"""
+OF_TRL = """
 from datasets import load_dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
@@ -200,11 +218,11 @@ print("saved")
 """
 
 
-@pytest.mark.parametrize(("rate", "code"), [(1e-3, 0), (0.0, 1)])
-def test_guard_around_a_script(tmp_path: Path, rate: float, code: int) -> None:
+@pytest.mark.parametrize(("text", "rate", "code"), [(PLAIN, 1e-3, 0), (OF_TRL, 0.0, 1)], ids=["plain", "TRL"])
+def test_guard_around_a_script(tmp_path: Path, text: str, rate: float, code: int) -> None:
     data = write_rows(tmp_path / "data", texts())
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(out=str(tmp_path / "out"), data=str(data), base=str(QWEN2), rate=rate))
+    script.write_text(text.format(out=str(tmp_path / "out"), data=str(data), base=str(QWEN2), rate=rate))
     done = lora_tool("guard", "--", sys.executable, str(script))
     assert done.returncode == code, done.stderr
     assert done.stdout.endswith("saved\n") is (code == 0)  # stdout is the script's own, and nothing of ours

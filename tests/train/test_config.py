@@ -11,6 +11,7 @@ import pytest
 from lora_tool.errors import BadRunConfig
 from lora_tool.train.checks import static_findings, with_settings
 from lora_tool.train.config import RunConfig, read_run_config, trl_arguments
+from lora_tool.train.job import TrainingJob, read_job, write_job
 from lora_tool.train.methods import METHODS
 
 REWARD = METHODS["reward"]
@@ -139,10 +140,22 @@ def test_what_is_typed_wins_and_reaches_trls_parser_as_text(tmp_path: Path) -> N
     assert run.given >= {"learning_rate", "max_steps", "use_peft", "gradient_checkpointing"}
     assert "warmup_steps" not in run.given
     assert run.launch == ["--num_processes", "4", "--multi_gpu"]
-    _, training, model, _ = trl_arguments(run.method, run.file, run.words)  # as the worker reads them
+    _, training, model, _ = trl_arguments(run.method, run.options)  # as the worker reads them
     assert (training.learning_rate, training.max_steps, training.gradient_checkpointing) == (1e-5, 3, False)
     assert model.lora_target_modules == ["q_proj", "v_proj"]
     assert run.env == {"A": "1"}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_reaches_the_worker_as_it_was_read(tmp_path: Path, method: str) -> None:
+    text = "learning_rate: 1e-4\nuse_peft: true\ndatasets: [{path: json, data_files: a.jsonl}]\n"
+    run = read(tmp_path, text, "--use_cpu", "--bf16", "false", "--output_dir", "out", method=method)
+    write_job(TrainingJob(guard=run.guard, method=run.method, options=run.options), tmp_path)
+    options = read_job(tmp_path).options
+    assert options == run.options
+    _, training, model, mixture = trl_arguments(run.method, options)
+    assert (training.learning_rate, model.use_peft, mixture.datasets[0].data_files) == (1e-4, True, "a.jsonl")
 
 
 @pytest.mark.parametrize("typed", [("stray",), ("--learning_rate",), ("--", "x")])
@@ -153,15 +166,15 @@ def test_arguments_that_are_no_options(tmp_path: Path, typed: tuple[str, ...]) -
 
 def test_only_what_is_absent_is_set(tmp_path: Path) -> None:
     run, settings = with_settings(read(tmp_path, "use_peft: true"))
-    assert {item.name: item.value for item in settings} == {
+    assert {name: value for name, (value, _) in settings.items()} == {
         "lora_task_type": "SEQ_CLS",
         "logging_nan_inf_filter": False,
     }
     assert run.options["lora_task_type"] == "SEQ_CLS"
     _, none = with_settings(read(tmp_path, "use_peft: true\nlora_task_type: CAUSAL_LM\nlogging_nan_inf_filter: true"))
-    assert none == ()
+    assert none == {}
     _, causal = with_settings(read(tmp_path, "use_peft: true", method="sft"))
-    assert [item.name for item in causal] == ["logging_nan_inf_filter"]
+    assert list(causal) == ["logging_nan_inf_filter"]
 
 
 @pytest.mark.parametrize(

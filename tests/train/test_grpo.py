@@ -67,7 +67,7 @@ def test_it_does_not_wait_for_the_end(train: Trainings) -> None:
     outcome = grpo(train, "constant", max_steps=50)
     assert (outcome.status.value, codes(outcome)) == ("stopped", {"reward-constant"})
     assert train.run is not None
-    assert train.run.trainer.state.global_step == 10
+    assert train.run.guard.trainer.state.global_step == 10
 
 
 def test_one_that_cancels_under_weights_that_do_not_is_healthy(train: Trainings) -> None:

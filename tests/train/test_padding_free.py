@@ -97,7 +97,7 @@ def test_the_attention_inside_is_the_one_in_effect(train: Trainings) -> None:
     )
     assert (outcome.status.value, outcome.findings) == ("done", ())
     assert train.run is not None
-    assert train.run.trainer.model.config._attn_implementation == "eager"
+    assert train.run.guard.trainer.model.config._attn_implementation == "eager"
 
 
 def test_dpo_says_that_it_pads(train: Trainings) -> None:

@@ -18,6 +18,7 @@ from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.report import Severity
 from lora_tool.train.remains import reassemble
 from lora_tool.validation.validating import validate
+from tests.cli.calling import Caller
 from tests.train.running import COMMON, QWEN2, pairs, write_rows
 
 pytestmark = pytest.mark.skipif(
@@ -102,7 +103,9 @@ def test_a_bare_save_is_found_and_put_together(tmp_path: Path) -> None:
     assert all(torch.equal(tensor.to(truth[name].dtype), truth[name]) for name, tensor in found.items())
 
 
-def test_reward_under_zero3_with_two_processes(tmp_path: Path) -> None:
+def test_reward_under_zero3_with_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = {
         **COMMON,
         "model_name_or_path": str(QWEN2),
@@ -127,21 +130,16 @@ def test_reward_under_zero3_with_two_processes(tmp_path: Path) -> None:
         )
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    done = subprocess.run(
-        [sys.executable, "-m", "lora_tool", "train", "reward", "--config", str(tmp_path / "run.yaml"), "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-        env=environment(tmp_path),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    done = Caller(capfd)("train", "reward", "--config", tmp_path / "run.yaml", "--json")
+    assert done.code == 0, done.err[-4000:]
+    told = done.json
     assert (told["status"], told["findings"]) == ("done", [])
     assert told["facts"]["effective_batch_size"] == 8
     assert told["facts"]["trained_parameters"] > 0
     # the progress of one process, not of two
-    assert done.stderr.count("effective batch size 8: 4 per device × 1 accumulation × 2 processes") == 1
+    assert done.err.count("effective batch size 8: 4 per device × 1 accumulation × 2 processes") == 1
 
     out = tmp_path / "out"
     whole = load_file(out / "adapter_model.safetensors")

@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import click
 
-from lora_tool.choices import closest
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, exit_code
 from lora_tool.cli.terminal import show_error
 from lora_tool.errors import LoraToolError
@@ -89,6 +88,8 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
+            from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
+
             meant = closest(args[0], COMMANDS)
             if meant is None:
                 raise

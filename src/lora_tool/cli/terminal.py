@@ -7,12 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from lora_tool.display import as_options, json_data, printable, shortened
 from lora_tool.errors import FindingsFound, LoraToolError
-from lora_tool.report.findings import Finding, Severity
+
+if TYPE_CHECKING:
+    from lora_tool.report.findings import Finding
 
 _COLOURS = {"error": "red", "warning": "yellow", "hint": "cyan"}
 
@@ -45,7 +48,8 @@ def print_json(**table: object) -> None:
 
 def show_findings(findings: Iterable[Finding]) -> None:
     """Write errors and warnings to stderr as `validate` prints them, and how many there are."""
-    from lora_tool.report.model import Report  # noqa: PLC0415 - where there are findings
+    from lora_tool.report.findings import Severity  # noqa: PLC0415 - where there are findings
+    from lora_tool.report.model import Report  # noqa: PLC0415
     from lora_tool.report.text import findings_lines  # noqa: PLC0415
 
     shown = tuple(finding for finding in findings if finding.severity > Severity.INFO)

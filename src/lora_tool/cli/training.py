@@ -18,9 +18,9 @@ from lora_tool.display import counted, printable
 from lora_tool.execution.folder import replace_file
 from lora_tool.report import Finding, Report, Severity
 from lora_tool.report.json import report_json
-from lora_tool.train.checks import Setting, require_inputs, static_findings, with_settings
+from lora_tool.train.checks import require_inputs, static_findings, with_settings
 from lora_tool.train.config import RunConfig, read_run_config, require_training
-from lora_tool.train.job import TrainingOutcome, TrainingStatus, finite
+from lora_tool.train.job import TrainingOutcome, TrainingStatus, json_value
 from lora_tool.train.launch import launch, launch_command, require_good
 from lora_tool.train.methods import Method
 from lora_tool.train.remains import ResumeChoice, is_empty, last_valid, named, newest_rank_files, reassemble
@@ -46,14 +46,14 @@ def train(
     require_inputs(run)
     after = [item for item in foreseen(run, run.output) if item.code not in run.guard.ignore]
     run, choice = _resume(run, resume)
-    for setting in settings:
-        click.echo(printable(str(setting)), err=True)
+    for name, (value, why) in settings.items():
+        click.echo(f"set {name}: {str(value).lower() if isinstance(value, bool) else value} ({why})", err=True)
     found = (*choice.skipped, *after, *(static_findings(run) if run.guard.mode != "off" else ()))
     _show(found)
     if choice.path is not None:
         click.echo(f"resuming from {printable(str(choice.path))}", err=True)
     outcome = _outcome(run, choice, found, dry_run=dry_run)
-    report = _report(run, settings, outcome)
+    report = _report(run, {name: value for name, (value, _) in settings.items()}, outcome)
     if not dry_run:
         _write_report(report, run.output)
     if as_json:
@@ -111,16 +111,16 @@ def _print_plan(run: RunConfig) -> None:
     click.echo(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip())
 
 
-def _report(run: RunConfig, settings: Iterable[Setting], outcome: TrainingOutcome) -> dict[str, Any]:
+def _report(run: RunConfig, settings: dict[str, Any], outcome: TrainingOutcome) -> dict[str, Any]:
     """Return what is told of a run, by --json and in its folder."""
     return {
         **report_json(Report(findings=outcome.findings)),
         "method": run.method.name,
         "status": outcome.status.value,
         "output": outcome.facts.get("output"),
-        "settings": {item.name: item.value for item in settings},
+        "settings": settings,
         "notes": list(outcome.notes),
-        "facts": finite(outcome.facts),
+        "facts": json_value(outcome.facts),
         "error": outcome.error,
         "hint": outcome.hint,
     }

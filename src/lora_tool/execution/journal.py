@@ -6,6 +6,7 @@ plan is the same, and the file is as it was: size, header, time of its last writ
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -87,10 +88,8 @@ class Journal:
             return []
         lines = []
         for line in text.splitlines():
-            try:
+            with contextlib.suppress(ValueError):  # the last line of a run that was killed while writing it
                 lines.append(json.loads(line))
-            except ValueError:
-                continue  # the last line of a run that was killed while writing it
         return [line for line in lines if isinstance(line, dict)]
 
     def _state(self, shard: Shard) -> list[Any] | None:

@@ -20,7 +20,6 @@ from lora_tool.execution.units import ComputeUnit, Unit
 from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plan.core.manifest import sha256_of
-from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
 from lora_tool.progress import Progress
 from lora_tool.report import Finding
@@ -43,25 +42,17 @@ class LocalEngine:
         """See `Engine`."""
         plan = work.plan
         batches = [(shard, batches_of(shard, plan.precision, choose=self.choose)) for shard in work.shards]
-        with Sources(plan.inputs) as sources, self._one_thread_each(plan, batches):
+        with Sources(plan.inputs) as sources, contextlib.ExitStack() as limits:
+            units = (unit for _, some in batches for batch in some for unit in batch)
+            used = {self.choose(plan.precision, unit.op) for unit in units if isinstance(unit, ComputeUnit)}
+            # the libraries' own threads keep away from ours, and each is loaded once, so that one error says if it
+            # fails; an init's decomposition has other bits with other numbers of threads, and PEFT has them all
+            for backend in used if not plan.recomputes_inits else ():
+                limits.enter_context(backend.one_thread())
             jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
             done = _Run(self, work, sources, finished, progress).all(batches, jobs)
             sources.check_unchanged()
         return done
-
-    @contextlib.contextmanager
-    def _one_thread_each(self, plan: Plan, batches: _Batches) -> Iterator[None]:
-        """Keep every library's own threads away from ours, and load it once: where that fails, one error says why.
-
-        Not where an init is recomputed: the bits of a decomposition depend on the number of threads, and PEFT has them
-        all.
-        """
-        ops = (unit.op for _, some in batches for batch in some for unit in batch if isinstance(unit, ComputeUnit))
-        used = {self.choose(plan.precision, op) for op in ops}
-        with contextlib.ExitStack() as limits:
-            for backend in used if not plan.recomputes_inits else ():
-                limits.enter_context(backend.one_thread())
-            yield
 
 
 _Batches = Sequence[tuple[Shard, Sequence[Sequence[Unit]]]]

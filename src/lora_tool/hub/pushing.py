@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,10 +195,8 @@ def _find_pull_request(opened: Session, plan: PushPlan, notes: tuple[str, ...] =
                 opened.api.get_repo_discussions(repo, discussion_type="pull_request", discussion_status="open")
             )
         )
-        heads: Mapping[int, str | None] = {
-            pull.num: head_commit(opened, repo, f"refs/pr/{pull.num}") for pull in listed if pull.title == plan.message
-        }
-        for num, head in heads.items():
+        for num in (pull.num for pull in listed if pull.title == plan.message):
+            head = head_commit(opened, repo, f"refs/pr/{num}")
             if head is not None and not mismatches(plan, read_tree(opened, repo, head)):
                 url = f"{constants.ENDPOINT}/{repo}/discussions/{num}"
                 return _Landed(commit=head, pull_request=url, notes=notes, changed=bool(notes))

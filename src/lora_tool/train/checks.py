@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +20,20 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _HALF = ("float16", "fp16", "half", "torch.float16")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """An option that was absent and is set, because every run of the method needs it so."""
+def with_settings(run: RunConfig) -> tuple[RunConfig, dict[str, tuple[Any, str]]]:
+    """Return the run with what was absent and every such run needs; and those options, each with its value and why.
 
-    name: str
-    value: Any
-    reason: str
-
-    def __str__(self) -> str:
-        value = str(self.value).lower() if isinstance(self.value, bool) else self.value
-        return f"set {self.name}: {value} ({self.reason})"
-
-
-def with_settings(run: RunConfig) -> tuple[RunConfig, tuple[Setting, ...]]:
-    """Return the run with what was absent and is needed, and what that was. Nothing that was given is changed."""
-    settings = tuple(item for item in _settings(run) if item.name not in run.given)
-    added = {item.name: item.value for item in settings}
-    given = run.given | added.keys()
-    return replace(run, options={**run.options, **added}, file={**run.file, **added}, given=given), settings
-
-
-def _settings(run: RunConfig) -> Iterator[Setting]:
+    Nothing that was given is changed.
+    """
+    needed: dict[str, tuple[Any, str]] = {}
     if run.method.task_type == "SEQ_CLS" and run.options.get("use_peft"):
-        yield Setting(
-            name="lora_task_type",
-            value="SEQ_CLS",
-            reason="a reward model's adapter; with TRL's default CAUSAL_LM its score head would not be saved",
-        )
+        why = "a reward model's adapter; with TRL's default CAUSAL_LM its score head would not be saved"
+        needed["lora_task_type"] = ("SEQ_CLS", why)
     if run.guard.mode != "off":
-        yield Setting(name="logging_nan_inf_filter", value=False, reason="TRL's default shows a NaN loss as 0.0")
+        needed["logging_nan_inf_filter"] = (False, "TRL's default shows a NaN loss as 0.0")
+    settings = {name: setting for name, setting in needed.items() if name not in run.given}
+    options = {**run.options, **{name: value for name, (value, _) in settings.items()}}
+    return replace(run, options=options, given=run.given | settings.keys()), settings
 
 
 def require_inputs(run: RunConfig) -> None:

@@ -32,8 +32,6 @@ WORKER = "lora_tool.train.worker"
 
 _BLOCK = "lora_tool"
 _MAX_BYTES = 1 << 20
-_TRUE = frozenset(("true", "1", "yes", "on", "y", "t"))
-_FALSE = frozenset(("false", "0", "no", "off", "n", "f"))
 _PRESET = "accelerate_config"
 """TRL's own word beside accelerate's: the name of one of its presets, or the path of an accelerate config."""
 _NOT_LAUNCH = ("help", "module", "no_python", "env")
@@ -70,10 +68,6 @@ class RunConfig:
     """Every option of TRL with its value, as TRL's parser reads it."""
     given: frozenset[str] = frozenset()
     """Names of the options that file or command line give."""
-    file: Mapping[str, Any] = field(default_factory=dict)
-    """TRL's part of the config file, as it stands there."""
-    words: Sequence[str] = ()
-    """What was typed."""
     launch: Sequence[str] = ()
     """The command line of `accelerate launch`."""
     processes: int | None = None
@@ -139,8 +133,6 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
         path=path,
         options=vars(parser.parse_known_args(list(words))[0]),
         given=frozenset({name for name, value in vars(typed).items() if value is not _ABSENT} | file.keys()),
-        file=file,
-        words=tuple(words),
         launch=launched,
         processes=parsed.get("num_processes"),
         machine_rank=parsed.get("machine_rank") or 0,
@@ -254,18 +246,17 @@ def _launch_words(name: str, value: Any) -> list[str]:
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     if not _launch_flags()[name]:
         return [] if value is None else [f"--{name}", text.lower() if isinstance(value, bool) else text]
-    if text.lower() not in _TRUE | _FALSE:
-        raise BadRunConfig(f"{name}: expected true or false, found {value!r}")
-    return [f"--{name}"] if text.lower() in _TRUE else []
-
-
-def trl_arguments(method: Method, table: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
-    """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
-    parser = _trl_parser(method)
     try:
-        parser.set_defaults_with_config(**table)
-        # what is left over is accelerate's, and was judged before
-        return list(parser.parse_args_into_dataclasses(args=list(words), return_remaining_strings=True)[:4])
+        return [f"--{name}"] if importlib.import_module("accelerate.utils").str_to_bool(text) else []
+    except ValueError as error:
+        raise BadRunConfig(f"{name}: expected true or false, found {value!r}") from error
+
+
+def trl_arguments(method: Method, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
+    try:
+        arguments: tuple[Any, ...] = _trl_parser(method).parse_dict(dict(options))
     except (ValueError, TypeError) as error:
         hint = None if method.experimental else f"trl {method.name} --help"
         raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error
+    return arguments

@@ -40,10 +40,8 @@ class TrainingJob:
 
     guard: GuardSettings
     method: Method = METHODS["sft"]
-    file: Mapping[str, Any] = field(default_factory=dict)
-    """TRL's part of the config file, and what was set."""
-    words: Sequence[str] = ()
-    """What was typed."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """All of TRL's, with their values."""
     dry_run: bool = False
     resume: str | None = None
     reported: Sequence[str] = ()
@@ -63,7 +61,6 @@ class TrainingOutcome:
     error: str | None = None
     hint: str | None = None
     traceback: str | None = None
-    rank: int = 0
 
 
 def write_job(job: TrainingJob, folder: Path) -> None:
@@ -97,7 +94,7 @@ def write_outcome(folder: Path, rank: int, outcome: TrainingOutcome) -> None:
     """Write how this process ended, whole or not at all."""
     name = f"outcome-{rank}-{os.getpid()}"  # a command under guard may train several times, one process after another
     part = folder / f".{name}.part"
-    part.write_text(json.dumps(asdict(outcome) | {"rank": rank}, default=str), encoding="utf-8")
+    part.write_text(json.dumps(asdict(outcome), default=str), encoding="utf-8")
     part.replace(folder / f"{name}.json")
 
 
@@ -111,9 +108,9 @@ def read_outcomes(folder: Path) -> list[TrainingOutcome]:
     return outcomes
 
 
-def finite(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return the value as JSON has it: NaN and infinity as words, tensors as numbers; also inside a table."""
     if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
+        return {name: json_value(item) for name, item in value.items()}
     value = value.tolist() if hasattr(value, "tolist") else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -51,8 +51,7 @@ def launch(
     """
     job = TrainingJob(
         method=run.method,
-        file=run.file,
-        words=run.words,
+        options=run.options,
         guard=run.guard,
         dry_run=dry_run,
         resume=str(resume) if resume else None,

@@ -1,7 +1,7 @@
 """The process that trains: TRL's own script, with its trainer guarded. Started by `accelerate launch`.
 
 The script makes the trainer, trains and saves by the name that it imports from `trl`; under that name it gets a
-subclass that judges the data before they are prepared, the trainer before its first step, and what was saved.
+subclass, `GuardedTrainer`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
+from transformers import AutoTokenizer, Trainer
 
 from lora_tool.errors import BadRunConfig, LoraToolError, TrainingStopped
 from lora_tool.report import Finding, Severity
@@ -40,36 +41,28 @@ _DATA = (
     "datasets: [{path: json, data_files: FILE, split: train}]"
 )
 _NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"
-_HINTS = (
-    ("find any data file", _DATA),
-    ("doesn't exist on the Hub", _DATA),
-    ("Couldn't reach", _DATA),
-    ("StopIteration", "another dataset_name: this one has no rows"),
-    ("KeyError: 'train'", "dataset_train_split: a split that the data has"),
-    ("KeyError: 'test'", "dataset_test_split: a split that the data has, or eval_strategy: no"),
-    ("Could not load reward function", "reward_funcs: [my_module.my_reward], or reward_model_name_or_path"),
-    ("No module named", "install it; or, for a module of reward_funcs, run this in the folder that holds it"),
-    ("FlashAttention", "attn_implementation: sdpa, or install flash-attn"),
-    ("`kernels`", "attn_implementation: sdpa, or pip install kernels"),
-    ("Target modules", "lora_target_modules: all-linear"),
-    (
-        "is incompatible with Mamba-based models",
-        "lora_target_modules: [in_proj, x_proj, dt_proj], without those named above",
-    ),
-    ("does not work with lora_dropout", "lora_dropout: 0 (TRL's default is 0.05)"),
-    (
-        "dataloader does not have a length",
-        "max_steps: N for streamed data; else a smaller per_device_train_batch_size: there is no whole batch of rows",
-    ),
-    ("Repo id must", _NAME),
-    ("is not a valid model identifier", _NAME),
-    ("is not a valid JSON file", "model_name_or_path: the model's folder, not a file of it"),
-    (
-        "out of memory",
-        "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
-    ),
-    ("padding_free=True", "max_length: null, with texts that are short enough; or packing: true"),
-)
+_HINTS = {
+    "find any data file": _DATA,
+    "doesn't exist on the Hub": _DATA,
+    "Couldn't reach": _DATA,
+    "StopIteration": "another dataset_name: this one has no rows",
+    "KeyError: 'train'": "dataset_train_split: a split that the data has",
+    "KeyError: 'test'": "dataset_test_split: a split that the data has, or eval_strategy: no",
+    "Could not load reward function": "reward_funcs: [my_module.my_reward], or reward_model_name_or_path",
+    "No module named": "install it; or, for a module of reward_funcs, run this in the folder that holds it",
+    "FlashAttention": "attn_implementation: sdpa, or install flash-attn",
+    "`kernels`": "attn_implementation: sdpa, or pip install kernels",
+    "Target modules": "lora_target_modules: all-linear",
+    "incompatible with Mamba": "lora_target_modules: [in_proj, x_proj, dt_proj], without those named above",
+    "does not work with lora_dropout": "lora_dropout: 0 (TRL's default is 0.05)",
+    "dataloader does not have a length": "max_steps: N for streamed data; else a smaller per_device_train_batch_size: "
+    "there is no whole batch of rows",
+    "Repo id must": _NAME,
+    "is not a valid model identifier": _NAME,
+    "is not a valid JSON file": "model_name_or_path: the model's folder, not a file of it",
+    "out of memory": "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
+    "padding_free=True": "max_length: null, with texts that are short enough; or packing: true",
+}
 """What errors of TRL, transformers and PEFT say → the line that helps."""
 
 
@@ -107,48 +100,43 @@ class TrainingProcess:
 
     def __init__(self, job: TrainingJob, *, main_process: bool) -> None:
         self.job = job
-        self.main = main_process
         self.book = Logbook(job.guard, known=job.reported, prints=main_process)
         self.guard = Guard(self.book)
-        self.trainer: Any = None
+        self.model: Any = None
+        """TRL's arguments of the model."""
 
     def whole(self) -> TrainingOutcome:
         """Do the whole job. Raises `TrainingStopped` where a guard stops it, else what TRL and torch raise."""
         method = self.job.method
-        arguments = trl_arguments(method, self.job.file, self.job.words)
+        arguments = trl_arguments(method, self.job.options)
         _, training, self.model, _ = arguments
         training.resume_from_checkpoint = self.job.resume
         self.guard.base = self.model.model_name_or_path
         # TRL has no script for cpo and orpo; that of dpo takes the same data and asks no more of its trainer
         scripted = METHODS["dpo"] if method.experimental else method
         trl, script = importlib.import_module("trl"), importlib.import_module(f"trl.scripts.{scripted.name}")
-        name = f"{scripted.prefix}Trainer"
-        theirs = getattr(trl, name)
-        setattr(trl, name, _guarded(getattr(importlib.import_module(method.home), f"{method.prefix}Trainer"), self))
+        name, trainer = f"{scripted.prefix}Trainer", f"{method.prefix}Trainer"
+        theirs, base = getattr(trl, name), getattr(importlib.import_module(method.home), trainer)
+        setattr(trl, name, type(trainer, (GuardedTrainer, base), {"process": self}))
         try:
             script.main(*arguments)
         except _Ended as end:
-            return self.outcome(end.status)
+            return self.book.outcome(end.status)
         finally:
             setattr(trl, name, theirs)
-        return self.outcome(TrainingStatus.DONE)
-
-    def outcome(self, status: TrainingStatus, **rest: Any) -> TrainingOutcome:
-        """Return the outcome with all that was seen until now."""
-        book = self.book
-        return TrainingOutcome(status=status, findings=tuple(book.findings), notes=book.notes, facts=book.facts, **rest)
+        return self.book.outcome(TrainingStatus.DONE)
 
     def failed(self, error: Exception) -> TrainingOutcome:
         """Return the outcome of a training that `error` ended, with the line that helps where it is known."""
         match error:
             case TrainingStopped():
-                return self.outcome(TrainingStatus.STOPPED, error=str(error), hint=error.hint)
+                return self.book.outcome(TrainingStatus.STOPPED, error=str(error), hint=error.hint)
             case LoraToolError():
                 status = TrainingStatus.USAGE if isinstance(error, BadRunConfig) else TrainingStatus.FAILED
-                return self.outcome(status, error=str(error), hint=error.hint)
+                return self.book.outcome(status, error=str(error), hint=error.hint)
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
-        hint = next((hint for words, hint in _HINTS if words in said), None)
-        return self.outcome(TrainingStatus.FAILED, error=said, hint=hint, traceback=traceback.format_exc())
+        hint = next((hint for words, hint in _HINTS.items() if words in said), None)
+        return self.book.outcome(TrainingStatus.FAILED, error=said, hint=hint, traceback=traceback.format_exc())
 
     def judge(self, findings: Iterable[Finding]) -> None:
         """Report what was found before the first step. An error ends the training in mode `stop`."""
@@ -157,157 +145,139 @@ class TrainingProcess:
         except TrainingStopped as refusal:
             raise _Ended(TrainingStatus.REFUSED) from refusal
 
-    def judge_data(self, train: Any, args: Any) -> None:
-        """Judge the rows as they were loaded, before TRL prepares them."""
-        if self.guard.watches:
-            columns = list(train.column_names or next(iter(train), {}))
+
+class GuardedTrainer(Trainer):  # type: ignore[misc] # transformers is not typed
+    """What a guarded trainer does beside TRL's: the class that trains is made of both.
+
+    It judges the data before they are prepared, itself before its first step, and what it saved.
+    """
+
+    process: TrainingProcess
+
+    def __init__(self, *, args: Any, train_dataset: Any, peft_config: Any = None, **rest: Any) -> None:
+        process, method = self.process, self.process.job.method
+        if process.guard.watches:
+            columns = list(train_dataset.column_names or next(iter(train_dataset), {}))
             field = getattr(args, "dataset_text_field", None)
-            wrong = list(data_checks.column_findings(self.job.method, columns, text_field=field))
-            self.judge(wrong or data_checks.row_findings(self.job.method, train))
+            wrong = list(data_checks.column_findings(method, columns, text_field=field))
+            process.judge(wrong or data_checks.row_findings(method, train_dataset))
+        target = getattr(peft_config, "target_modules", None)
+        if isinstance(target, str) and target != "all-linear" and _PLAIN_NAME.match(target):
+            peft_config.target_modules = {target}  # a name, of which TRL makes a regular expression
+        if method.experimental:
+            quantisation = rest.pop("quantization_config", None)
+            args.model_init_kwargs |= {"quantization_config": quantisation} if quantisation else {}
+            # their collators are made before TRL would set a pad token
+            rest["processing_class"] = self._tokenizer(args)
+        given = {"args": args, "train_dataset": train_dataset, "peft_config": peft_config, **rest}
+        super().__init__(**given, callbacks=[process.guard])
+        process.guard.trainer = self
+        self._describe(train_dataset)
+        if process.guard.watches:
+            process.judge(self._findings(train_dataset))
+        if process.job.dry_run:
+            raise _Ended(TrainingStatus.CHECKED)
 
-    def tokenizer(self, args: Any) -> Any:
+    def _tokenizer(self, args: Any) -> Any:
         """Return the tokenizer with a pad token, and say which if it had none."""
-        from transformers import AutoTokenizer  # noqa: PLC0415 - torch is loaded by TRL's classes, not before
-
-        base = str(self.model.model_name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(
-            base, revision=self.model.model_revision, trust_remote_code=args.trust_remote_code
-        )
+        model, method = self.process.model, self.process.job.method
+        base, code = str(model.model_name_or_path), args.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(base, revision=model.model_revision, trust_remote_code=code)
         if tokenizer.pad_token is None and tokenizer.eos_token is None:
             hint = "tokenizer.pad_token = …, tokenizer.save_pretrained(model folder)"
-            self.judge([trap("no-pad-token", hint, where=base)])
+            self.process.judge([trap("no-pad-token", hint, where=base)])
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-            why = f"the tokenizer has none, and {self.job.method.name} cannot pad without; its end token is used"
-            self.book.note(f"set pad_token: {tokenizer.pad_token} ({why})")
+            why = f"the tokenizer has none, and {method.name} cannot pad without; its end token is used"
+            self.process.book.note(f"set pad_token: {tokenizer.pad_token} ({why})")
         return tokenizer
-
-    def judge_trainer(self, trainer: Any, train: Any) -> None:
-        """Judge the trainer that was built on the rows `train`. A dry run ends here."""
-        self.trainer = self.guard.trainer = trainer
-        self._describe(train)
-        if self.guard.watches:
-            self.judge(self._trainer_findings(train))
-        if self.job.dry_run:
-            raise _Ended(TrainingStatus.CHECKED)
 
     def _describe(self, train: Any) -> None:
         """Note the batch size and what has LoRA."""
-        facts, args, model = self.book.facts, self.trainer.args, self.trainer.model
+        book, args = self.process.book, self.args
         rows, steps, processes = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
-        total = facts["effective_batch_size"] = rows * steps * processes
+        total = book.facts["effective_batch_size"] = rows * steps * processes
         drawn = getattr(args, "num_generations", None)
-        self.book.note(
+        book.note(
             f"effective batch size {total}: {rows} per device × {steps} accumulation × {processes} processes"
             + (f", {drawn} completions per prompt" if drawn else "")
         )
-        if getattr(model, "peft_config", None):
-            covered, rest = live_checks.coverage(model)
-            facts["lora_modules"] = covered
-            missing = f"; not on {', '.join(rest)} (lora_target_modules: all-linear covers them)" if rest else ""
-            self.book.note("LoRA on " + ", ".join(f"{name} ×{count}" for name, count in covered.items()) + missing)
+        if getattr(self.model, "peft_config", None):
+            covered, others = live_checks.coverage(self.model)
+            book.facts["lora_modules"] = covered
+            missing = f"; not on {', '.join(others)} (lora_target_modules: all-linear covers them)" if others else ""
+            book.note("LoRA on " + ", ".join(f"{name} ×{count}" for name, count in covered.items()) + missing)
         # under ZeRO-3 a parameter is empty and DeepSpeed knows its size
-        sizes = (getattr(p, "ds_numel", None) or p.numel() for p in model.parameters() if p.requires_grad)
-        facts["trained_parameters"] = sum(map(int, sizes))
-        prepared = self.trainer.train_dataset
-        if hasattr(prepared, "__len__") and hasattr(train, "__len__"):
-            facts["rows"] = {"given": len(train), "trained": len(prepared)}
+        sizes = (getattr(p, "ds_numel", None) or p.numel() for p in self.model.parameters() if p.requires_grad)
+        book.facts["trained_parameters"] = sum(map(int, sizes))
+        if hasattr(self.train_dataset, "__len__") and hasattr(train, "__len__"):
+            book.facts["rows"] = {"given": len(train), "trained": len(self.train_dataset)}
 
-    def _trainer_findings(self, train: Any) -> Iterator[Finding]:
-        trainer, args = self.trainer, self.trainer.args
-        yield from live_checks.process_findings(self.job.processes, args.world_size)
-        sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        yield from live_checks.model_findings(trainer.model, trainer.data_collator, args, sharded=sharded)
-        limit = getattr(args, "max_length", None) or getattr(trainer, "max_length", None)  # CPO has one of its own
+    def _findings(self, train: Any) -> Iterator[Finding]:
+        job, args = self.process.job, self.args
+        yield from live_checks.process_findings(job.processes, args.world_size)
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        yield from live_checks.model_findings(self.model, self.data_collator, args, sharded=sharded)
+        limit = getattr(args, "max_length", None) or getattr(self, "max_length", None)  # CPO has one of its own
         packed = bool(getattr(args, "packing", False))
-        method = self.job.method
-        yield from data_checks.length_findings(method, train, trainer.train_dataset, limit, packed=packed)
+        yield from data_checks.length_findings(job.method, train, self.train_dataset, limit, packed=packed)
 
-    def train(self, steps: Callable[[], Any]) -> Any:
-        """Put away what earlier runs left where this one will save, and take the `steps`."""
-        output = Path(self.trainer.args.output_dir)
-        if self.main:
+    def train(self, **rest: Any) -> Any:
+        """Put away what earlier runs left where this one will save, and train."""
+        book, guard, output = self.process.book, self.process.guard, Path(self.args.output_dir)
+        if self.is_world_process_zero():
             for name in saving.clear_output(output):
-                self.book.note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
+                book.note(f"{name} of an earlier run was moved to {output / saving.SUPERSEDED}")
         try:
-            done = steps()
+            done = super().train(**rest)
         except RuntimeError as error:
             # torch.multinomial's words for a model whose logits are NaN or infinite
             if "probability tensor contains" in str(error):
-                self.guard.logits_not_finite(str(error))
+                guard.logits_not_finite(str(error))
             raise
-        self.book.facts |= {"steps": self.trainer.state.global_step, "metrics": dict(done.metrics)}
-        if self.guard.moved is not None:
-            self.book.facts["moved"] = self.guard.moved
+        book.facts |= {"steps": self.state.global_step, "metrics": dict(done.metrics)}
+        if guard.moved is not None:
+            book.facts["moved"] = guard.moved
         return done
 
-    def save(self, write: Callable[[str], None]) -> None:
-        """Save with `write` beside the output folder, judge what was saved, and move it there if it is good."""
-        trainer, output = self.trainer, Path(self.trainer.args.output_dir)
-        pushes, trainer.args.push_to_hub = trainer.args.push_to_hub, False  # the script pushes when it has saved
-        write(str(saving.staging(output)))
-        trainer.args.push_to_hub = pushes
-        (good,) = broadcast_object_list([self._settle(output) if self.main else True])
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - transformers' own
+        """Save beside the output folder, judge what was saved, and move it there if it is good."""
+        if _internal_call:  # a checkpoint, or a push
+            super().save_model(output_dir, _internal_call)
+            return
+        output = Path(self.args.output_dir)
+        pushes, self.args.push_to_hub = self.args.push_to_hub, False  # the script pushes when it has saved
+        super().save_model(str(saving.staging(output)))
+        self.args.push_to_hub = pushes
+        (good,) = broadcast_object_list([self._settle(output) if self.is_world_process_zero() else True])
         if not good:
-            if hasattr(trainer, "end"):
-                trainer.end()
+            if hasattr(self, "end"):
+                self.end()
             raise _Ended(TrainingStatus.BAD_RESULT)
 
     def _settle(self, output: Path) -> bool:
-        trainer, method, facts = self.trainer, self.job.method, self.book.facts
-        place, base = saving.staging(output), self.model.model_name_or_path
+        method, model, book = self.process.job.method, self.process.model, self.process.book
+        place, base = saving.staging(output), model.model_name_or_path
         saving.clean_card(place, base)
         found = saving.judge_saved(place, method)
         good = not any(item.severity is Severity.ERROR for item in found)
         if good:
-            run = {"steps": trainer.state.global_step, "effective_batch_size": facts["effective_batch_size"]}
-            saved = saving.record(place, method, base=base, revision=self.model.model_revision, run=run)
-            facts |= {name: saved[name] for name in ("head", "num_labels", "base")}
-        facts["output"] = str(saving.settle(output, found))
-        if good and hasattr(trainer, "create_model_card"):
-            trainer.create_model_card(model_name=output.resolve().name)  # TRL's, where saving left PEFT's blank one
-        self.book.report(item for item in found if item.severity is not Severity.INFO)
+            run = {"steps": self.state.global_step, "effective_batch_size": book.facts["effective_batch_size"]}
+            saved = saving.record(place, method, base=base, revision=model.model_revision, run=run)
+            book.facts |= {name: saved[name] for name in ("head", "num_labels", "base")}
+        book.facts["output"] = str(saving.settle(output, found))
+        if good and hasattr(self, "create_model_card"):
+            self.create_model_card(model_name=output.resolve().name)  # TRL's, where saving left PEFT's blank one
+        book.report(item for item in found if item.severity is not Severity.INFO)
         return good
 
-
-def _guarded(base: Any, training: TrainingProcess) -> type:
-    """Return TRL's trainer `base` with `training` watching over what a script has it do."""
-
-    class Guarded(base):  # type: ignore[misc] # TRL is not typed
-        def __init__(self, *, args: Any, train_dataset: Any, peft_config: Any = None, **rest: Any) -> None:
-            training.judge_data(train_dataset, args)
-            target = getattr(peft_config, "target_modules", None)
-            if isinstance(target, str) and target != "all-linear" and _PLAIN_NAME.match(target):
-                peft_config.target_modules = {target}  # a name, of which TRL makes a regular expression
-            given = {"args": args, "train_dataset": train_dataset, "peft_config": peft_config, **rest}
-            given["callbacks"] = [training.guard]
-            if training.job.method.experimental:
-                quantisation = given.pop("quantization_config", None)
-                args.model_init_kwargs |= {"quantization_config": quantisation} if quantisation else {}
-                # their collators are made before TRL would set a pad token
-                given["processing_class"] = training.tokenizer(args)
-            super().__init__(**given)
-            training.judge_trainer(self, train_dataset)
-
-        def train(self, **rest: Any) -> Any:
-            return training.train(lambda: super(Guarded, self).train(**rest))
-
-        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002 - transformers' own
-            if _internal_call:  # a checkpoint, or a push
-                super().save_model(output_dir, _internal_call)
-            else:
-                training.save(super().save_model)
-
-        def create_model_card(self, *args: Any, **rest: Any) -> None:
-            """Write a README without local paths, also where it is pushed while training."""
-            data = rest.get("dataset_name")
-            public = {**rest, "dataset_name": None} if data is not None and Path(data).exists() else rest
-            super().create_model_card(*args, **public)
-            if self.is_world_process_zero():
-                saving.clean_card(Path(self.args.output_dir), training.guard.base)
-
-    Guarded.__name__ = Guarded.__qualname__ = base.__name__
-    return Guarded
+    def create_model_card(self, *args: Any, **rest: Any) -> None:
+        """Write a README without local paths, also where it is pushed while training."""
+        data = rest.get("dataset_name")
+        public = {**rest, "dataset_name": None} if data is not None and Path(data).exists() else rest
+        super().create_model_card(*args, **public)
+        if self.is_world_process_zero():
+            saving.clean_card(Path(self.args.output_dir), self.process.guard.base)
 
 
 if __name__ == "__main__":

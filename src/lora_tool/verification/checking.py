@@ -26,7 +26,7 @@ from lora_tool.verification.elements import Files, Rows, rows_and_columns
 from lora_tool.verification.initial import CannotTellError
 from lora_tool.verification.pieces import (
     Compared,
-    grouped,
+    batched,
     parts_of,
     row_blocks,
     sampled_rows,
@@ -79,7 +79,7 @@ def check_tensors(
     with Files() as files, threadpool_limits(limits=1, user_api="blas"):
         looks = ((task, tally) for _, parts in seen for part, tally in parts for task in _tasks(part, level))
         _in_parallel(looks, files, precision, jobs, progress or (lambda _: None))
-        return {step.out.name: evidence_of(step, parts, files, stated=precision is not None) for step, parts in seen}
+        return {step.out.name: evidence_of(step, parts, files) for step, parts in seen}
 
 
 def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
@@ -93,13 +93,13 @@ def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
 def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
     if part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
-        for some in grouped(list(found), _TASK_PIECES):
+        for some in batched(list(found), _TASK_PIECES):
             yield _Task(part=part, stretches=some)
     elif why_not(part.op) is None and part.stored.spec.numel:
         rows = list(row_blocks(part.stored) if level is Level.FULL else sampled_rows(part.stored, part.op))
         # once, not once per task: the norms of DoRA on a weight stored [in, out] take a pass over all of it, and an
         # init is a decomposition of all of it
-        for blocks in [rows] if part.op.needs_all_rows else grouped(rows, _TASK_PIECES):
+        for blocks in [rows] if part.op.needs_all_rows else batched(rows, _TASK_PIECES):
             yield _Task(part=part, rows=blocks)
 
 
@@ -185,7 +185,7 @@ def _compare_bytes(part: Compared, files: Files, start: int, nbytes: int) -> Tal
     tally = Tally(compared=nbytes // width)
     if not np.array_equal(stored, source):
         differing = np.flatnonzero(stored != source) // width
-        tally.wrong = tally.loosely_wrong = len(np.unique(differing))
+        tally.outside = tally.wrong = len(np.unique(differing))
         tally.first = part.begin + start // width + int(differing[0])
         tally.moved = True
     return tally

@@ -27,14 +27,13 @@ _ROUNDING = 1 / math.sqrt(3)
 """Root of the mean square of a rounding error, in half units in the last place."""
 
 
-def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files, *, stated: bool) -> TensorEvidence:
-    """Return the evidence of one tensor from what was seen of its parts. `stated` is whether its arithmetic is known."""
+def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files) -> TensorEvidence:
+    """Return the evidence of one tensor from what was seen of its parts."""
     total = Tally()
     for _, tally in seen:
         total.add(tally)
     unknown = next((reason for part, tally in seen if (reason := _why_unknown(part, tally))), None)
-    known = [(part, tally) for part, tally in seen if _why_unknown(part, tally) is None]
-    wrong = [(part, tally) for part, tally in known if (tally.wrong if stated else tally.loosely_wrong)]
+    wrong = [(part, tally) for part, tally in seen if tally.wrong and _why_unknown(part, tally) is None]
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
         found = [_diagnose(part, tally, files) for part, tally in wrong]
@@ -45,7 +44,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files
     elif unknown is not None:
         same = step.action is TensorAction.MERGED and total.compared == step.out.numel and not total.moved
         verdict, reason = (Verdict.UNCHANGED, "") if same else (Verdict.UNKNOWN, unknown)
-    elif total.wrong:
+    elif total.outside:
         reason = "within what 16-bit arithmetic explains"
     terms = [term for part, _ in seen if isinstance(part.op, LowRank) for term in part.op.terms]
     copied = all(part.copied for part, _ in seen)
@@ -55,7 +54,7 @@ def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files
         verdict=verdict,
         compared=total.compared,
         numel=step.out.numel,
-        wrong=sum(tally.wrong if stated else tally.loosely_wrong for _, tally in wrong),
+        wrong=sum(tally.wrong for _, tally in wrong),
         first=total.first if wrong else None,
         ulps=None if copied else total.ulps,
         distance=total.distance,
@@ -108,7 +107,7 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> tuple[Verdict, floa
             share = _projected(moved, turned.astype(wide))
             if share is not None and abs(share - 1) < 0.25 and explains(turned.astype(wide), 1.0):  # noqa: PLR2004
                 return Verdict.TRANSPOSED, factor
-    wrong = tally.wrong > tally.compared // 2
+    wrong = tally.outside > tally.compared // 2
     unrelated = tally.cosine is not None and abs(tally.cosine) < _UNRELATED
     return (Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT), factor
 

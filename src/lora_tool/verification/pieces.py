@@ -120,7 +120,7 @@ def sampled_rows(tensor: StoredTensor, op: RowOp) -> Iterator[Rows]:
     chosen = {0, height - 1}
     chosen |= {chance.randrange(first, min(first + stretch, height)) for first in range(0, height, stretch)}
     chosen |= set(op.special_rows)
-    yield from grouped([(row, row + 1) for row in sorted(chosen)], rows_at_once(width))
+    yield from batched([(row, row + 1) for row in sorted(chosen)], rows_at_once(width))
 
 
 def stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
@@ -142,7 +142,7 @@ def sampled_stretches(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     yield last, SAMPLED_BYTES
 
 
-def grouped(pieces: Sequence[Ranged], most: int) -> Iterator[Sequence[Ranged]]:
+def batched(pieces: Sequence[Ranged], most: int) -> Iterator[Sequence[Ranged]]:
     """Yield the pieces in their order, at most so many together."""
     for at in range(0, len(pieces), most):
         yield pieces[at : at + most]

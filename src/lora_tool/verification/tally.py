@@ -19,8 +19,10 @@ class Tally:
     """What was seen of one tensor so far. `squares` and `dot` are sums over the values compared."""
 
     compared: int = 0
+    outside: int = 0
+    """Values outside of the bound of the arithmetic that is stated, or of lora-tool's where none is."""
     wrong: int = 0
-    loosely_wrong: int = 0
+    """Values outside of the widest bound that may explain them."""
     first: int | None = None
     ulps: float = 0.0
     moved: bool = False
@@ -34,7 +36,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Take in what was seen of another part of the same tensor."""
-        for name in ("compared", "wrong", "loosely_wrong", "error_squares", "change_squares", "moved_squares", "dot"):
+        for name in ("compared", "outside", "wrong", "error_squares", "change_squares", "moved_squares", "dot"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.moved = self.moved or other.moved
         self.unknown = self.unknown or other.unknown
@@ -62,7 +64,7 @@ class Tally:
 def tally_of(stored: Bytes, dtype: DType, expected: Recomputed, bounds: Sequence[Bound]) -> Tally:
     """Return the tally of one block: `stored` are its bytes in the merged model, `first` counts from its beginning.
 
-    What is outside of the first of `bounds` is wrong, what is outside of the last of them loosely wrong.
+    `bounds` is the stated one, and a wider one that may explain the values too where the arithmetic is not known.
     """
     values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
     half = half_ulps(values, dtype)
@@ -95,13 +97,13 @@ def _look_closer(
     base, change = np.abs(expected.base[rows, columns]), np.abs(expected.change[rows, columns])
     products = expected.products(rows, columns)
     room = expected.room(rows, columns) if expected.room is not None else 0.0
-    wrong = [
+    outside = [
         ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products + room)
         for bound in bounds
     ]
-    tally.wrong, tally.loosely_wrong = int(np.count_nonzero(wrong[0])), int(np.count_nonzero(wrong[-1]))
-    if tally.wrong:
-        at = int(np.flatnonzero(wrong[0])[0])
+    tally.outside, tally.wrong = int(np.count_nonzero(outside[0])), int(np.count_nonzero(outside[-1]))
+    if tally.outside:
+        at = int(np.flatnonzero(outside[0])[0])
         tally.first = int(rows[at]) * ratio.shape[1] + int(columns[at])
     # where what was added cancels, the neighbours of the small result are near; the size of what was added decides
     largest = np.maximum(np.maximum(np.abs(found), base), products)

@@ -8,46 +8,37 @@ sitecustomize is run first.
 from __future__ import annotations
 
 import atexit
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TRAINER = "transformers.trainer"
 
+class _Finder(PathFinder):
+    """Finds `transformers.trainer` as Python would, and attaches the guard when it has been run."""
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds `transformers.trainer` as the others would, and attaches the guard when it has been run."""
-
+    @classmethod
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002 - the import system's signature
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _TRAINER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        run = spec.loader.exec_module
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, path, target) if fullname == "transformers.trainer" else None
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _attach(module)
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                _attach(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def _attach(trainer: Any) -> None:
     try:
-        from lora_tool.train.attached_guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
+        from lora_tool.train.guard import AttachedGuard, write_what_was_seen  # noqa: PLC0415
     except ImportError as error:
         sys.stderr.write(f"lora-tool guard: {sys.executable} has no lora-tool, so nothing is guarded there: {error}\n")
         return
@@ -59,10 +50,10 @@ def _run_next() -> None:
     """Run the sitecustomize that this one hides, if there is one."""
     here = Path(__file__).resolve().parent
     others = [place for place in sys.path if Path(place or ".").resolve() != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module_from_spec(spec))
 
 
 _run_next()
-sys.meta_path.insert(0, _AfterImport())
+sys.meta_path.insert(0, _Finder)
