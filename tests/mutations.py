@@ -240,6 +240,14 @@ def _without_a(folder: Path) -> None:
         del table[f"{Q_PROJ}.lora_A.weight"]
 
 
+@_breaks("LT201 nothing but its magnitude", CAUSAL)
+def _magnitude_alone(folder: Path) -> None:
+    _dora(folder)
+    with tensors(folder) as table:
+        for part in "AB":
+            del table[f"{Q_PROJ}.lora_{part}.weight"]
+
+
 @_breaks("LT202", CAUSAL)
 def _ranks_disagree(folder: Path) -> None:
     with tensors(folder) as table:
@@ -252,15 +260,28 @@ def _flattened(folder: Path) -> None:
         table[f"{Q_PROJ}.lora_B.weight"] = raw(64)
 
 
-@_breaks("LT202 magnitude", CAUSAL)
-def _magnitude_of_another_length(folder: Path) -> None:
+def _dora(folder: Path) -> None:
     with fields(folder) as config:
         config["use_dora"] = True
     with tensors(folder) as table:
         lengths = {name: tensor.shape[0] for name, tensor in table.items() if ".lora_B." in name}
         for name, rows in lengths.items():
             table[name.replace(".lora_B.weight", ".lora_magnitude_vector")] = raw(rows)
+
+
+@_breaks("LT202 magnitude", CAUSAL)
+def _magnitude_of_another_length(folder: Path) -> None:
+    _dora(folder)
+    with tensors(folder) as table:
         table[f"{Q_PROJ}.lora_magnitude_vector"] = raw(12)
+
+
+@_breaks("LT202 magnitude as a column", CAUSAL)
+def _magnitude_as_a_column(folder: Path) -> None:
+    _dora(folder)
+    with tensors(folder) as table:
+        name = f"{Q_PROJ}.lora_magnitude_vector"
+        table[name] = raw(*table[name].shape, 1)
 
 
 @_breaks("LT203", CAUSAL)
@@ -498,6 +519,14 @@ def _integer_head(folder: Path) -> None:
         table[SCORE] = raw(1, 16, dtype="I8")
 
 
+@_breaks("LT212 norm", CAUSAL)
+def _integer_norm(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.norm.weight"] = raw(16, dtype="I64")
+    with fields(folder) as config:
+        config["modules_to_save"] = ["model.norm"]
+
+
 @_breaks("LT213", REWARD)
 def _original_module(folder: Path) -> None:
     with tensors(folder) as table:
@@ -668,6 +697,24 @@ def _trained_tokens(folder: Path, indices: list[int], *, rows: int, width: int =
 @_breaks("LT226", CAUSAL)
 def _fewer_rows_than_tokens(folder: Path) -> None:
     _trained_tokens(folder, [3, 5, 7], rows=2)
+
+
+@_breaks("LT226 no rows", CAUSAL)
+def _rows_lost(folder: Path) -> None:
+    with fields(folder) as config:
+        config["trainable_token_indices"] = [3]
+
+
+@_breaks("LT226 twice", CAUSAL)
+def _one_token_twice(folder: Path) -> None:
+    _trained_tokens(folder, [3, 3], rows=2)
+
+
+@_breaks("LT226 of another module", CAUSAL)
+def _rows_of_another_module(folder: Path) -> None:
+    _trained_tokens(folder, [3], rows=1)
+    with fields(folder) as config:
+        config["trainable_token_indices"] = {"lm_head": [3]}
 
 
 @_breaks("LT226 whole as well", CAUSAL)
@@ -851,6 +898,12 @@ def _pad_id_beyond(folder: Path) -> None:
     edit.as_classifier(folder, pad=304)
 
 
+@_breaks("LT309 causal", MODEL)
+def _pad_id_of_a_causal_model(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["pad_token_id"] = 304
+
+
 @_breaks("LT309 tokenizer", MODEL)
 def _pad_token_beyond(folder: Path) -> None:
     _add_pad_token(folder)
@@ -879,6 +932,11 @@ def _add_pad_token(folder: Path) -> None:
 def _fewer_layers(folder: Path) -> None:
     with fields(folder, "config.json") as config:
         config["num_hidden_layers"] = 4
+
+
+@_breaks("LT310 in the base", CAUSAL, with_base=True)
+def _base_with_fewer_layers(folder: Path) -> None:
+    _fewer_layers(folder.parent / "base")
 
 
 @_breaks("LT310 vocabulary", MODEL)
@@ -926,6 +984,14 @@ def _head_of_another_width(folder: Path) -> None:
 def _head_of_one_dimension(folder: Path) -> None:
     with tensors(folder) as table:
         table[SCORE] = raw(16, dtype="BF16")
+
+
+@_breaks("LT502 norm", CAUSAL, with_base=True)
+def _lora_on_a_vector(folder: Path) -> None:
+    with tensors(folder) as table:
+        table.update(lora("model.norm", rows=16, columns=16))
+    with fields(folder) as config:
+        config["target_modules"].append("model.norm")
 
 
 @_breaks("LT502 tokens", CAUSAL, with_base=True)
@@ -976,6 +1042,14 @@ def _layer_lost(folder: Path) -> None:
             del table[name]
 
 
+@_breaks("LT505 saved in part", CAUSAL, with_base=True)
+def _one_norm_lost(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}model.layers.0.input_layernorm.weight"] = raw(16)
+    with fields(folder) as config:
+        config["modules_to_save"] = ["input_layernorm"]
+
+
 @_breaks("LT506", CAUSAL, with_base=True)
 def _saved_of_other_shape(folder: Path) -> None:
     with tensors(folder) as table:
@@ -990,6 +1064,14 @@ def _saved_nowhere(folder: Path) -> None:
         table[f"{PREFIX}model.layers.0.mlp.router.weight"] = raw(4, 16)
     with fields(folder) as config:
         config["modules_to_save"] = ["router"]
+
+
+@_breaks("LT506 bias", CAUSAL, with_base=True)
+def _bias_without_place(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.bias"] = raw(16)
+    with fields(folder) as config:
+        config["bias"] = "all"
 
 
 @_breaks("LT506 output of a classifier", REWARD, with_base=True)

@@ -276,6 +276,12 @@ def _other_class(folder: Path) -> None:
         config["architectures"] = ["LlamaModel"]
 
 
+@breaks("LT616 no class", MERGED, verified=True)
+def _no_class(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        del config["architectures"]
+
+
 @breaks("LT617", MERGED, verified=True)
 def _other_base_recorded(folder: Path) -> None:
     with fields(folder, "lora_tool.json") as manifest:

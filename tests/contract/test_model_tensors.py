@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from lora_tool.architectures.layers import length, lost_end, odd_tensors, stacks
+from lora_tool.architectures.layers import is_regular, length, lost_end, lost_everywhere, odd_tensors, stacks
 from lora_tool.architectures.model_tensors import TABLE, ModelTensors, model_tensors
 from lora_tool.formats.model_config import read_model_config
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config, tiny_model
@@ -90,8 +90,9 @@ def test_no_good_model_outside_the_table_seems_to_have_lost_something(tmp_path: 
         held = {n: t for n, t in model.state_dict().items() if n not in model.all_tied_weights_keys}
         shapes = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, held).items()}
         short = [s for s, layers in stacks(shapes).items() if (length(config, s, layers) or 0) > len(layers)]
-        if (odd := list(odd_tensors(shapes))) or short or lost_end(config, shapes):
-            wrong.append(f"{type(model).__name__}: {odd} {short} {lost_end(config, shapes)}")
+        everywhere = [*lost_everywhere(config, shapes)] if is_regular(config) else []
+        if (odd := list(odd_tensors(shapes))) or short or lost_end(config, shapes) or everywhere:
+            wrong.append(f"{type(model).__name__}: {odd} {short} {lost_end(config, shapes)} {everywhere}")
         seen += 1
     assert not wrong, "\n".join(wrong)[:3000]
     assert seen > 50

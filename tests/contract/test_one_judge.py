@@ -69,7 +69,7 @@ def _bert() -> PreTrainedModel:
 
 
 PATIENTS = {
-    "llama": Patient(model=None, of=(CAUSAL,), enough=50),
+    "llama": Patient(model=None, of=(CAUSAL,), enough=60),
     "reward": Patient(model=None, of=(REWARD,), enough=25),
     "gpt2": Patient(
         model=_gpt2,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -217,3 +218,43 @@ def test_a_command_in_the_metadata_is_not_run(full: Path) -> None:
     with pytest.raises(FindingsFound, match="LT402"):
         plan(full)
     assert not mark.exists()
+
+
+TRAINED_BESIDE: dict[str, dict[str, Any]] = {
+    "a head, its base with a head of that shape": {"task_type": "SEQ_CLS"},
+    "a saved module": {"task_type": "SEQ_CLS", "modules_to_save": ["score", "norm"]},
+    "every bias": {"task_type": "SEQ_CLS", "bias": "all"},
+    "biases under LoRA": {"task_type": "SEQ_CLS", "bias": "lora_only"},
+    "trained tokens": {"task_type": "SEQ_CLS", "trainable_token_indices": {"embed_tokens": [3, 5]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("alone", [True, False], ids=["the adapter alone", "the whole model"])
+@pytest.mark.parametrize("options", TRAINED_BESIDE.values(), ids=TRAINED_BESIDE)
+def test_nothing_that_was_trained_stays_behind(tmp_path: Path, options: dict[str, Any], alone: bool) -> None:
+    """Accelerate saves `get_peft_model_state_dict` (`adapter_only=True`, as the Trainer asks) or all of the module."""
+    AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, pad_token_id=0).save_pretrained(
+        tmp_path / "base"
+    )
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    model = get_peft_model(classifier, LoraConfig(target_modules=["q_proj", "v_proj"], **options))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "truth")
+    state = get_peft_model_state_dict(model) if alone else model.state_dict()
+    folder = tmp_path / "checkpoint-2"
+    dcp.save({"model": state}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    model.peft_config["default"].save_pretrained(folder)
+    execute(plan(folder), tmp_path / "out")
+    found, truth = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "truth"))
+    assert truth.keys() <= found.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in truth.items())
+    fresh = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(fresh, tmp_path / "out").state_dict()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if options.get("bias") != "lora_only" or not alone:  # which PEFT itself does not save
+        assert all(torch.equal(loaded[name], model.state_dict()[name]) for name in trained)

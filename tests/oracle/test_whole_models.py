@@ -142,6 +142,15 @@ def lost_embeddings(table: Tensors) -> None:
     del table["model.embed_tokens.weight"]
 
 
+def lost_last_norm(table: Tensors) -> None:
+    del table["model.norm.weight"]
+
+
+def lost_in_every_layer(table: Tensors) -> None:
+    for name in [name for name in table if name.endswith(".v_proj.weight")]:
+        del table[name]
+
+
 def short_in_one_layer(table: Tensors) -> None:
     name = next(name for name in table if name.endswith(".layers.1.self_attn.o_proj.weight"))
     table[name] = table[name][:, :8].clone()
@@ -157,6 +166,8 @@ def short_in_one_layer(table: Tensors) -> None:
         (lost_layer, "LT310"),
         (lost_output, "LT318"),
         (lost_embeddings, "LT318"),
+        (lost_last_norm, "LT318"),
+        (lost_in_every_layer, "LT318"),
         (short_in_one_layer, "LT317"),
     ],
 )

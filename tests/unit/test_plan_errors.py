@@ -23,10 +23,10 @@ from lora_tool.errors import (
 )
 from lora_tool.execution.engine import execute
 from lora_tool.execution.kernels import STORAGE
-from lora_tool.formats.safetensors import build_header
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
-from lora_tool.tensors import DType, TensorSpec
+from lora_tool.tensors import DType
+from tests import checkpoint_edits as edit
 from tests.property.interpret import load
 from tests.property.strategies import write_weights
 
@@ -120,6 +120,7 @@ def three_dimensions(case: Case) -> None:
     case.tensors[name] = case.tensors[name][:, :, None]
     name = f"{P}{Q0}.lora_B.weight"
     case.tensors[name] = case.tensors[name][:, :, None]
+    case.model["model_type"] = "our_own"
 
 
 @refusal("LT207", r"q_proj.lora_A.weight`: no entry of `target_modules` matches its module")
@@ -385,11 +386,9 @@ def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
 
 def test_a_base_of_eight_bit_floats_is_quantised(tmp_path: Path) -> None:
     small = case(tmp_path, "causal-llama")
-    for path in (small.root / "base").glob("model*"):
-        path.unlink()
-    spec = TensorSpec(name="model.norm.weight", dtype=DType.F8_E4M3, shape=(16,))
-    (small.root / "base" / "model.safetensors").write_bytes(build_header([spec], {}) + bytes(16))
-    with pytest.raises(UnsupportedAdapter, match=r"model.safetensors: `model.norm.weight` is F8_E4M3: .* quantised"):
+    with edit.tensors(small.root / "base", "model-00002-of-00002.safetensors") as table:
+        table["model.norm.weight"] = edit.Raw("F8_E4M3", (16,), bytes(16))
+    with pytest.raises(UnsupportedAdapter, match=r"model-00002.*: `model.norm.weight` is F8_E4M3: .* quantised"):
         small.plan()
 
 

@@ -29,6 +29,13 @@ _MOST_LOST = 4
 _MOST_KINDS = 64
 _IN_THE_FIRST_LAYER = "relative_attention_bias"
 """What T5 and its like have in their first layer alone."""
+_NORM = re.compile(r"norm|(?:^|[._])ln(?:[._]|$)", re.IGNORECASE)
+_TOGETHER = (
+    (("q_proj", "k_proj", "v_proj"), {"q_proj", "k_proj", "v_proj"}),
+    (("query", "key", "value"), {"query", "key", "value"}),
+    (("gate_proj", "up_proj", "down_proj"), {"up_proj", "down_proj"}),
+)
+"""Projections of one module that come together, and those of them that are never absent where the others are."""
 _LENGTHS = {
     "decoder": ("decoder_layers", "num_decoder_layers"),
     "encoder": ("encoder_layers", "num_encoder_layers"),
@@ -111,3 +118,24 @@ def lost_end(config: ModelConfig, tensors: Shapes) -> str | None:
         only = f"`{ends[0]}` is the only matrix with a row per token"
         return f"{only}, and `tie_word_embeddings` is false: the other end of the model is lost"
     return None
+
+
+def lost_everywhere(config: ModelConfig, tensors: Shapes) -> Iterator[str]:
+    """Yield what says that a tensor is lost of which no layer tells: the last norm of a causal LM, or a projection that
+    every layer lacks beside those that go with it.
+    """
+    norms = [name for name in tensors if _NORM.search(name)]
+    causal = "".join(config.architectures[:1]).endswith("ForCausalLM")
+    if causal and norms and all(_LAYER.fullmatch(name) for name in norms):
+        yield "every norm is in a layer: the last one, after the layers, is lost"
+    for stack, layers in stacks(tensors).items():
+        modules: dict[str, set[str]] = defaultdict(set)
+        for module, _, leaf in (rest.rpartition(".")[0].rpartition(".") for layer in layers.values() for rest in layer):
+            modules[module].add(leaf)
+        for module, held in modules.items():
+            for together, needed in _TOGETHER:
+                lost = [name for name in together if not any(leaf.startswith(name) for leaf in held)]
+                whole = held.issuperset(set(together).difference(lost))  # `query_layernorm` is no `query`
+                if whole and len(lost) == 1 and lost[0] in needed and ".experts." not in f".{module}.":
+                    beside = " and ".join(f"`{name}`" for name in together if name not in lost)
+                    yield f"no layer of `{stack}` has a `{lost[0]}` in its `{module}`, which has {beside}: it is lost"

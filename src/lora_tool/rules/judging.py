@@ -27,7 +27,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
 from lora_tool.rules.adapter.lt5_several import SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule
 from lora_tool.rules.engine.scan import Scans
-from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Server, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Server, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
@@ -41,6 +41,11 @@ DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
 
 NO_BASE = "no base model was given (--base)"
+
+_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318"})
+"""What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
+the adapter's names are the base's.
+"""
 
 
 def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
@@ -81,9 +86,10 @@ class Judge:
         return 1 if self.task == "reward" and self.num_labels is None else self.num_labels
 
     def adapter(self, adapter: AdapterDir) -> Report:
-        """Return what is found in an adapter's folder: in it, in a base that cannot be read, in rank files beside."""
-        own = self.folder(self.subject(adapter))
-        return joined([own, *([self.unreadable(self.base)] if self.base else []), *self.rank_files_beside(adapter)])
+        """Return what is found in an adapter's folder: in it, in its base's files, in rank files beside."""
+        subject = self.subject(adapter)
+        base = [] if self.base is None else [self.unreadable(self.base), self._base_of(subject, self.base)]
+        return joined([self.folder(subject), *base, *self.rank_files_beside(adapter)])
 
     def together(self, adapters: Sequence[AdapterDir]) -> Report:
         """Return what is found in adapters that are to be merged into one base, beside what each is by itself."""
@@ -117,6 +123,15 @@ class Judge:
         of_files = tuple(rule for rule in self.rules if rule.code.startswith("LT1") or rule.code == "LT214")
         subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
         return replace(Judge(rules=of_files, deep=False).folder(subject), subjects=())
+
+    def _base_of(self, subject: AdapterSubject, base: ModelDir) -> Report:
+        """Return what transformers would refuse or put at random in a base, but what the adapter brings."""
+        codes = _OF_BASES - ({"LT318"} if isinstance(subject.match, BaseMatch) else set())
+        rules = tuple(rule for rule in self.rules if rule.code in codes)
+        found = Judge(rules=rules, ignored=self.ignored).folder(ModelSubject(checkpoint=base))
+        brought = subject.view.saved.keys()
+        findings = (finding for finding in found.findings if finding.subject not in brought)
+        return Report(findings=tuple(findings))
 
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
         """Return what an adapter's rules look at: its view, and its match with the base where names can tell."""

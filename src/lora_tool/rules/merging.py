@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
-from lora_tool.rules.engine.registry import RULES, Need, chosen
+from lora_tool.rules.engine.registry import Need, chosen
 from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.rules.judging import Judge
 
@@ -60,7 +60,7 @@ class MergeJudge:
         return self._refuse(judged, None)
 
     def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
-        fitting = [each for each in RULES.values() if not (self.untie and each.code == _OF_TIED)]
+        fitting = [each for each in chosen() if not (self.untie and each.code == _OF_TIED)]
         asked = chosen(self.select, self.ignore)
         rules = tuple(each for each in fitting if each in asked)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task)

@@ -66,5 +66,7 @@ def base_layers_left_out(names: Collection[str]) -> tuple[str, ...]:
     """Return the names that the frozen weights under LoRA would have, without those that are among `names`."""
     adapted = {name[: match.start()] for name in names if (match := _LORA.search(name))}
     # under `target_parameters` the base's parameter has a name of its own: experts.base_layer.gate_up_proj
-    held = {name[: match.start()] for name in names if ".lora_" not in name for match in _BASE.finditer(name)}
+    # PEFT saves a bias there that it trained, without the weight
+    weights = [name for name in names if ".lora_" not in name and not name.endswith(".base_layer.bias")]
+    held = {name[: match.start()] for name in weights for match in _BASE.finditer(name)}
     return tuple(f"{module}.base_layer.weight" for module in sorted(adapted - held))

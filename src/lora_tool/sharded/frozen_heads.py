@@ -71,8 +71,8 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
     `config` None is an adapter of which nothing is known.
     """
     trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
-    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and _is_head(key.module)}
-    plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and _is_head(key.module)} - trained
+    adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and is_new_head(key.module)}
+    plain = {key.module for key in parsed.values() if key.part is Part.PLAIN and is_new_head(key.module)} - trained
     base = _base_tensors(config)
     names: dict[str, str] = {}
     faults: list[Finding] = []
@@ -90,8 +90,8 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
         else:
             what = "LoRA was put on it" if module in adapted else "it was frozen"
             faults.append(_lost(state, config, module, f"{what}, and its weights were not saved with the checkpoint"))
-    in_base = base is not None and any(_is_head(name.rpartition(".")[0]) for name in base)
-    has_head = adapted or plain or in_base or any(map(_is_head, trained))
+    in_base = base is not None and any(is_new_head(name.rpartition(".")[0]) for name in base)
+    has_head = adapted or plain or in_base or any(map(is_new_head, trained))
     if config is not None and not has_head and (kind := _classifier(config)):
         faults.append(_lost(state, config, "score", f"{config.path} says {kind}, and the checkpoint has no head"))
     whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
@@ -107,7 +107,8 @@ def _classifier(config: AdapterConfig) -> str | None:
     return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
 
 
-def _is_head(module: str) -> bool:
+def is_new_head(module: str) -> bool:
+    """Return whether a module is a head that a base model does not have."""
     return head_of(module, NEW_MODULES) is not None
 
 

@@ -21,7 +21,9 @@ from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
 from lora_tool.sharded.frozen_heads import (
+    Heads,
     heads_of,
+    is_new_head,
     parsed_keys,
     unwrapped_name,
 )
@@ -57,31 +59,43 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
     parsed = {name: known[name] for name in entries}
     chosen = _adapter_name(entries, parsed)
     names: dict[str, str] = {}
+    alone = bool(state.without_values)  # saved without the base, so that all that was saved is the adapter's
     for name, key in parsed.items():
+        role = entries[name].role
         if key.part in _LORA and key.adapter_name in (chosen, None):
             if key.canonical in names:
                 raise UnsupportedCheckpoint(f"`{name}` and `{names[key.canonical]}` would be one tensor of the adapter")
             names[key.canonical] = name
-        elif key.part not in _LORA and entries[name].role is Role.TRAINED and not _is_bias(config, key):
+        elif key.part in _LORA or key.part is Part.ORIGINAL_MODULE:
+            continue
+        elif role is Role.TRAINED and not _is_bias(config, key):
             raise UnsupportedCheckpoint(
                 f"`{name}` was trained, but is neither LoRA nor one of `modules_to_save`: an adapter has no place for it",
                 hint='`what="state"` writes every tensor',
             )
-        elif key.part not in _LORA and entries[name].role is Role.TRAINED:
+        elif role is Role.TRAINED or (role is Role.SAVED and (alone or _may_be_trained(config, key))):
             names[key.canonical] = name
     _require_ranks(entries, {name: parsed[name] for name in names.values()}, config)
     heads = heads_of(state, config, known)
-    notes = tuple(
-        f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in heads.names
-    )
+    rescued = [name for name in heads.names if name not in names]
     names |= heads.names
     return Selection(
         names=names,
         leftovers=tuple(_left_behind(entries, frozenset(names.values()))),
-        side_files=(_config_file(config, heads.whole_modules),),
+        side_files=(_config_file(config, _unnamed_heads(config, heads, names)),),
         faults=heads.faults,
-        notes=notes,
+        notes=tuple(
+            f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued
+        ),
     )
+
+
+def _unnamed_heads(config: AdapterConfig, heads: Heads, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the heads among `names` that PEFT would not load, as `modules_to_save` does not name them."""
+    plain = {key.module for key in map(keys.parse, names) if key.part is Part.PLAIN and key.leaf == "weight"}
+    named = frozenset(config.modules_to_save)
+    found = {*heads.whole_modules, *filter(is_new_head, plain)}
+    return tuple(sorted(module for module in found if not keys.is_under(module, named)))
 
 
 def _adapter_name(entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey]) -> str | None:
@@ -102,6 +116,11 @@ def _adapter_name(entries: Mapping[str, StateEntry], parsed: Mapping[str, Adapte
 
 def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
     return config.bias != "none" and key.leaf == "bias"
+
+
+def _may_be_trained(config: AdapterConfig, key: AdapterKey) -> bool:
+    """Whether it is a bias that PEFT trains and saves; "lora_only" are those of the layers under LoRA."""
+    return _is_bias(config, key) and (config.bias == "all" or key.part is Part.BASE_LAYER)
 
 
 def _require_ranks(entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey], config: AdapterConfig) -> None:

@@ -8,7 +8,7 @@ from lora_tool.adapter import targeting
 from lora_tool.adapter.support import refusals
 from lora_tool.adapter.view import WholeTensor
 from lora_tool.architectures.ends import is_end
-from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.adapter_config import ExpertLayout
@@ -93,8 +93,8 @@ def _parameters_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _saved_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
-    # PEFT adds both names of a classification head to every such adapter; LT301 looks at heads
-    entries = [entry for entry in config.modules_to_save if head_of(entry) is None]
+    # PEFT adds these names to every such adapter, whatever its head is called; LT301 looks at heads
+    entries = [entry for entry in config.modules_to_save if entry not in PEFT_CLASSIFIERS | QUESTION_HEADS]
     whole = [item.module for item in subject.view.parts(Part.PLAIN, Part.SAVED_MODULE)]
     for entry in entries:
         if not any(ancestor.endswith(entry) for path in whole for ancestor in targeting.ancestors(path)):
@@ -272,7 +272,8 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained tokens that are not those of the config.
 
     What it does: Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for
-    each index, an index is not negative, and the embedding has no LoRA and is not in `modules_to_save` as well.
+    each index, an index is not negative and stands there once, and the embedding has no LoRA and is not in
+    `modules_to_save` as well.
 
     Why it matters: The rows are put at the indices in order. With another number loading fails; where the embedding was
     saved whole, too, PEFT mixes the two up when it saves.
@@ -281,13 +282,19 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Put the indices that were trained into `adapter_config.json`; train an embedding whole or by rows.
     """
+    wanted = subject.config.token_indices
+    if wanted and not subject.view.tokens:
+        message = "names tokens, and the file has no rows for them: what they learned is lost"
+        yield Fault(subject="trainable_token_indices", message=message, path=subject.config_path)
     for module, tokens in subject.view.tokens.items():
         rows, indices = tokens.rows, tokens.indices
-        if indices and rows.shape[:1] != (len(indices),):
+        if wanted and rows.shape[:1] != (len(indices),):
             message = f"has shape {list(rows.shape)}, `trainable_token_indices` lists {counted(len(indices), 'token')}"
             yield Fault(subject=rows.name, message=message)
         if any(index < 0 for index in indices):
             yield Fault(subject=rows.name, message=f"belongs to token {min(indices)}: an index counts from 0")
+        if len(set(indices)) < len(indices):
+            yield Fault(subject=rows.name, message="has several rows for one token of `trainable_token_indices`")
         if subject.config.saves(module):
             yield Fault(subject=rows.name, message=f"`{module}` is in `modules_to_save`, too: PEFT mixes them up")
         if any(layer.module == module for layer in subject.layers):

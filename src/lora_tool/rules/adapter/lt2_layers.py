@@ -32,13 +32,11 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Save the adapter again from the training state; the missing half is nowhere else.
     """
     for layer in subject.layers:
-        if (layer.a is None) == (layer.b is None):
-            continue
-        present = layer.a or layer.b
-        lost = "lora_B" if layer.b is None else "lora_A"
-        if present is not None:
-            message = f"its {lost} is missing, and PEFT would put {'zeros' if layer.b is None else 'noise'} there"
-            yield Fault(subject=present.name, message=message)
+        lost = [part for part, factor in (("lora_A", layer.a), ("lora_B", layer.b)) if factor is None]
+        if lost:
+            message = f"its {' and '.join(lost)} {'are' if lost[1:] else 'is'} missing, and PEFT would put "
+            message += f"{'zeros' if layer.zero_initialised is None else 'noise'} there"
+            yield Fault(subject=(layer.a or layer.b or layer.any_tensor).name, message=message)
 
 
 @rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
@@ -72,9 +70,11 @@ def _of_other_length(layer: LoraLayer, swapped: bool) -> Iterator[Fault]:  # noq
     """Look at the magnitude and the bias, which have one value for each row of lora_B."""
     if layer.pair is None or layer.rank is None or swapped:
         return
-    rows = layer.pair[1].shape[0]
+    _, b = layer.pair
+    rows = b.shape[0]
     for tensor in (layer.magnitude, layer.bias):
-        if tensor is not None and tensor.spec.numel not in (0, rows):
+        fits = tensor is None or (tensor.shape == (rows,) if len(b.shape) == MATRIX else tensor.spec.numel == rows)
+        if tensor is not None and tensor.spec.numel and not fits:
             yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, its lora_B has {rows} rows")
 
 
@@ -197,8 +197,8 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Save the adapter in its training type: float32 or bfloat16.
     """
     lora = (tensor for layer in subject.layers for tensor in layer.parts.values())
-    plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf == "weight")
-    for tensor in (*lora, *(tensor for tensor in plain if len(tensor.shape) >= MATRIX)):
+    plain = (item.tensor for item in subject.view.parts(Part.PLAIN) if item.leaf in ("weight", "bias"))
+    for tensor in (*lora, *plain):
         if not tensor.dtype.is_float:
             yield Fault(subject=tensor.name, message=f"is {tensor.dtype}: expected F32, BF16, F16 or F64")
 

@@ -11,7 +11,7 @@ from lora_tool.adapter import targeting
 from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX, embeddings, is_end
-from lora_tool.architectures.heads import CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
 from lora_tool.display import counted
 from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
@@ -157,7 +157,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
         rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
         rows_only = rows_only and needed[1:] == weight.shape[1:]
-        if len(needed) == len(weight.shape) == MATRIX and needed != weight.shape and not rows_only:
+        comparable = MATRIX in (len(needed), len(weight.shape))  # a kernel's inputs may be in groups
+        if comparable and needed != weight.shape and not rows_only:
             whose = "the base's" if weight is held else "the adapter's own"
             message = f"lora_B·lora_A is {list(needed)}, {whose} `{weight.name}` is {list(weight.shape)}"
             yield Fault(subject=pair[0].name, message=message)
@@ -269,7 +270,8 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """A targeted module of the base has no LoRA.
 
-    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for those without tensors.
+    What it does: Applies `target_modules` and `target_parameters` to the base, and looks for those without tensors; and
+    for what is in the file in part, of `modules_to_save` and of the biases that `"bias": "all"` trains.
 
     Why it matters: Tensors were lost. PEFT puts LoRA there all the same, with B = 0 and only a warning.
 
@@ -279,6 +281,7 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match, config = subject.matched, subject.config
     yield from _parameters_not_trained(subject, match)
+    yield from _saved_in_part(subject, match)
     if not subject.layers:
         return
     every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
@@ -304,6 +307,26 @@ def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterat
         if found < count:
             which = f"{counted(count, 'parameter')} of it in {match.base.root}, LoRA is on {found}"
             yield Fault(subject=module, message=f"`target_parameters` names {which}")
+
+
+def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Look for weights and biases of the base whose like is in the file: PEFT would keep the base's without a word."""
+    there = {**subject.view.saved, **subject.view.frozen}
+    modules = {name.rpartition(".")[0] for name in there} - {layer.target for layer in subject.layers}
+    added = ADDED_BY_PEFT.get(subject.config.task_type or "", ())
+    found = {
+        entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
+    }
+    biases = subject.config.bias == "all" and any(name.endswith(".bias") for name in subject.view.saved)
+    for tensor in match.base.tensors.values():
+        module, _, leaf = (match.strip + tensor.name.removeprefix(match.add)).rpartition(".")
+        named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
+        wanted = named or (biases and leaf == "bias")
+        if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):
+            what = "`modules_to_save` names it" if named else '`"bias": "all"` trains it'
+            yield Fault(
+                subject=f"{module}.{leaf}", message=f"{what} in {match.base.root}, and the file does not have it"
+            )
 
 
 def _is_of_every_class(subject: AdapterSubject, path: str) -> bool:
@@ -332,32 +355,28 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
         if of_other := _of_causal_lm(subject, match, module):
             yield Fault(subject=tensor.name, message=f"belongs to `{module}.{leaf}`, which a {of_other} does not have")
         elif base is None:
-            lost = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
-            lost = lost and not _may_be_absent(subject, module)
+            named = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
+            lost = (named or leaf == "bias") and not _may_be_absent(subject, module)
             lost = lost and not f".{module}".endswith(_TIED_DECODERS)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
-        elif tensor.spec.numel and not _ends_a_head(module) and not _fits(match, tensor, base, module):
+        elif tensor.spec.numel and not is_last_layer(module) and not _fits(match, tensor, base, module):
             message = f"is {list(tensor.shape)}, the base's `{base.name}` is {list(base.shape)}"
             yield Fault(subject=tensor.name, message=message)
 
 
-def _ends_a_head(module: str) -> bool:
-    """Whether a module is the last layer of a head, which may be new with other labels."""
-    return is_last_layer(module) or head_of(module) == module.rpartition(".")[2]
-
-
 def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, module: str) -> bool:
     """Whether a classifier's module stands beside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
-    if subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
+    if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(module)[0] is not None:
         return False
     stem = ".".join(match.name(module).split(".")[:2])
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)
 
 
 def _fits(match: BaseMatch, tensor: StoredTensor, base: StoredTensor, module: str) -> bool:
-    """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's."""
+    """Whether a whole tensor can replace the base's; another number of vocabulary rows is LT504's, of labels LT513's."""
     vocab_size = match.base.config.vocab_size if match.base.config else None
     rows = (is_end(module) and len(base.shape) == MATRIX) or base.shape[:1] == (vocab_size,)
+    rows = rows or (head_of(module) == module.rpartition(".")[2] and bool(tensor.shape))
     return tensor.shape == base.shape or (rows and tensor.shape[1:] == base.shape[1:])

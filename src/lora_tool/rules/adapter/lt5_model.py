@@ -324,9 +324,9 @@ def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, li
 
     config, arch = match.base.config, match.arch
     known = model_tensors(config, match.base.tensors) if config is not None and not config.problems else None
-    if known is None or known.class_name not in {arch.causal_lm, arch.sequence_classification} - {None}:
+    if config is None or known is None or known.class_name not in {arch.causal_lm, arch.sequence_classification, None}:
         return "", []
     other = {*_by_base_names(match, {**subject.view.frozen, **subject.view.saved})}
     other |= set() if subject.has_output_layer else set(arch.causal_only)
     lacking = [name for name in known.missing if name not in other and not head_of(name) and ".pooler." not in name]
-    return known.class_name or "", lacking
+    return known.class_name or f"{config.model_type} model", lacking

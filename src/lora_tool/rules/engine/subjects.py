@@ -126,6 +126,15 @@ class ModelSubject(Subject):
         return lost_end(config, self.shapes)
 
     @property
+    def lost_everywhere(self) -> tuple[str, ...]:
+        """Where neither headers, nor a base, nor a ledger tell: what says that a tensor is lost from every layer."""
+        from lora_tool.architectures.layers import is_regular, lost_everywhere  # noqa: PLC0415 - for models alone
+
+        if self._config is None or self.class_tensors is not None or self.base is not None or self.expected:
+            return ()
+        return tuple(lost_everywhere(self._config, self.shapes)) if is_regular(self._config) else ()
+
+    @property
     def why_no_class(self) -> str | None:
         """Why the tensors of the model's class are not known; None where they are, or where all that it should hold is."""
         from lora_tool.architectures.model_tensors import why_unknown  # noqa: PLC0415 - for models alone

@@ -295,8 +295,8 @@ def other_config(subject: ModelSubject) -> Iterator[Fault]:
         return
     path = str(config.path)
     classes = tuple(wanted.get("architectures") or ()) if merged else ()
-    if classes and config.architectures and classes[0] != config.architectures[0] and not _forgotten_head(subject):
-        message = f"is {config.architectures[0]}, expected {classes[0]}"
+    if classes and classes[:1] != config.architectures[:1] and not _forgotten_head(subject):
+        message = f"is {next(iter(config.architectures), 'not set')}, expected {classes[0]}"
         yield Fault(subject="architectures", message=message, path=path)
     found, expected = _structure(config.raw), _structure(wanted)
     for name in sorted(found.keys() & expected.keys()):

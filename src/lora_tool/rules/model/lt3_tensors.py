@@ -79,7 +79,8 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Compares the names in the weights with those that the class in `config.json` has, for the model types
     that are stored as they are in memory: what is there under every config, and what comes together, as the biases of
     one attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that
-    are otherwise like it have, and for embeddings and an output layer.
+    are otherwise like it have, for embeddings, an output layer and the last norm, and for a projection that no layer has
+    beside those that go with it.
 
     Why it matters: transformers initialises what is missing at random, on every load anew, with a log line only.
 
@@ -104,8 +105,8 @@ def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
     for name, _, other in subject.odd_tensors:
         if name not in subject.tensors and name not in expected:
             yield Fault(subject=name, message=f"is not in the weights; layer {other} has it: it would be random")
-    if subject.lost_end is not None:
-        yield Fault(message=subject.lost_end)
+    for message in (*([subject.lost_end] if subject.lost_end else []), *subject.lost_everywhere):
+        yield Fault(message=message)
 
 
 def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:

@@ -14,7 +14,6 @@ from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.rules.shared.heads import has_labels
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
@@ -26,11 +25,12 @@ _SHARED_LAYERS = frozenset({"albert"})
 def token_without_row(subject: Subject) -> Iterator[Fault]:
     """The pad token has no row in the embeddings.
 
-    What it does: Compares the id of the tokenizer's pad token, and a classifier's `pad_token_id`, with the rows of the
+    What it does: Compares the id of the tokenizer's pad token, and a model's `pad_token_id`, with the rows of the
     embeddings: the adapter's own, else the base's.
 
     Why it matters: A pad token was added to the tokenizer and the embeddings were not resized, or were resized and not
-    saved. The first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered".
+    saved. The first batch that is padded ends with an IndexError, on a GPU with "device-side assert triggered"; most
+    models cannot even be built with such a `pad_token_id`.
 
     Example: `tokenizer.json` gives `[PAD]` the id 32000, and `embed_tokens.weight` has 32,000 rows.
 
@@ -45,7 +45,7 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     if token is not None and token.id >= rows:
         message = f"`{token.token}` has the id {token.id:,}, the embeddings have {rows:,} rows"
         yield Fault(subject="pad_token", message=message, path=str(token.path))
-    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None and has_labels(checkpoint):
+    elif isinstance(checkpoint, ModelDir) and checkpoint.config is not None:
         pad = checkpoint.config.pad_token_id
         if pad is not None and pad >= rows:
             message = f"is {pad:,}, the embeddings have {rows:,} rows"
