@@ -11,7 +11,7 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -233,3 +233,16 @@ class FileStamp:
     @classmethod
     def from_stat(cls, path: Path, stat: os.stat_result) -> FileStamp:
         return cls(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+
+
+def contiguous(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the spans with those that lie one after the other in a file made one."""
+    made: list[Span] = []
+    for span in spans:
+        last = made[-1] if made else span
+        follows = last.path == span.path and last.offset + last.nbytes == span.offset
+        if made and follows and type(last) is type(span) is Span:
+            made[-1] = replace(last, nbytes=last.nbytes + span.nbytes)
+        else:
+            made.append(span)
+    return tuple(made)

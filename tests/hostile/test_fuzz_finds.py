@@ -52,13 +52,19 @@ def test_a_token_id_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
     assert code == 0, err
 
 
+@pytest.fixture(scope="module")
+def merged_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pair, out = FIXTURES / "reward-qwen2", tmp_path_factory.mktemp("manifest") / "merged"
+    assert run(("merge", pair / "adapter", "--base", pair / "base", "-o", out))[0] == 0
+    return out
+
+
 @pytest.mark.parametrize("field", ["task", "dtype", "precision", "num_labels", "inputs", "ledger", "merged_adapters"])
 @pytest.mark.parametrize("value", [["q_proj", 1], {}, 7, None, "nonsense"], ids=str)
-def test_a_manifest_is_not_believed(field: str, value: object, tmp_path: Path) -> None:
+def test_a_manifest_is_not_believed(field: str, value: object, merged_once: Path, tmp_path: Path) -> None:
     pair = FIXTURES / "reward-qwen2"
-    merged = tmp_path / "merged"
+    merged = Path(shutil.copytree(merged_once, tmp_path / "merged"))
     given = ("--base", pair / "base", "--adapter", pair / "adapter")
-    assert run(("merge", pair / "adapter", "--base", pair / "base", "-o", merged))[0] == 0
     table = json.loads((merged / "lora_tool.json").read_text())
     (merged / "lora_tool.json").write_text(json.dumps({**table, field: value}))
     for arguments in (

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from lora_tool.errors import LoraToolError
 from tests.oracle.peft_merge import Table, different, layout, load_model, merge_with_ours, saved_tensors
-from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_model
+from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_model
 
 Flavour = Literal["causal-lm", "seq-cls", "reward"]
 """`reward`: the base is a causal LM, the adapter a classifier's."""
@@ -167,12 +167,11 @@ def merge_with_peft(case: Case, base: Path, adapter: Path, out: Path) -> Table:
 
 def load(case: Case, base: Path) -> PreTrainedModel:
     """Return the base as its users load it: by the auto class, or by its own where the auto class does not know it."""
-    try:
-        return load_model(base, _TASKS[case.flavour][1])
-    except ValueError:
-        model_class = getattr(transformers, AutoConfig.from_pretrained(base).architectures[0])
-        model: PreTrainedModel = model_class.from_pretrained(base, dtype="auto")
-        return model
+    config, task = AutoConfig.from_pretrained(base), _TASKS[case.flavour][1]
+    if type(config) in AUTO[task]._model_mapping:
+        return load_model(base, task)
+    model: PreTrainedModel = getattr(transformers, config.architectures[0]).from_pretrained(base, dtype="auto")
+    return model
 
 
 def test_refusals_are_of_cases_that_are_there() -> None:

@@ -12,8 +12,8 @@ from lora_tool.names.model import RowMapping, RowSlice
 from lora_tool.plan.core.ops import Assemble, Copy, LoraDelta, ReplaceRows
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.plan.merge.split_steps import cut, disk_steps, joined
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+from lora_tool.plan.merge.split_steps import cut, disk_steps
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, contiguous
 
 FILE = Path("model.safetensors")
 
@@ -49,7 +49,7 @@ def test_neighbouring_spans_of_a_file_are_one() -> None:
         Span(path=FILE, offset=8, nbytes=8),
         Span(path=FILE, offset=20, nbytes=4),
     ]
-    assert joined(spans) == (Span(path=FILE, offset=0, nbytes=16), spans[2])
+    assert contiguous(spans) == (Span(path=FILE, offset=0, nbytes=16), spans[2])
 
 
 def test_rows_of_a_copy_are_its_bytes() -> None:
@@ -84,7 +84,9 @@ def test_trained_rows_stay_with_the_part_that_has_them() -> None:
 
 def test_a_fused_parameter_is_split_into_the_tensors_that_it_was_made_of() -> None:
     q, k = stored("q", 4, 4), stored("k", 2, 4, offset=64)
-    fused = StoredTensor(spec=TensorSpec(name="qk", dtype=DType.F32, shape=(6, 4)), spans=joined((*q.spans, *k.spans)))
+    fused = StoredTensor(
+        spec=TensorSpec(name="qk", dtype=DType.F32, shape=(6, 4)), spans=contiguous((*q.spans, *k.spans))
+    )
     written = {"q": made_of(rows("qk", 0, 4)), "k": made_of(rows("qk", 4, 2))}
     found = {step.out.name: step for step in disk_steps({"qk": merged(fused)}, written, {"q": q, "k": k})}
     assert [(name, step.op.source) for name, step in found.items()] == [("q", q), ("k", k)]

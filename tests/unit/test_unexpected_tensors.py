@@ -11,7 +11,7 @@ import pytest
 from lora_tool.architectures import ARCHITECTURES
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.base_view import direct_base
-from lora_tool.plan.merge.unexpected_tensors import looks_plain, names_are_known
+from lora_tool.plan.merge.read_base import looks_plain, names_are_known
 from tests.tiny_plans import EMBED, HIDDEN, NORM, OUTPUT, VOCABULARY, Array, lora, numbers
 from tests.tiny_plans import save_adapter as adapter
 from tests.tiny_plans import save_base as base

@@ -24,7 +24,7 @@ except ImportError as error:  # pragma: no cover - the test environment has it
     raise MissingDependency("peft>=0.21", extra="merge") from error
 
 
-def left_out(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
+def dropped_by_peft(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
     """Return the LoRA tensors for which `PeftModel.from_pretrained` would have no place, as PEFT would call them.
 
     `tensors` are the adapter's, by their names in the file without an adapter's name. `model` gets the layers of LoRA.

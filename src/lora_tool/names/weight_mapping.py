@@ -72,9 +72,9 @@ class WeightMapping:
 
     def left_out_by_peft(self, folder: Path, tensors: Mapping[str, Shape]) -> tuple[str, ...]:
         """Return the LoRA tensors of the adapter in `folder` that PEFT would drop with a warning. Imports PEFT."""
-        from lora_tool.names.peft_view import left_out  # noqa: PLC0415 - PEFT's import is slow and seldom needed
+        from lora_tool.names.peft_view import dropped_by_peft  # noqa: PLC0415 - PEFT's import is slow and seldom needed
 
-        return left_out(self._built(self.facts.class_name), folder, tensors)
+        return dropped_by_peft(self._built(self.facts.class_name), folder, tensors)
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from lora_tool.formats.stored import read_part
 from lora_tool.plan.core.ops import Assemble
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
-from lora_tool.plan.merge.expected import expected
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
@@ -34,7 +33,7 @@ def merged_subject(
         checkpoint=merged,
         num_labels=num_labels,
         task=task,
-        planned=None if plan is None else expected(plan),
+        planned=None if plan is None else plan.expected,
         why_no_plan=why_no_plan,
         evidence=_evidence(plan, merged.tensors) if plan is not None and read else {},
         base_name=str(provenance.base.root),

@@ -10,7 +10,7 @@ from typing import Any
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.names.quiet import quiet
-from lora_tool.plan.base.task import Task, is_classifier
+from lora_tool.plan.base.task import Task, names_classifier
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.plan.merge.read_base import plain_row
@@ -72,7 +72,7 @@ class _Asking:
         merged = provenance.merged.root
         self._config = AutoConfig.from_pretrained(merged, local_files_only=True, trust_remote_code=False)
         classes = provenance.merged.config.architectures if provenance.merged.config else ()
-        self._classifier = is_classifier(classes)
+        self._classifier = names_classifier(classes)
         if classes and not self._classifier and classes[0] not in _CAUSAL:
             raise UnsupportedAdapter(
                 f"{merged}: --logits compares language models and classifiers, this is a {classes[0]}"

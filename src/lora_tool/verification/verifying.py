@@ -16,7 +16,6 @@ from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.merge.expected import expected
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity, Skipped
@@ -119,7 +118,7 @@ def verify_inputs(
             why_no_outputs = str(error)
     subject = MergedSubject(
         checkpoint=inputs.merged,
-        planned=None if plan is None else expected(plan),
+        planned=None if plan is None else plan.expected,
         why_no_plan=why_no_plan,
         evidence=evidence,
         outputs=outputs,
@@ -136,7 +135,7 @@ def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs
     """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
     written = _written(plan, folder)
     evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
-    subject = MergedSubject(checkpoint=written, planned=expected(plan), evidence=evidence, recomputed=True)
+    subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
     return _by_rules(subject, chosen(_OWN_RULES), level, plan.precision)
 
 

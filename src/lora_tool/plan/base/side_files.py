@@ -84,7 +84,7 @@ def dtype_changes(base: ModelDir, dtype: DType | None) -> dict[str, Any]:
     return {name: FLOAT_NAMES[dtype]}
 
 
-def trained_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
+def not_merged_beside(adapters: Sequence[AdapterDir]) -> Iterator[str]:
     """Yield a warning for each file of trained weights beside an adapter that is no part of it."""
     for adapter in adapters:
         for name in adapter.folder.trained_beside:

@@ -72,7 +72,7 @@ GENERATING_CLASSES = (*_CAUSAL, "ForConditionalGeneration")
 """How the names of classes that write text end."""
 
 
-def is_classifier(class_names: tuple[str, ...]) -> bool:
+def names_classifier(class_names: tuple[str, ...]) -> bool:
     """Return whether `architectures` of a config names a sequence classifier."""
     return any(name.endswith(_CLASSIFIER) for name in class_names)
 
@@ -136,4 +136,4 @@ def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, hea
         return said
     modules = {f"{key.module}." for adapter in adapters for key in adapter.keys.values()}
     has_head = head is not None and any(module.startswith(f"{head}.") for module in modules)
-    return Task.SEQ_CLS if has_head or is_classifier(base.whole_config.architectures) else Task.CAUSAL_LM
+    return Task.SEQ_CLS if has_head or names_classifier(base.whole_config.architectures) else Task.CAUSAL_LM

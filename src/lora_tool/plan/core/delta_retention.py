@@ -64,7 +64,7 @@ def summary(survived: Mapping[str, DeltaRetention]) -> dict[str, Any] | None:
     return {**total.as_json(), "weakest": {name: changed[name].as_json() for name in weakest}}
 
 
-def warning(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
+def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:
     """Return advice where too little survives, None where enough does."""
     if found is None or found["cosine"] is None or found["cosine"] >= BAD_COSINE:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 from lora_tool.formats.files import json_bytes
 from lora_tool.formats.manifest import SCHEMA_VERSION
 from lora_tool.formats.weights import Weights
-from lora_tool.plan.core.delta_retention import DeltaRetention, summary, warning
+from lora_tool.plan.core.delta_retention import DeltaRetention, advice, summary
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.render import step_json
 from lora_tool.report.findings import Severity
@@ -50,7 +50,7 @@ def describe_input(source: Source, weights: Weights, print_: str) -> dict[str, A
     }
 
 
-def adapter_name(number: int) -> str:
+def input_name(number: int) -> str:
     """Return what the manifest calls the adapter of that number: `adapter`, then `adapter 2` and so on."""
     return "adapter" if number == 1 else f"adapter {number}"
 
@@ -97,7 +97,7 @@ def manifest_bytes(
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "versions": _versions(plan.precision.packages),
-        "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [warning(fidelity, plan)])],
+        "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
         "fidelity": fidelity,
         "verification": None if verification is None else dict(verification),
         "counts": plan.counts(),

@@ -13,6 +13,7 @@ from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
+from lora_tool.rules.merged.subject import Expected
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp
 
@@ -42,6 +43,11 @@ class Plan:
     def steps(self) -> Iterator[Step]:
         """All steps, shard by shard."""
         return (step for shard in self.shards for step in shard.steps)
+
+    @property
+    def expected(self) -> Expected:
+        """What it would write, in the words of the rules that judge a merged model."""
+        return Expected(tensors={step.out.name: step.out for step in self.steps}, files=self.side_files)
 
     @property
     def data_bytes(self) -> int:

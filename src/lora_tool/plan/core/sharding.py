@@ -14,7 +14,7 @@ DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 """transformers' default `max_shard_size` was "5GB" up to v4; files of that size suit every host."""
 
 
-def homes(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
+def base_files(steps: Iterable[Step], base: TensorTable) -> dict[str, str]:
     """Return the base's file of each output that has one: where its tensor of that name is, or what it is made of."""
     files = {tensor.path for tensor in base.values()}
     found = {}

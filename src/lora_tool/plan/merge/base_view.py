@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from lora_tool.architectures import Architecture
+from lora_tool.actions import TensorAction
+from lora_tool.architectures import Architecture, is_computed
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.modules import AdapterModules
@@ -17,7 +18,6 @@ from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.plan.merge.unexpected_tensors import computed_buffers
 from lora_tool.rules.engine.subjects import BaseMatch
 
 PerExpert = Mapping[str, tuple[LoraTerm, ...]]
@@ -105,12 +105,16 @@ class DirectBase:
 
 
 def direct_base(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> DirectBase:
-    """Return the view of a plainly stored base, without the buffers that transformers does not load."""
-    leftovers = tuple(computed_buffers(base))
-    left = {item.name for item in leftovers}
-    tensors = {name: tensor for name, tensor in base.tensors.items() if name not in left}
+    """Return the view of a plainly stored base, without the buffers of old checkpoints, which transformers computes."""
+    reason = "a buffer that transformers computes by itself and does not load"
+    leftovers = tuple(
+        InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
+        for name, tensor in base.tensors.items()
+        if is_computed(name)
+    )
+    tensors = {name: tensor for name, tensor in base.tensors.items() if not is_computed(name)}
     return DirectBase(
-        base=replace(base, weights=replace(base.weights, tensors=tensors)) if left else base,
+        base=replace(base, weights=replace(base.weights, tensors=tensors)) if leftovers else base,
         adapters=adapters,
         arch=arch,
         task=task,

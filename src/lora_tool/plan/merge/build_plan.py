@@ -21,16 +21,16 @@ from lora_tool.plan.base.side_files import (
     joined_changes,
     label_changes,
     left_out,
+    not_merged_beside,
     other_tokenizers,
     owners,
     pad_token,
-    trained_beside,
     vocabulary_changes,
 )
 from lora_tool.plan.base.task import CLASSIFIERS, GENERATING_CLASSES, Task
 from lora_tool.plan.base.turn_ends import Generation, generation_of
 from lora_tool.plan.core import sharding
-from lora_tool.plan.core.manifest import adapter_name, describe_input
+from lora_tool.plan.core.manifest import describe_input, input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, SideFile, Step
@@ -53,10 +53,10 @@ def build_plan(
 
     `base` is the one on disk; `options` go into the manifest.
     """
-    adapters = {adapter_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
+    adapters = {input_name(number): part.adapter for number, part in enumerate(merge.adapted, start=1)}
     fingerprints = {name: fingerprint(each.weights) for name, each in adapters.items()}
-    homes = sharding.homes(steps, base.tensors)
-    shards = sharding.lay_out(steps, homes=homes, max_shard_bytes=max_shard_bytes)
+    files = sharding.base_files(steps, base.tensors)
+    shards = sharding.lay_out(steps, homes=files, max_shard_bytes=max_shard_bytes)
     side_files, notes, warnings = _side_files(merge)
     if len(shards) > 1:
         index = SideFile(
@@ -133,7 +133,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
         *([generation.file] if generation.file else []),
         *modules.files,
     )
-    warnings += [*trained_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
+    warnings += [*not_merged_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
     return files, (*generation.notes, *left, *modules.notes), tuple(warnings)
 

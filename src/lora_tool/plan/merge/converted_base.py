@@ -27,9 +27,9 @@ from lora_tool.plan.core.ops import Copy, LoraDelta, Precision
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.plan.merge.base_view import PerExpert
-from lora_tool.plan.merge.split_steps import disk_steps, joined
+from lora_tool.plan.merge.split_steps import disk_steps
 from lora_tool.rules.engine.subjects import BaseMatch
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec, TensorTable, TransposedSpan, contiguous
 
 if TYPE_CHECKING:
     from lora_tool.names.weight_mapping import WeightMapping
@@ -248,7 +248,7 @@ def _parameter(name: str, made: RowMapping, disk: TensorTable) -> StoredTensor:
         )
     spans = [span for piece in pieces for span in rows_of(disk[piece.name], piece.start, piece.rows).spans]
     spans = spans or [span for source in made.sources for span in disk[source].spans]  # of an empty tensor
-    return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=joined(spans))
+    return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=contiguous(spans))
 
 
 def _transposed(name: str, made: RowMapping, stored: StoredTensor) -> StoredTensor:

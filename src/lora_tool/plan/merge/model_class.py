@@ -16,7 +16,7 @@ from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names import meta
 from lora_tool.names.weight_mapping import WeightMapping
-from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, is_classifier, trained_class
+from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
 from lora_tool.plan.merge.converted_base import homes
 from lora_tool.tensors import DType
 
@@ -110,7 +110,7 @@ def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -
     task is already declared.
     """
     classes = base.whole_config.architectures
-    causal = declared_types(adapters) == {"CAUSAL_LM"} and asked is Task.AUTO and not is_classifier(classes)
+    causal = declared_types(adapters) == {"CAUSAL_LM"} and asked is Task.AUTO and not names_classifier(classes)
     return asked is not Task.CAUSAL_LM and not causal
 
 

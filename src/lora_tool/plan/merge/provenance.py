@@ -14,7 +14,7 @@ from lora_tool.errors import CheckpointError, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.base.task import Task
-from lora_tool.plan.core.manifest import adapter_name
+from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
@@ -77,7 +77,7 @@ class Provenance:
 
     def fingerprints(self) -> Mapping[str, str]:
         """Return the inputs' fingerprints by the names that the manifest gives them."""
-        names = (adapter_name(number) for number in range(1, len(self.adapters) + 1))
+        names = (input_name(number) for number in range(1, len(self.adapters) + 1))
         adapters = {name: fingerprint(adapter.weights) for name, adapter in zip(names, self.adapters, strict=True)}
         return {"base": fingerprint(self.base.weights), **adapters}
 
@@ -106,7 +106,7 @@ def find_inputs(
 
 def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
     number = 1
-    while (entry := _recorded(merged, adapter_name(number))) is not None:
+    while (entry := _recorded(merged, input_name(number))) is not None:
         yield _resolve_named(entry, merged, "adapter")
         number += 1
     if number == 1:

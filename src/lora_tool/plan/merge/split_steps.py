@@ -16,29 +16,10 @@ from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import RowMapping, row_count
 from lora_tool.plan.core.ops import Assemble, LoraDelta, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
-from lora_tool.tensors import Span, StoredTensor, TensorSpec, TensorTable
+from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, contiguous
 
 _STACK = 3
 """Dimensions of a parameter that holds one matrix per expert."""
-
-
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the spans with those that lie one after the other in a file made one."""
-    if len(spans) == 1:
-        return tuple(spans)
-    made: list[Span] = []
-    for span in spans:
-        last = made[-1] if made else None
-        if (
-            last is not None
-            and type(last) is type(span) is Span
-            and last.path == span.path
-            and last.offset + last.nbytes == span.offset
-        ):
-            made[-1] = replace(last, nbytes=last.nbytes + span.nbytes)
-        else:
-            made.append(span)
-    return tuple(made)
 
 
 def cut(step: Step, start: int, rows: int) -> tuple[RowOp, ...]:
@@ -118,12 +99,12 @@ def _merged_copies(parts: Sequence[RowOp]) -> list[RowOp]:
 
 def _stacked(upper: StoredTensor, lower: StoredTensor) -> StoredTensor:
     spec = replace(upper.spec, shape=(upper.shape[0] + lower.shape[0], *upper.shape[1:]))
-    return StoredTensor(spec=spec, spans=joined((*upper.spans, *lower.spans)))
+    return StoredTensor(spec=spec, spans=contiguous((*upper.spans, *lower.spans)))
 
 
 def _named(part: RowOp, at_place: _Places) -> RowOp:
     """Return the part with its source under the name that it has on disk, where it is a whole tensor there."""
-    spans = joined(part.source.spans)
+    spans = contiguous(part.source.spans)
     whole = len(spans) == 1 and not part.source.is_transposed
     known = at_place.get((spans[0].path, spans[0].offset, spans[0].nbytes)) if whole else None
     if known is None:
