@@ -1109,7 +1109,7 @@ def _base_that_is_not_named(folder: Path) -> None:
         first = next(iter(table))
         table[first] = edit.scrambled(table[first])
     with fields(folder) as config:
-        config["base_model_name_or_path"] = "../named"
+        config["base_model_name_or_path"] = str(folder.parent / "named")
 
 
 @_breaks("LT507 unreadable", CAUSAL)
