@@ -229,11 +229,29 @@ _NEED_PYTHON_3_11 = ("merge", "train", "all")
 """Extras with transformers 5.23. The rest of lora-tool runs on 3.10."""
 
 
+def _installed_from(extra: str) -> str:
+    """Return what pip is given for lora-tool with the `extra`: a clone is no package of the index."""
+    import json  # noqa: PLC0415 - all of these only where something is missing
+    import shlex  # noqa: PLC0415
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
+    from urllib.parse import unquote  # noqa: PLC0415
+
+    try:
+        origin = json.loads(distribution("lora-tool").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    url = str(origin.get("url", ""))
+    if url.startswith("file://"):
+        editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+        return editable + shlex.quote(f"{unquote(url.removeprefix('file://'))}[{extra}]")
+    return f"'lora-tool[{extra}]'" if not url else f"'lora-tool[{extra}] @ git+{url}'"
+
+
 class MissingDependency(LoraToolError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, *, extra: str) -> None:
-        command = f"pip install 'lora-tool[{extra}]'"
+        command = f"pip install {_installed_from(extra)}"
         too_old = extra in _NEED_PYTHON_3_11 and sys.version_info < (3, 11)
         hint = f"install Python 3.11 or newer, which transformers needs, then: {command}" if too_old else command
         super().__init__(f"{package} is not installed", hint=hint)

@@ -225,6 +225,7 @@ class Why(TextEnum):
     """Why a checkpoint is kept, or may go."""
 
     LAST = "one of the last"
+    ONLY = "the last valid one, and one always stays"
     BEST = "one of the best"
     NONE_VALID = "no checkpoint of the run is valid; one may still be rescued"
     NEWER = "newer than the last valid one"
@@ -260,10 +261,12 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
         listed = [item for item in run.checkpoints if item.belongs_to_run]
         valid = [item for item in listed if item.row.whole and not item.root.is_symlink()]
         best = _by_metric(valid)[:keep_best]
-        last = valid[max(0, len(valid) - keep_last) :] or ([] if best else valid[-1:])
+        last = valid[max(0, len(valid) - keep_last) :]
+        only = [] if last or best else valid[-1:]
         newer = listed[listed.index(valid[-1]) :] if valid else listed
         roots = {
-            why: {item.root for item in of} for why, of in ((Why.LAST, last), (Why.BEST, best), (Why.NEWER, newer))
+            why: {item.root for item in of}
+            for why, of in ((Why.LAST, last), (Why.ONLY, only), (Why.BEST, best), (Why.NEWER, newer))
         }
         for item in listed:
             yield PruneChoice(checkpoint=item, why=_why(item, roots, any_valid=bool(valid)))
@@ -287,6 +290,7 @@ def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_valid: bool) -> Wh
         Why.NONE_VALID: not any_valid,
         Why.BEST: item.root in roots[Why.BEST],
         Why.LAST: item.root in roots[Why.LAST],
+        Why.ONLY: item.root in roots[Why.ONLY],
         Why.POINTED_AT: item.pointed_at,
         Why.OLDER: item.row.whole,
         Why.UNREADABLE: not item.row.whole and not _may_be_read(item.root),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -71,6 +72,36 @@ def test_the_summary_is_a_line_a_stage(call: Caller, tmp_path: Path) -> None:
         ["skipped", "push"],
     ]
     assert lines[-1] == f"passed: {tmp_path / 'out'}"
+
+
+def test_a_dry_run_plans_and_writes_nothing(call: Caller, tmp_path: Path) -> None:
+    done = call("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", "--dry-run", "--push", "me/x")
+    assert done.code == 0, done.err
+    assert "planned merge       12 copied, 14 merged, 1 added" in done.out
+    assert done.out.splitlines()[-2:] == ["skipped push        a dry run", "would pass: nothing was written"]
+    pieces = call("ci", "fixtures/zero/stage3-reward", "-o", tmp_path / "out", "--dry-run").out
+    assert "planned consolidate 31 copied, 26 dropped" in pieces
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "notes.txt").touch()
+    refused = call("ci", "fixtures/zero/stage3-reward", "-o", tmp_path, "--dry-run")
+    assert refused.code == 6
+
+
+def test_what_goes_into_what_and_the_skipped_rules_are_told(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = call("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
+    assert "merging fixtures/reward-qwen2/adapter into fixtures/reward-qwen2/base as Qwen2For" in done.err
+    (tmp_path / "lora-tool.toml").write_text('for = ["vllm"]\n')
+    adapter = FIXTURES / "reward-qwen2" / "adapter"
+    monkeypatch.chdir(tmp_path)
+    said = call("validate", adapter)
+    assert "LT8" in said.out
+    assert set(codes(call("ci", adapter, "-o", "served").out)) >= set(codes(said.out))
+
+
+def codes(text: str) -> list[str]:
+    return re.findall(r"  (LT8\d\d)  ", text)
 
 
 def test_the_values_of_an_adapter_are_judged_once(

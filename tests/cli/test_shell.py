@@ -116,6 +116,28 @@ def test_the_example_is_one_line(call: Caller, name: str) -> None:
     assert f"  {command.epilog}\n" in call(name, "--help").out
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["merge", "nothere", "--json"], 3, "nothere: no such folder"),
+        (["merge", "--verbose", "--json"], 2, "No such option '--verbose'."),
+        (["consolidate", "fixtures/causal-llama/base", "--json"], 3, "expected a DeepSpeed checkpoint"),
+    ],
+)
+def test_an_error_is_json_where_that_was_asked_for(call: Caller, words: list[str], code: int, message: str) -> None:
+    called = call(*words)
+    assert called.code == code
+    assert message in called.json["error"]["message"]
+    assert called.json["error"]["exit_code"] == code
+    assert called.err.startswith("error: ")
+
+
+def test_a_usage_error_looks_as_every_other(call: Caller) -> None:
+    called = call("merge", "--verbose")
+    assert called.err.splitlines() == ["error: No such option '--verbose'.", "hint: lora-tool merge --help"]
+    assert call("merge", "--taks", "x").err.endswith("hint: did you mean --task?\n")
+
+
 def test_every_exit_code_is_explained(call: Caller) -> None:
     assert {code for _, code in _BY_ERROR} <= MEANINGS.keys()
     assert all(meaning in " ".join(call("--help").out.split()) for meaning in MEANINGS.values())

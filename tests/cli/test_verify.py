@@ -59,6 +59,7 @@ def test_json_has_every_tensor(call: Caller, merged: Path) -> None:
 def test_each_tensor_has_a_line(call: Caller, merged: Path) -> None:
     lines = call("verify", merged, "--tensors").out.splitlines()
     (line,) = [line for line in lines if "layers.0.self_attn.q_proj.weight" in line]
+    assert len({line.index("ulps") for line in lines if " ulps " in line and "right" in line}) == 1
     assert line.split()[:3] == ["right", "merged", "model.layers.0.self_attn.q_proj.weight"]
     assert "cosine" in line
 

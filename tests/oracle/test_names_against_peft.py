@@ -298,7 +298,7 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(read_base, "find_spec", lambda package: None if package == "transformers" else read_base)
     with pytest.raises(MissingDependency, match="transformers is not installed") as caught:
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")
-    assert caught.value.hint == "pip install 'lora-tool[merge]'"
+    assert "[merge]'" in str(caught.value.hint)
 
 
 def test_no_fused_layer_is_one_step(tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def test_without_the_extra_there_is_one_message(tmp_path: Path, call: Caller, mo
     monkeypatch.setattr("lora_tool.train.config.PACKAGES", ("torch", "a_package_that_is_not_there"))
     done = call("train", "reward", "--config", config(tmp_path))
     assert done.code == 3
-    assert done.err == "error: a_package_that_is_not_there is not installed\nhint: pip install 'lora-tool[train]'\n"
+    error, hint = done.err.splitlines()
+    assert error == "error: a_package_that_is_not_there is not installed"
+    assert "[train]'" in hint
 
 
 @pytest.mark.parametrize("resume", ["auto", "true"])
@@ -227,7 +229,8 @@ def test_guard_around_a_script(tmp_path: Path, text: str, rate: float, code: int
     assert done.returncode == code, done.stderr
     assert done.stdout.endswith("saved\n") is (code == 0)  # stdout is the script's own, and nothing of ours
     assert ("guarded" in done.stderr) is (code == 0)
-    assert ("never-moved" in done.stderr) is (code == 1)
+    assert done.stderr.count("never-moved: none of") == code  # once, whoever stops
+    assert "Traceback" not in done.stderr
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() is (code == 0)
 
 

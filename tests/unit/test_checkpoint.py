@@ -233,6 +233,16 @@ def test_what_is_no_rank_files_is_said_with_the_command_that_takes_it(folder: st
     assert named == f"lora-tool {command} {root}" or (command == "merge" and "lora-tool consolidate" in named)
 
 
+def test_another_run_in_the_same_folder_is_not_taken_for_the_adapters_own(tmp_path: Path) -> None:
+    files(
+        tmp_path,
+        "adapter/adapter_config.json",
+        "other/adapter_config.json",
+        "other/global_step2/mp_rank_00_model_states.pt",
+    )
+    assert consolidate_command(tmp_path / "adapter") is None
+
+
 def test_an_adapter_is_no_model() -> None:
     with pytest.raises(NotACheckpoint, match="is an adapter: expected a model"):
         open_model(FIXTURES / "causal-llama" / "adapter")

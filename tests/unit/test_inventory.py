@@ -82,7 +82,9 @@ def test_broken_ones_go_unless_they_are_the_newest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("last", "best"), [(0, 0), (0, 1), (1, 0)])
 def test_the_only_valid_one_never_goes(tmp_path: Path, last: int, best: int) -> None:
     make_run(tmp_path, dict.fromkeys((1, 2, 3)), broken=(1, 3))
-    assert chosen(tmp_path, last=last, best=best)[2] in {Why.LAST, Why.BEST}
+    assert (
+        chosen(tmp_path, last=last, best=best)[2] is {(0, 0): Why.ONLY, (0, 1): Why.BEST, (1, 0): Why.LAST}[last, best]
+    )
 
 
 def test_where_nothing_is_valid_nothing_goes(tmp_path: Path) -> None:

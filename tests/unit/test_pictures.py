@@ -126,6 +126,13 @@ def test_curves_are_what_was_logged() -> None:
     assert not {"step", "epoch"} & curves.keys()
 
 
+def test_a_run_folder_is_drawn_as_its_latest_checkpoint_with_the_curves(tmp_path: Path) -> None:
+    page = draw(open_checkpoint(TRAINED.parent), tmp_path / "run.html").read_text()
+    assert f"{TRAINED.parent.name} · {TRAINED.name}" in page
+    assert "effective rank" in page
+    assert "loss" in page
+
+
 def test_nothing_to_draw_and_nowhere_to_write(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match="nothing to draw"):
         draw(open_checkpoint(FIXTURES / "reward-qwen2" / "base"), tmp_path / "x.png")

@@ -420,8 +420,28 @@ def test_two_plans_of_the_same_inputs_are_equal(tmp_path: Path) -> None:
     assert "q_proj" in str(first)
 
 
+@pytest.mark.parametrize(
+    ("origin", "named"),
+    [
+        (None, "'lora-tool[merge]'"),
+        ('{"url": "file:///a%20clone", "dir_info": {"editable": true}}', "-e '/a clone[merge]'"),
+        ('{"url": "file:///wheels/clone", "dir_info": {}}', "'/wheels/clone[merge]'"),
+        ('{"url": "https://a.org/b", "vcs_info": {"vcs": "git"}}', "'lora-tool[merge] @ git+https://a.org/b'"),
+    ],
+)
+def test_a_missing_extra_is_installed_from_where_lora_tool_came(
+    origin: str | None, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "lora_tool-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: lora-tool\nVersion: 9.9\n")
+    if origin is not None:
+        (installed / "direct_url.json").write_text(origin)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert MissingDependency("torch", extra="merge").hint == f"pip install {named}"
+
+
 def test_a_missing_extra_says_which_python_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MissingDependency("torch", extra="merge").hint == "pip install 'lora-tool[merge]'"
     monkeypatch.setattr("sys.version_info", (3, 10, 13))
     assert "Python 3.11" in (MissingDependency("torch", extra="merge").hint or "")
-    assert MissingDependency("jinja2", extra="plot").hint == "pip install 'lora-tool[plot]'"
+    assert "Python" not in (MissingDependency("jinja2", extra="plot").hint or "")

@@ -23,10 +23,21 @@ def training_state_near(root: Path) -> Path | None:
     A folder there may hold it, as OpenRLHF's `_actor` does and the HF Trainer's `checkpoint-N`.
     """
     for near in (root, root.resolve().parent):
-        found = list(itertools.islice(_states_in(near), 1000))
+        found = [
+            state
+            for state in itertools.islice(_states_in(near), 1000)
+            if near == root or not _is_another_run(state, near, root)
+        ]
         if found:
             return max(found, key=_step_of)
     return None
+
+
+def _is_another_run(state: Path, near: Path, root: Path) -> bool:
+    """Whether the rank files lie in a folder beside `root` that has an adapter's config of its own, and is no step."""
+    beside = near / state.relative_to(near).parts[0] if state != near else near
+    own = beside in (near, root.resolve()) or beside.name.startswith("checkpoint-")
+    return not own and is_file(beside / ADAPTER_CONFIG)
 
 
 def consolidate_command(root: Path) -> str | None:

@@ -28,13 +28,20 @@ from lora_tool.report.model import Ignored, Report, Unread, joined
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.validation.validating import Criteria
 
-_COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red", Status.SKIPPED: "bright_black"}
+_COLOURS = {
+    Status.PASSED: "green",
+    Status.REUSED: "green",
+    Status.PLANNED: "cyan",
+    Status.FAILED: "red",
+    Status.SKIPPED: "bright_black",
+}
 
 
 @click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
 @merge_options(MergeOptions)
 @rank_file_options
+@click.option("--dry-run", is_flag=True, help="Validate, and print what would be done: nothing is written.")
 @click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
 @repository_options
 @report_option
@@ -61,6 +68,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's o
     outcome = run(
         job,
         on_stage=lambda stage: None if quiet else click.echo(_line(stage)),
+        on_plan=lambda plan: None if quiet else click.echo(printable(plan.notes[0]), err=True),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
     report = _report(outcome, job, rules.ignored)
@@ -93,6 +101,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
         private=options["private"],
         revision=branch,
         create_pr=options["create_pr"],
+        dry_run=options["dry_run"],
         reports=tuple(file.path for file in files),
     )
 
@@ -144,13 +153,16 @@ def _line(stage: Stage) -> str:
 
 
 def _summary(outcome: Outcome, report: Report) -> list[str]:
-    from lora_tool.report.text import findings_lines  # noqa: PLC0415
+    from lora_tool.report.text import findings_lines, skipped_lines  # noqa: PLC0415
 
     lines = list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
     if outcome.error is not None and outcome.error.hint and not lines:
         lines.append(f"hint: {printable(outcome.error.hint)}")
     lines += [f"warning: {printable(warning)}" for stage in outcome.stages for warning in stage.warnings]
-    return [*lines, f"passed: {printable(str(outcome.output))}" if outcome.output else "failed"]
+    lines += skipped_lines(report.skipped)
+    if outcome.output is not None:
+        return [*lines, f"passed: {printable(str(outcome.output))}"]
+    return [*lines, "would pass: nothing was written" if outcome.passed else "failed"]
 
 
 def _exit_code(outcome: Outcome) -> int:

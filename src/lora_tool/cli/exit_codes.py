@@ -10,6 +10,7 @@ USAGE = 2
 CANNOT = 3
 FAILED_CHECK = 5
 INTERRUPTED = 130
+NOBODY_READS = 141
 
 MEANINGS = {
     DONE: "done",
@@ -21,6 +22,7 @@ MEANINGS = {
     6: "conflict: the output exists, or somebody else changed the repository",
     7: "network or overload: a later try may do",
     INTERRUPTED: "interrupted",
+    NOBODY_READS: "the reader of the output left, as in `… | head -1`",
 }
 """Exit code → what it says; help and README print it."""
 

@@ -80,6 +80,7 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         told = {"command": list(words), "exit_code": code, "status": str(status) if outcomes else "unguarded"}
         click.echo(json.dumps({**report_json(Report(findings=(*found, *bad))), **told, **results}, indent=2))
     if stopped is not None:
+        click.echo(err=True)  # it was stopped within the line of a progress bar
         raise TrainingStopped(f"training was stopped: {stopped.error}", hint=stopped.hint)
     if code:
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import click
 
-from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, exit_code
+from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
 from lora_tool.cli.terminal import show_error
 from lora_tool.errors import LoraToolError
 from lora_tool.version import __version__
@@ -140,6 +140,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if signal.getsignal(ending) is signal.SIG_DFL:  # `nohup` has the second ignored
             signal.signal(ending, _as_interrupt)
     _open_streams()
+    words = sys.argv[1:] if args is None else args
+    # what `train` and `guard` print of a run that ended badly is JSON already
+    as_json = "--json" in words and not {"train", "guard"} & set(words[:1])
     # a short command makes no cycles worth looking for, and looking takes a tenth of its time: new objects are looked
     # at once, and again only after ten million of them
     gc.set_threshold(100_000, 100)
@@ -151,23 +154,36 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = _interrupted()
     except click.ClickException as error:
-        error.show()
         code = error.exit_code
+        show_error(_of_usage(error), code, as_json=as_json)
     except LoraToolError as error:
-        show_error(error)
         code = exit_code(error)
+        show_error(error, code, as_json=as_json)
     except (MemoryError, RuntimeError) as error:
         show_error(_of_limits(error))
         code = CANNOT
     except (BrokenPipeError, SystemExit):  # the second is click's for the first, with a code that means findings
         # the reader of our output has left; nothing more can be said there
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = CANNOT
+        code = NOBODY_READS
     except OSError as error:
         show_error(_of_system(error))
         code = CANNOT
     gc.freeze()  # the process ends: nobody has to look through its millions of objects for cycles
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _of_usage(error: click.ClickException) -> LoraToolError:
+    """Return the error in the form of all others: one line, and what to type."""
+    context = getattr(error, "ctx", None)
+    hint = f"{context.command_path} --help" if context is not None else None
+    if not isinstance(error, click.NoSuchOption):
+        return LoraToolError(error.format_message(), hint=hint)
+    import difflib  # noqa: PLC0415 - for mistakes alone
+
+    # closer than click asks: what only rhymes, as --base with --verbose, was not meant
+    meant = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
+    return LoraToolError(error.message, hint=f"did you mean {meant[0]}?" if meant else hint)
 
 
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:

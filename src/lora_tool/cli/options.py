@@ -37,9 +37,9 @@ def rule_codes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
     """Return the codes that a shell offers for the last of those between commas: rules, of `guard` the guards."""
     known: dict[str, str]
     if ctx.info_name == "guard":
-        from lora_tool.train.traps import CODES  # noqa: PLC0415 - for shells alone
+        from lora_tool.train.traps import PAGES  # noqa: PLC0415 - for shells alone
 
-        known = dict.fromkeys(CODES, "")
+        known = PAGES
     else:
         import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules
         from lora_tool.rules.engine.registry import RULES  # noqa: PLC0415

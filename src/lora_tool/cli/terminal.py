@@ -60,13 +60,22 @@ def show_findings(findings: Iterable[Finding]) -> None:
         click.echo(Report(findings=shown).counts(), err=True)
 
 
-def show_error(error: LoraToolError) -> None:
-    """Write the error and its hint to stderr, or the findings that it is about, which have their own."""
+def show_error(error: LoraToolError, code: int | None = None, *, as_json: bool = False) -> None:
+    """Write the error and its hint to stderr, or the findings that it is about, which have their own.
+
+    With `as_json` it is written to stdout as well, with the exit `code`.
+    """
     findings = error.report.findings if isinstance(error, FindingsFound) and error.report is not None else ()
     if findings:
         show_findings(findings)
     else:
         tell("error", str(error))
+    if as_json:
+        from lora_tool.report.json import finding_json  # noqa: PLC0415 - for programs, where it failed
+
+        hint = error.hint and as_options(error.hint)
+        said = {"message": as_options(str(error)), "hint": hint, "exit_code": code}
+        print_json(error=said, findings=[finding_json(finding) for finding in findings])
     if error.hint and error.hint not in {finding.hint for finding in findings}:
         tell("hint", error.hint)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -79,7 +80,11 @@ def _outcome(
         return TrainingOutcome(status=TrainingStatus.REFUSED, findings=found)
     if dry_run == "static":
         return TrainingOutcome(status=TrainingStatus.CHECKED, findings=found)
+    new = [folder for folder in (run.output, *run.output.parents) if not folder.exists()]
     outcome = launch(run, dry_run=dry_run is not None, resume=choice.path, reported=[item.code for item in found])
+    with contextlib.suppress(OSError):
+        for folder in new if dry_run else ():
+            folder.rmdir()  # transformers makes it before anything is written there
     return replace(outcome, findings=(*found, *outcome.findings))
 
 

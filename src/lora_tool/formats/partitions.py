@@ -96,7 +96,7 @@ def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[st
     has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
     lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
     if lost:
-        message = f"of {tag.world_size} ranks the files of these are missing or unreadable: {some(sorted(lost))}"
+        message = f"the files of {'rank' if len(lost) == 1 else 'ranks'} {some(sorted(lost))} are missing or unreadable ({tag.world_size} ranks: 0-{tag.world_size - 1})"
         hint = "copy them from the machines that trained: every node writes its own ranks"
         raise IncompleteCheckpoint(f"{tag.folder}: {message}", hint=hint)
     return {**_trained(tag, wanted), **_others(tag, known, wanted)}

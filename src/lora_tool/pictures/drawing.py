@@ -8,7 +8,8 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
+from lora_tool.checkpoint.folders import read_folder
 from lora_tool.display import printable
 from lora_tool.errors import NotACheckpoint
 from lora_tool.execution.folder import replace_file
@@ -16,6 +17,7 @@ from lora_tool.inspection.spectra import spectra
 from lora_tool.pictures.figures import adapter_figure, training_curves
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
+from lora_tool.validation.bases import last_adapter
 
 
 def draw(
@@ -23,22 +25,26 @@ def draw(
 ) -> Path:
     """Write the pictures of an adapter, with its run's curves where it holds a `trainer_state.json`, and return `path`.
 
-    A `path` that ends in ``.html`` becomes a page, any other a PNG. It appears complete or not at all, and replaces a file of that name. Raises
+    Of a run folder the adapter is that of its latest checkpoint. A `path` that ends in ``.html`` becomes a page, any other a PNG. It appears complete or not at all, and replaces a file of that name. Raises
     `NotACheckpoint` where there is nothing to draw, `OSError` where weights cannot be read, `ExecutionError`.
     """
     with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
-        found = tuple(spectra(checkpoint, base)) if isinstance(checkpoint, AdapterDir) else ()
-    trainer = checkpoint.folder.trainer
+        adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
+        found = tuple(spectra(adapter, base)) if isinstance(adapter, AdapterDir) else ()
+    root, folder = checkpoint.folder.root, checkpoint.folder
+    saved = (read_folder(root / name) for name in reversed(folder.checkpoints))
+    trainer = next((each.trainer for each in (folder, *saved) if each.trainer), None)
     curves = training_curves(trainer) if trainer else {}
     if not found and not curves:
         raise NotACheckpoint(
-            f"{checkpoint.folder.root} holds no LoRA pairs and no training log: there is nothing to draw",
-            hint="give an adapter or a trainer checkpoint",
+            f"{root} holds no LoRA pairs and no training log: there is nothing to draw",
+            hint="give an adapter, a trainer checkpoint or a run folder",
         )
     maps = grids(found) if found else ()
-    title = printable(checkpoint.folder.root.resolve().name)
+    latest = f" · {adapter.root.name}" if isinstance(checkpoint, RunDir) and adapter is not None else ""
+    title = printable(f"{root.resolve().name}{latest}")
     if path.suffix == ".html":
-        dora = isinstance(checkpoint, AdapterDir) and checkpoint.config is not None and checkpoint.config.use_dora
+        dora = isinstance(adapter, AdapterDir) and adapter.config is not None and adapter.config.use_dora
         replace_file(path, page(title, facts, maps, found, curves, dora=dora).encode())
     else:
         picture = io.BytesIO()

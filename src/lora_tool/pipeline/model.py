@@ -32,6 +32,8 @@ class Job:
     private: bool | None = None
     revision: str | None = None
     create_pr: bool = False
+    dry_run: bool = False
+    """Judge and plan only: nothing is written."""
     reports: tuple[Path, ...] = ()
     """Files that are written about the run: they may lie in the checkpoint, and are no part of it."""
 
@@ -56,6 +58,8 @@ class Status(TextEnum):
     """What became of a stage."""
 
     PASSED = "passed"
+    PLANNED = "planned"
+    """What a dry run would do."""
     REUSED = "reused"
     """It was done by an earlier run, from the same inputs, and its result is as it was left."""
     SKIPPED = "skipped"

@@ -17,7 +17,7 @@ from lora_tool.checkpoint import (
     open_checkpoint,
     open_sharded,
 )
-from lora_tool.display import as_options, size
+from lora_tool.display import as_options, counted, size
 from lora_tool.errors import (
     CheckpointError,
     FindingsFound,
@@ -45,14 +45,20 @@ _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-def run(job: Job, *, on_stage: Callable[[Stage], None] = lambda _: None, watch: StageWatch = unwatched) -> Outcome:
-    """Run the pipeline and return what became of every stage; `on_stage` is called with each as it ends, `watch` for
-    the progress of what takes long.
+def run(
+    job: Job,
+    *,
+    on_stage: Callable[[Stage], None] = lambda _: None,
+    on_plan: Callable[[Plan], None] = lambda _: None,
+    watch: StageWatch = unwatched,
+) -> Outcome:
+    """Run the pipeline and return what became of every stage; `on_stage` is called with each as it ends, `on_plan` with
+    what will be written before it is, `watch` for the progress of what takes long.
 
     A stage that an earlier run did from the same inputs, and whose result is as it was left, is not done again. What
     stops the pipeline is in the outcome, not raised; an interrupt is.
     """
-    running = _Running(job, watch)
+    running = _Running(job, watch, on_plan)
     stages: list[Stage] = []
     steps = {
         "open": running.open,
@@ -70,7 +76,7 @@ def run(job: Job, *, on_stage: Callable[[Stage], None] = lambda _: None, watch: 
         stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
         on_stage(stages[-1])
     passed = all(stage.status is not Status.FAILED for stage in stages)
-    return Outcome(stages=tuple(stages), output=running.result if passed else None)
+    return Outcome(stages=tuple(stages), output=running.result if passed and not job.dry_run else None)
 
 
 def _tried(name: str, step: Callable[[], Stage]) -> Stage:
@@ -91,9 +97,10 @@ def _tried(name: str, step: Callable[[], Stage]) -> Stage:
 class _Running:
     """The state of one run: what the stages hand on."""
 
-    def __init__(self, job: Job, watch: StageWatch) -> None:
+    def __init__(self, job: Job, watch: StageWatch, on_plan: Callable[[Plan], None]) -> None:
         self._job = job
         self._watch = watch
+        self._on_plan = on_plan
         self._cache = StageCache(job.output)
         self._root = job.checkpoint
         self._opened: Checkpoint | None = None
@@ -153,6 +160,7 @@ class _Running:
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
         kept = replace(report, findings=()) if failing else report
+        what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
         return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
 
     def _judged(self, opened: Checkpoint) -> Report:
@@ -185,6 +193,8 @@ class _Running:
             open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.options.ignore
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
+        if job.dry_run:
+            return self._planned("consolidate", plan, folder)
         self._write("consolidate", key, plan, folder)
         summary = f"{plan.notes[0]}: {folder}, {size(plan.data_bytes)}"
         stage = self._put_together(folder, Status.PASSED, summary)
@@ -202,6 +212,8 @@ class _Running:
     def merge(self) -> Stage:
         """Merge the adapter into its base; samples are read back before the folder gets its name."""
         job, opened = self._job, self._checkpoint
+        if job.dry_run and self._needs_consolidation:
+            return Stage(name="merge", status=Status.SKIPPED, summary="planned when its rank files are consolidated")
         if not isinstance(opened, AdapterDir):
             self.result = opened.folder.root
             self._require_task(opened)
@@ -217,15 +229,20 @@ class _Running:
             kept = self._cache.warnings("merge")
             return Stage(name="merge", status=Status.REUSED, summary=done, warnings=kept)
         notes: list[str] = []
-        with planned(inputs, job.options, job.output, note=notes.append) as plan:
+        with planned(inputs, job.options, job.output, dry_run=job.dry_run, note=notes.append) as plan:
             if plan is None:
-                raise AssertionError("only a dry run has no plan")
+                return Stage(name="merge", status=Status.PLANNED, summary=notes[-1])
+            if job.dry_run:
+                return self._planned("merge", plan, job.output)
             written = self._write("merge", key, plan, job.output)
-        counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
-        summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
+        summary = _counted(plan, job.output)
         warnings = tuple(map(as_options, (*notes, *written.warnings)))
         self._cache.keep("merge", key, job.output, summary, warnings)
         return Stage(name="merge", status=Status.PASSED, summary=summary, warnings=warnings)
+
+    def _planned(self, name: str, plan: Plan, folder: Path) -> Stage:
+        self._on_plan(plan)
+        return Stage(name=name, status=Status.PLANNED, summary=_counted(plan, folder), warnings=plan.warnings)
 
     def _require_task(self, opened: Checkpoint) -> None:
         """Return unless a model that needs no merge is of another class than was asked for."""
@@ -254,6 +271,7 @@ class _Running:
             )
         if not folder.exists():
             self._cache.begin(name, key)
+        self._on_plan(plan)
         watch = self._watch
         return write(
             plan,
@@ -266,7 +284,7 @@ class _Running:
     def verify(self) -> Stage:
         """Compare every value of the merged model with base and adapter."""
         job, merged = self._job, self._merged
-        if merged is None or self.result is None:
+        if merged is None or self.result is None or job.dry_run:
             return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
         from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
@@ -292,8 +310,9 @@ class _Running:
     def push(self) -> Stage:
         """Publish the result in one commit; the same content again makes none."""
         job = self._job
-        if job.push is None or self.result is None:
-            return Stage(name="push", status=Status.SKIPPED, summary="not asked for")
+        if job.push is None or self.result is None or job.dry_run:
+            why = "a dry run" if job.push and job.dry_run else "not asked for"
+            return Stage(name="push", status=Status.SKIPPED, summary=why)
         from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415 - the Hub's client, only now
         from lora_tool.hub.model import MAIN  # noqa: PLC0415
         from lora_tool.hub.planning import plan_push  # noqa: PLC0415
@@ -311,6 +330,11 @@ class _Running:
             done = push(with_hashes(plan, advance))
         status = Status.PASSED if done.changed else Status.REUSED
         return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
+
+
+def _counted(plan: Plan, folder: Path) -> str:
+    counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
+    return f"{counts}: {folder}, {size(plan.data_bytes)}"
 
 
 def _has_rank_files(opened: Checkpoint) -> bool:

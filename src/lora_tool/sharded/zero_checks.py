@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from pathlib import Path
 
-from lora_tool.display import some
+from lora_tool.display import counted, some
 from lora_tool.formats.partitions import leftover
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag
 from lora_tool.report import Finding, Severity
@@ -34,7 +34,8 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
     of_model = Severity.WARNING if harmless else Severity.ERROR
     for what, lost, severity in (("optimizer", optim, Severity.ERROR), ("model", model, of_model)):
         if lost:
-            message = f"of {tag.world_size} ranks the {what} files of {some(lost)} are missing"
+            one = f"file of rank {lost[0]} is missing" if len(lost) == 1 else f"files of ranks {some(lost)} are missing"
+            message = f"the {what} {one} ({counted(tag.world_size, 'rank')}: 0-{tag.world_size - 1})"
             yield fault("LT401", tag.folder, message, hint=COPY, severity=severity)
 
 

@@ -11,6 +11,7 @@ import argparse
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,9 +252,13 @@ def _launch_words(name: str, value: Any) -> list[str]:
 
 def trl_arguments(method: Method, options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
+    # TRL's own classes set it, and transformers asks for its new name
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
     try:
         arguments: tuple[Any, ...] = _trl_parser(method).parse_dict(dict(options))
     except (ValueError, TypeError) as error:
         hint = None if method.experimental else f"trl {method.name} --help"
+        if "use_cpu" in str(error):
+            hint = "torch sees no GPU here; to train on the CPU: use_cpu: true and bf16: false"
         raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error
     return arguments

@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from lora_tool.display import printable
 from lora_tool.errors import TrainingStopped
 from lora_tool.report import Finding, Severity
+from lora_tool.report.groups import by_rule
 from lora_tool.train import data_checks, live_checks
 from lora_tool.train.config import GuardSettings
 from lora_tool.train.diagnosis import SignalTracker
@@ -59,20 +60,36 @@ class Logbook:
 
     def report(self, findings: Iterable[Finding]) -> None:
         """Keep and print what is neither ignored nor known."""
-        for found in findings:
-            if found.code not in self.settings.ignore and found.code not in self.known:
-                self.findings.append(found)
-                self._print(f"{found.severity}: {found.code}: {found.path + ': ' if found.path else ''}{found.message}")
-                if found.hint:
-                    self._print(f"  hint: {found.hint}")
+        self._show(self._kept(findings))
 
     def judge(self, findings: Iterable[Finding]) -> None:
-        """Report the findings. Raises `TrainingStopped` in mode `stop` where an error is among all that were reported."""
-        self.report(findings)
+        """Report the findings. Raises `TrainingStopped` in mode `stop` where an error is among all that were reported.
+
+        That error is not printed: the parent says it last, and once.
+        """
+        kept = self._kept(findings)
         error = next((found for found in self.findings if found.severity is Severity.ERROR), None)
-        if error is not None and self.settings.mode == "stop":
+        stops = error is not None and self.settings.mode == "stop"
+        self._show([found for found in kept if not (stops and found is error)])
+        if error is not None and stops:
             self.stopped = TrainingStopped(f"{error.code}: {error.message}", hint=error.hint)
             raise self.stopped
+
+    def _kept(self, findings: Iterable[Finding]) -> list[Finding]:
+        kept = [each for each in findings if each.code not in {*self.settings.ignore, *self.known}]
+        self.findings += kept
+        return kept
+
+    def _show(self, findings: Sequence[Finding]) -> None:
+        """Print the findings, the same ones counted: what is wrong with one tensor often is with hundreds."""
+        for group in by_rule(findings):
+            first, *others = group
+            more = f" (and {len(others)} more like it)" if others else ""
+            self._print(
+                f"{first.severity}: {first.code}: {first.path + ': ' if first.path else ''}{first.message}{more}"
+            )
+            if first.hint:
+                self._print(f"  hint: {first.hint}")
 
     def note(self, text: str) -> None:
         """Keep and print what is no finding."""

@@ -27,6 +27,7 @@ from lora_tool.train.job import (
     write_job,
 )
 
+LAUNCHER = "lora_tool.train.launcher"
 _ENDINGS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 0.0))
 """Signals to a command that is to end, with the seconds that it has after each."""
 _LAST_WORDS = 5.0
@@ -38,7 +39,7 @@ _PEER_LOST = re.compile(r"connection (closed|reset)|gloo|nccl|socket|broken pipe
 
 def launch_command(run: RunConfig) -> list[str]:
     """Return the command that starts the workers."""
-    return [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *run.launch, "-m", WORKER]
+    return [sys.executable, "-m", LAUNCHER, "--quiet", *run.launch, "-m", WORKER]
 
 
 def launch(

@@ -54,6 +54,66 @@ WARNINGS = {
 }
 CODES = ERRORS | WARNINGS
 """Code → its message, in which what was seen takes its place. A run with one of `ERRORS` is refused, or stopped."""
+PAGES = {
+    "task-type": "PEFT saves the score head only under lora_task_type SEQ_CLS, and loaders build the class that it "
+    "names. Use SEQ_CLS for reward, CAUSAL_LM for every other method.",
+    "adapter-as-base": "model_name_or_path is itself an adapter. Merge it first and train on the merged model.",
+    "attention-conflict": "Two options name different attention implementations, and the one in model_init_kwargs wins. "
+    "Keep one.",
+    "dtype-conflict": "Two options name different dtypes, and the one in model_init_kwargs wins. Keep one.",
+    "padding-free-leak": "Padding-free and packed rows hold several documents. Without variable-length attention each "
+    "reads the one before it; two forward passes showed that. Turn padding_free or packing off, or use flash attention.",
+    "columns": "The method reads other columns than the data has. Rename them, or choose the method that they are for.",
+    "values": "A column holds values of another type than the method reads: lists for text, numbers for booleans.",
+    "no-rows": "No row is left to train on, after the length filter at the latest. Raise max_length or check the data.",
+    "chosen-equals-rejected": "Pairs with two equal answers have no gradient. Remove them from the data.",
+    "empty-completions": "An empty answer has no token to learn from. Remove such rows.",
+    "no-pad-token": "The trainer cannot pad a batch. Set pad_token in the base model's tokenizer.",
+    "frozen-adapter": "No LoRA weight is trained: all are frozen, or their product stays zero. Check the initialisation "
+    "and what else freezes parameters.",
+    "nan-gradients": "A gradient is NaN or infinite; one optimizer step would make every weight NaN. Use bfloat16 instead "
+    "of float16, or a lower learning rate.",
+    "nan-logits": "The model's logits are NaN or infinite, so no completion can be drawn. Use bfloat16 or float32.",
+    "nan-loss": "The logged loss is NaN or infinite. Use bfloat16 instead of float16, or a lower learning rate.",
+    "reward-head": "The reward model is a language model without a head: transformers would give it a random one. Name a "
+    "sequence classifier; lora-tool merge --rm makes one of an adapter.",
+    "reward-none": "Every reward function gave None or NaN, so no completion is better than another. Check what they "
+    "return, and for which rows.",
+    "reward-infinite": "An infinite reward makes the mean of its group infinite and every advantage NaN. Bound it.",
+    "reward-constant": "The completions of a prompt all got one reward, so their advantages and the gradient are zero. "
+    "Use a reward that tells them apart, more generations, or a higher temperature.",
+    "reward-cancels": "Each reward varies, and their weighted sum does not. Change reward_weights.",
+    "all-masked": "Every completion is cut at max_completion_length and then left out. Raise the limit, or set "
+    "mask_truncated_completions to false.",
+    "no-gradient": "The gradient is zero step after step: the run costs time and learns nothing. The message says which of "
+    "the known causes the figures show.",
+    "no-margin": "The reward model gives chosen and rejected the same score. Check that the two columns differ after they "
+    "are cut to max_length.",
+    "never-moved": "At the end every trained parameter has its first value. Use a learning_rate above 0 and more steps than "
+    "warmup_steps.",
+    "bad-result": "What was saved cannot be opened as an adapter or model. It is kept in rejected/.",
+    "merge-output": "`after: merge:` would fail when training has ended, because its output exists. Name another output or "
+    "set overwrite: true.",
+    "peft-off": "TRL reads its lora_ options only with use_peft: true; without it the whole model is trained.",
+    "fp16-weights": "float16 ends at 65504, and weights in it get no loss scaling. Use dtype: bfloat16 or auto.",
+    "nan-filter": "logging_nan_inf_filter: true shows a NaN loss as 0.0. Set it to false.",
+    "no-clipping": "Without max_grad_norm one large float16 gradient is enough to overflow. Set max_grad_norm: 1.0.",
+    "attention-in-effect": "The model does not have the attention that was requested and uses another. Install it, or "
+    "request the one that is used.",
+    "padding-free-off": "The trainer pads all the same, so padding_free saves nothing.",
+    "packing-wrapped": "The strategy `wrapped` cuts documents anywhere and joins them without a border. Use bfd.",
+    "rows-dropped": "Rows longer than max_length are dropped. Raise it, or shorten the rows.",
+    "rows-truncated": "Rows are cut at max_length, and what is cut off is not learned. Raise it, or shorten the rows.",
+    "one-label": "KTO learns from the difference between wanted and unwanted answers, and the data has one sort.",
+    "signal-lost": "The gradient vanished in the middle of the run and did not return. An earlier checkpoint is as good.",
+    "unusable-checkpoint": "A checkpoint is damaged or incomplete, so --resume auto takes an earlier one.",
+    "processes": "Another number of processes runs than was requested, so the batch size differs. Check the launcher and "
+    "the visible GPUs.",
+    "no-token": "`after: push:` needs a token of the Hub when training has ended. Log in: hf auth login.",
+    "old-checkpoints": "The folder holds an earlier run's checkpoints, which --resume auto would take for this run's. Use "
+    "another output_dir, or move them away.",
+}
+"""Code → its page: what it means, why that matters, what to do."""
 
 
 def trap(

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,9 @@ class GuardedTrainer(Trainer):  # type: ignore[misc] # transformers is not typed
             run = {"steps": self.state.global_step, "effective_batch_size": book.facts["effective_batch_size"]}
             saved = saving.record(place, method, base=base, revision=model.model_revision, run=run)
             book.facts |= {name: saved[name] for name in ("head", "num_labels", "base")}
-        book.facts["output"] = str(saving.settle(output, found))
+        settled = saving.settle(output, found)
+        book.facts["output"] = str(settled)
+        found = [replace(item, path=item.path.replace(str(place), str(settled), 1)) for item in found]
         if good and hasattr(self, "create_model_card"):
             self.create_model_card(model_name=output.resolve().name)  # TRL's, where saving left PEFT's blank one
         book.report(item for item in found if item.severity is not Severity.INFO)

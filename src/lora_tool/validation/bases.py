@@ -17,7 +17,7 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
     The base of a run is that of its last adapter. A relative path is looked for in the working directory and in the
     folder `near`, by default the adapter's own, and those above it. Nothing is downloaded.
     """
-    adapter = _last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
+    adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
     config = adapter.config if isinstance(adapter, AdapterDir) else None
     if adapter is None or config is None or not config.base_model:
         return None, NO_BASE
@@ -31,7 +31,8 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
         return None, f"no base model (--base): {error}"
 
 
-def _last_adapter(run: RunDir) -> AdapterDir | None:
+def last_adapter(run: RunDir) -> AdapterDir | None:
+    """Return the adapter of the run's latest checkpoint that has one, None where none has."""
     for name in reversed(run.folder.checkpoints):
         try:
             opened = open_checkpoint(run.root / name)

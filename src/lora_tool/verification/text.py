@@ -31,7 +31,8 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
     if verification.outputs is not None:
         yield from (f"  {line}" for line in output_lines(verification.outputs))
     if tensors:
-        yield from (f"  {tensor_line(found)}" for found in verification.evidence.values())
+        width = max((len(printable(name)) for name in verification.evidence), default=0)
+        yield from (f"  {tensor_line(found, width)}" for found in verification.evidence.values())
 
 
 def _fate_line(fate: TensorAction, found: list[TensorEvidence]) -> str:
@@ -67,13 +68,15 @@ def output_lines(found: OutputEvidence) -> Iterator[str]:
         yield "  " + ", ".join(agreement)
 
 
-def tensor_line(found: TensorEvidence) -> str:
-    """Return one tensor's evidence in a line."""
-    figures = _figures(_distances(found)) if found.action is TensorAction.MERGED else []
+def tensor_line(found: TensorEvidence, width: int = 0) -> str:
+    """Return one tensor's evidence in a line, its name in `width` columns."""
+    figures = [f"{text:<17}" for text in _figures(_distances(found))] if found.action is TensorAction.MERGED else []
     wrong = [f"{found.wrong} of {found.compared} wrong"] if found.wrong else []
     return printable(
-        "  ".join([f"{found.verdict.value:<10}", f"{found.action.value:<8}", found.name, *wrong, *figures])
-    )
+        "  ".join(
+            [f"{found.verdict.value:<10}", f"{found.action.value:<8}", f"{found.name:<{width}}", *wrong, *figures]
+        )
+    ).rstrip()
 
 
 def _distances(found: TensorEvidence) -> dict[str, float | None]:

@@ -174,9 +174,9 @@ def expand(codes: Iterable[str]) -> frozenset[str]:
         wanted = code.strip().upper()
         matching = [known for known in RULES if known.startswith(wanted)] if wanted.startswith("LT") else []
         if not matching:
-            close = difflib.get_close_matches(wanted, RULES, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(wanted, RULES, n=1, cutoff=0.75)
             nearest = f" Did you mean {close[0]}?" if close else ""
-            raise UnknownRule(f"No rule is called {code!r}.{nearest}")
+            raise UnknownRule(f"No rule is called {code!r}.{nearest}", hint="lora-tool rules")
         meant.update(matching)
     return frozenset(meant)
 

@@ -8,9 +8,11 @@ from dataclasses import replace
 from lora_tool.checkpoint import AdapterDir, Checkpoint
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoint.registry import piece_folders
+from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.files import broken_json, inside
 from lora_tool.report import Severity
+from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject
 
@@ -46,7 +48,10 @@ def truncated(subject: Subject) -> Iterator[Fault]:
 
     What to do: Copy or download the file again, or save the checkpoint again; the missing bytes cannot be made up.
     """
-    yield from defects(subject, Defect.TRUNCATED)
+    cut = (problem for problem in subject.problems if problem.defect is Defect.TRUNCATED)
+    for path, (first, *others) in grouped(cut, lambda problem: problem.path).items():
+        more = f" ({counted(len(others), 'more tensor')} beyond the end)" if others else ""
+        yield Fault(message=f"{first.message}{more}", subject=first.subject, path=path)
 
 
 @rule("LT102", Severity.ERROR, on=Subject)

@@ -8,12 +8,13 @@ sitecustomize is run first.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 
@@ -55,5 +56,17 @@ def _run_next() -> None:
         spec.loader.exec_module(module_from_spec(spec))
 
 
+def _quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print what ends the process, but not a stop of ours, nor the launcher's word for it: the parent says why, once."""
+    stopped = kind.__name__ == "TrainingStopped"
+    if kind.__name__ in ("CalledProcessError", "ChildFailedError"):
+        outcomes = Path(os.environ["LORA_TOOL_JOB"]).glob("outcome-*.json")
+        stopped = any('"status": "stopped"' in path.read_text(encoding="utf-8") for path in outcomes)
+    if not stopped:
+        _print_error(kind, error, trace)
+
+
 _run_next()
+_print_error = sys.excepthook
+sys.excepthook = _quietly
 sys.meta_path.insert(0, _Finder)
