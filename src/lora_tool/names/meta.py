@@ -168,7 +168,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _require_sane_sizes(config: ModelConfig) -> None:
     """Refuse a number of layers that would build for ever; nothing real comes near."""
     for path, value in _integers(config.raw, ""):
-        if value > _MOST_LAYERS and re.search(r"layers|blocks|depth|num_experts|n_layer", path):
+        name = path.rpartition(".")[2]
+        if value > _MOST_LAYERS and re.search(r"(layers|blocks|depth|num_(local_|routed_)?experts|n_layer)\Z", name):
             raise UnsupportedAdapter(f"{config.path}: {path}: {value} is more than a model has")
 
 
