@@ -10,6 +10,7 @@ import click
 
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK
 from lora_tool.cli.options import (
+    FolderOrId,
     UserPath,
     base_option,
     format_option,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--adapter",
     "adapters",
+    type=FolderOrId(),
     multiple=True,
     metavar="ADAPTER",
     help="Adapter that was merged: path or Hub id.  [default: what lora_tool.json names]",

@@ -133,7 +133,7 @@ class Judge:
         found = Judge(rules=rules, ignored=self.ignored).folder(subject.stored_base)
         brought = subject.view.saved.keys()
         findings = (finding for finding in found.findings if finding.subject not in brought)
-        return Report(findings=tuple(findings))
+        return Report(findings=tuple(findings), skipped=found.skipped)
 
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
         """Return what an adapter's rules look at: its view, and its match with the base where names can tell."""
@@ -224,6 +224,6 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
     if config is None or config.problems:
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
-    if isinstance(config, AdapterConfig) and config.peft_type != "LORA":
+    if isinstance(config, AdapterConfig) and not config.has_known_type:
         return f"peft_type is {config.peft_type}, not LORA"
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import UnsupportedAdapter, VerificationFailed
+from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.core.ops import Precision
@@ -74,7 +74,8 @@ def verify(
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
     `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per
     core, and `progress` is called with the bytes that were read. `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
-    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together.
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
+    `MissingDependency` before anything is compared.
     """
     inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
@@ -103,6 +104,8 @@ def verify_inputs(
     """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
     rules = chosen(select, ignore)
+    if logits:
+        require_packages(("torch", "transformers", "peft"), extra="merge")  # before minutes of comparing
     plan, why_no_plan = inputs.plan_or_why_not()
     evidence: Mapping[str, TensorEvidence] = {}
     if plan is not None:

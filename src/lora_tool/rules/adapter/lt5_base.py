@@ -289,11 +289,10 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     adapted = {match.name(layer.target) for layer in subject.layers}
     if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
         return
-    for tensor in match.base.tensors.values():
-        module, _, leaf = tensor.name.rpartition(".")
-        if leaf != "weight" or module in adapted or len(tensor.shape) != MATRIX:
+    for name, tensor in match.trained():
+        path, _, leaf = name.rpartition(".")
+        if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
             continue
-        path = match.strip + module.removeprefix(match.add)
         named = _EXPERT.search(path) is not None if every else config.targets(path)
         if named and not _may_be_absent(subject, path) and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
@@ -303,7 +302,7 @@ def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterat
     """Count each module's parameters that are named: PEFT wraps it once for each, one wrapper around the other."""
     if not subject.config.target_parameters:
         return
-    paths = (match.strip + name.removeprefix(match.add) for name in match.base.tensors)
+    paths = (name for name, _ in match.trained())
     counts = Counter(path.rpartition(".")[0] for path in paths if targeting.parameter_is_targeted(subject.config, path))
     held = {layer.module for layer in subject.layers}
     for module, count in counts.items():
@@ -322,8 +321,8 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
         entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
     }
     biases = subject.config.bias == "all" and any(name.endswith(".bias") for name in subject.view.saved)
-    for tensor in match.base.tensors.values() if found or biases else ():
-        module, _, leaf = (match.strip + tensor.name.removeprefix(match.add)).rpartition(".")
+    for name, _ in match.trained() if found or biases else ():
+        module, _, leaf = name.rpartition(".")
         named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
         wanted = named or (biases and leaf == "bias")
         if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):
