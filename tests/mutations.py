@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,21 @@ def _never_moved(folder: Path) -> None:
         for name, tensor in table.items():
             if ".lora_B." in name:
                 table[name] = raw(*tensor.shape, value=0.0)
+
+
+def _keep_rows_of(rank: int, folder: Path) -> None:
+    with tensors(folder) as table:
+        for name, tensor in table.items():
+            if ".lora_B." in name:
+                each = -(-tensor.shape[0] // 4)
+                columns = len(tensor.data) // tensor.shape[0]
+                kept = tensor.data[rank * each * columns : (rank + 1) * each * columns]
+                before = bytes(rank * each * columns)
+                table[name] = replace(tensor, data=(before + kept).ljust(len(tensor.data), b"\0"))
+
+
+_breaks("LT227", CAUSAL)(partial(_keep_rows_of, 0))
+_breaks("LT227 another rank", REWARD)(partial(_keep_rows_of, 2))
 
 
 @_breaks("LT208 reward", REWARD)
@@ -1109,7 +1125,7 @@ def _base_that_is_not_named(folder: Path) -> None:
         first = next(iter(table))
         table[first] = edit.scrambled(table[first])
     with fields(folder) as config:
-        config["base_model_name_or_path"] = "../named"
+        config["base_model_name_or_path"] = str(folder.parent / "named")
 
 
 @_breaks("LT507 unreadable", CAUSAL)

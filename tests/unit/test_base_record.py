@@ -44,7 +44,7 @@ def test_the_message_names_the_base_that_was_trained_on(tmp_path: Path) -> None:
         name = next(name for name in table if name.startswith("model.layers"))
         table[name] = edit.scrambled(table[name])
     report = judge(folder, base=other)
-    assert codes(report) == {"LT507"}
+    assert codes(report) == {"LT507", "LT520"}
     assert report.findings[0].message.endswith(": some/model")
     assert str(report.findings[0].hint).startswith("lora-tool validate --base some/model ")
 

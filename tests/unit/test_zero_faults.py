@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
@@ -416,3 +417,14 @@ def test_a_frozen_second_adapter_may_have_another_rank(tmp_path: Path) -> None:
     found = plan(folder / "global_step2", what="adapter")
     assert not any("reference" in step.out.name for step in found.steps)
     assert sum(".reference." in item.name for item in found.leftovers) > 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("saved", [[], ["base_model.model.score.weight"]], ids=["nothing", "the head alone"])
+def test_a_checkpoint_without_the_adapter_is_no_model(tmp_path: Path, saved: list[str]) -> None:
+    """What PEFT 0.21 gives accelerate to save under FSDP1."""
+    folder = tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0"
+    dcp.save({"model": {name: torch.ones(1, 8) for name in saved}}, checkpoint_id=str(folder), no_dist=True)
+    assert codes(folder) == {"LT416"}
+    with pytest.raises(FindingsFound, match="LT416"):
+        plan(folder)

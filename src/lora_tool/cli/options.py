@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from lora_tool.errors import require_packages
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
@@ -28,6 +30,31 @@ class UserPath(click.Path):
         return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
 
 
+class FolderOrId(click.types.StringParamType):
+    """A folder or a Hub id, taken as it is typed; shells complete it as a folder."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002 - click's signature
+        return [CompletionItem(incomplete, type="dir")]
+
+
+def rule_codes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the codes that a shell offers for the last of those between commas: rules, of `guard` the guards."""
+    known: dict[str, str]
+    if ctx.info_name == "guard":
+        from lora_tool.train.traps import CODES  # noqa: PLC0415 - for shells alone
+
+        known = dict.fromkeys(CODES, "")
+    else:
+        import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules
+        from lora_tool.rules.engine.registry import RULES  # noqa: PLC0415
+
+        known = {code: rule.title for code, rule in sorted(RULES.items())}
+    before, comma, begun = incomplete.rpartition(",")
+    return [
+        CompletionItem(f"{before}{comma}{code}", help=title) for code, title in known.items() if code.startswith(begun)
+    ]
+
+
 def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
     """Add all the options; help lists them in this order."""
 
@@ -41,7 +68,7 @@ def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 
 def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--base``: a model's path or Hub id."""
-    return click.option("--base", metavar="MODEL", help=help_text)
+    return click.option("--base", type=FolderOrId(), metavar="MODEL", help=help_text)
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
@@ -62,6 +89,7 @@ def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
         metavar="CODES",
         multiple=True,
         callback=lambda _, __, lists: sum(lists, ()),
+        shell_complete=rule_codes,
         help=help_text,
     )
 
@@ -134,12 +162,10 @@ def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
         if least is not None:
             raise click.UsageError("--min-accuracy is for --pairs")
         return None
+    require_packages(("torch", "transformers", "peft"), extra="merge")  # before hours of merging
     from lora_tool.verification.pairs import read_pairs  # noqa: PLC0415 - only where asked for
 
-    pairs = read_pairs(path, least=least)
-    from lora_tool.verification import rewards  # noqa: F401, PLC0415 - torch, only where asked for
-
-    return pairs
+    return read_pairs(path, least=least)
 
 
 rank_file_options = in_order(

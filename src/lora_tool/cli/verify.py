@@ -11,6 +11,7 @@ import click
 
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
 from lora_tool.cli.options import (
+    FolderOrId,
     UserPath,
     base_option,
     format_option,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--adapter",
     "adapters",
+    type=FolderOrId(),
     multiple=True,
     metavar="ADAPTER",
     help="Adapter that was merged: path or Hub id.  [default: what lora_tool.json names]",

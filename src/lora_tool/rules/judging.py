@@ -131,7 +131,7 @@ class Judge:
         found = Judge(rules=rules, ignored=self.ignored).folder(ModelSubject(checkpoint=base))
         brought = subject.view.saved.keys()
         findings = (finding for finding in found.findings if finding.subject not in brought)
-        return Report(findings=tuple(findings))
+        return Report(findings=tuple(findings), skipped=found.skipped)
 
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
         """Return what an adapter's rules look at: its view, and its match with the base where names can tell."""

@@ -16,6 +16,7 @@ from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import (
     COPY,
+    adapter_left_out,
     base_layers_left_out,
     fault,
     frozen_left_out,
@@ -77,6 +78,8 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
         yield fault("LT401", found.folder / name, "is missing: .metadata says that it holds weights", hint=COPY)
     yield from unreadable_files(found.problems)
     yield from repeated_files(contents(found.pieces))
+    if not found.problems:
+        yield from adapter_left_out(found.folder, found.tensors)
     for name, tensor in found.tensors.items():
         gap = uncovered(tensor)
         if gap:

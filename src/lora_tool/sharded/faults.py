@@ -6,7 +6,9 @@ import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from lora_tool.display import counted
 from lora_tool.errors import Problem
+from lora_tool.keys import PREFIX
 from lora_tool.report import Finding, Severity
 
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
@@ -55,6 +57,17 @@ def frozen_left_out(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
         more = f" and {len(lost) - 1} more were" if len(lost) > 1 else " was"
         hint = "the adapter can still be taken out; a new head that was frozen is lost"
         yield fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint, severity=Severity.INFO)
+
+
+def adapter_left_out(path: Path, names: Collection[str]) -> Iterator[Finding]:
+    """LT416: yield a finding where nothing was saved, or names of a PEFT model without one of LoRA."""
+    if not names:
+        why = "holds no tensor"
+    elif all(PREFIX in name for name in names) and not any(map(has_lora_factor, names)):
+        why = f"is of a PEFT model, and none of its {counted(len(names), 'tensor')} is LoRA: `{min(names)}`"
+    else:
+        return
+    yield fault("LT416", path, f"{why}. PEFT 0.21 does so under FSDP1, whose wrappers hide the adapter from it")
 
 
 def has_lora_factor(name: str) -> bool:

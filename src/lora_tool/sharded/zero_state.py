@@ -10,7 +10,7 @@ from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_tag
-from lora_tool.sharded.faults import base_layers_left_out, frozen_left_out
+from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.value_check import ValueCheck
@@ -66,7 +66,7 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         entries=known,
         shared=first.shared if first else {},
         without_values=lost,
-        faults=(*tag_faults(found), *older, *left_out),
+        faults=(*tag_faults(found), *older, *left_out, *(adapter_left_out(folder, known) if first else ())),
         tag=found,
         stamps={file.path: file.stamp for file in files},
         facts={

@@ -12,7 +12,7 @@ from typing import Any
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import UnsupportedAdapter, VerificationFailed
+from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.core.ops import Precision
@@ -87,7 +87,8 @@ def verify(
     `pairs` is a file of JSON lines with `chosen` and `rejected`, and a `prompt` where they do not begin with it: both
     reward models rank them, `min_accuracy` is the share that the merged one must rank right (extra `merge`). `watch` is
     asked for the progress of what takes long.
-    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together.
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
+    `MissingDependency` before anything is compared.
     """
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
     inputs = find_inputs(merged, base=base, adapters=adapters)
@@ -121,6 +122,8 @@ def verify_inputs(
     """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
     rules = chosen(select, ignore)
+    if logits or pairs is not None:
+        require_packages(("torch", "transformers", "peft"), extra="merge")  # before minutes of comparing
     plan, why_no_plan = inputs.plan_or_why_not()
     ranking = None
     if pairs is not None:

@@ -1,15 +1,20 @@
-"""LT208, LT209, LT219, LT220 and LT311: the values themselves. These rules read weights."""
+"""LT208, LT209, LT219, LT227, LT220 and LT311: the values themselves. These rules read weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.architectures.ends import MATRIX
+from lora_tool.formats.stored import read_part
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.shared.heads import head_weight, saved_heads
+from lora_tool.tensors import StoredTensor
 
+_MOST_RANKS = 1024
+"""More processes than train an adapter."""
 _ENOUGH = 8
 """A tensor of fewer values may have equal ones by chance."""
 
@@ -41,6 +46,60 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     for tensor in zero:
         message = "is all zero: this module was not trained"
         yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
+
+
+@rule("LT227", Severity.ERROR, on=AdapterSubject, deep=True)
+def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
+    """The adapter holds the rows of one rank alone.
+
+    What it does: Looks whether every `lora_B` has values in its first rows only, the same share 1/N of each, and zeros
+    behind them.
+
+    Why it matters: Under FSDP each rank holds some rows of a matrix. One that saves without gathering, or loads its own
+    part into a fresh adapter, keeps what it has: the rest of every module is as before training.
+
+    Example: In all 224 modules rows 512 to 4,095 of `lora_B` are exactly zero, after training on 8 GPUs.
+
+    What to do: Save it from the training state again: `lora-tool consolidate CHECKPOINT`, of a sharded checkpoint.
+    """
+    factors = [layer.b for layer in subject.layers if layer.b is not None and len(layer.b.shape) == MATRIX]
+    parts: set[tuple[int, int]] = set()  # how many ranks and which of them, as far as all factors agree
+    for factor in factors:
+        rows, held = factor.shape[0], _rows_between_zeros(factor)
+        if len(held) in (0, rows):
+            return
+        known = parts or {(ranks, held.start // -(-rows // ranks)) for ranks in range(2, _MOST_RANKS + 1)}
+        parts = {part for part in known if held == _rows_of(part, rows)}
+        if not parts:
+            return
+    if len(factors) > 1:
+        (ranks, rank), first = min(parts), factors[0]
+        kept = _rows_of((ranks, rank), first.shape[0])
+        message = (
+            f"only rows {kept.start:,} to {kept.stop - 1:,} of {first.shape[0]:,} are not zero, and so it is in all "
+            f"{len(factors)} lora_B: the part of rank {rank} of {ranks}"
+        )
+        yield Fault(subject=first.name, message=message)
+
+
+def _rows_of(part: tuple[int, int], rows: int) -> range:
+    """Return the rows that FSDP gives a rank (torch.chunk): as many to each, fewer to the last ones."""
+    ranks, rank = part
+    each = -(-rows // ranks)
+    return range(min(rank * each, rows), min((rank + 1) * each, rows))
+
+
+def _rows_between_zeros(factor: StoredTensor) -> range:
+    """Return the rows from the first to the last that is not all zero; most factors begin and end with such rows, and of
+    those nothing else is read.
+    """
+    rows = factor.shape[0]
+    row_bytes = factor.nbytes // rows if rows else 0
+    ends = (read_part(factor, at * row_bytes, row_bytes) for at in (0, rows - 1)) if row_bytes else ()
+    if all(end.strip(b"\0") for end in ends):
+        return range(rows)
+    data = read_part(factor, 0, factor.nbytes)
+    return range((len(data) - len(data.lstrip(b"\0"))) // row_bytes, -(-len(data.rstrip(b"\0")) // row_bytes))
 
 
 @rule("LT209", Severity.ERROR, on=Subject, deep=True)

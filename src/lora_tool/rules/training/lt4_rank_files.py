@@ -1,4 +1,4 @@
-"""LT401 to LT410: the files of DeepSpeed and FSDP2 checkpoints, judged by names, shapes and counters.
+"""LT401 to LT410, LT416: the files of DeepSpeed and FSDP2 checkpoints, judged by names, shapes and counters.
 
 No weight is read. `lora-tool consolidate` refuses on the same findings.
 """
@@ -163,3 +163,19 @@ def frozen_weights_absent(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Put a new head into `modules_to_save`, so that it is trained and saved.
     """
     yield from subject.structure("LT410")
+
+
+@rule("LT416", Severity.ERROR, on=ShardedSubject)
+def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
+    """A checkpoint without the adapter.
+
+    What it does: Looks for LoRA among the tensors of a PEFT model, and for any tensor at all.
+
+    Why it matters: What was trained is not in it, and resuming from it begins with a new adapter. PEFT 0.21 under FSDP1
+    takes none of the adapter's tensors for the adapter's: the save ends well, and the folder holds nothing, or the head.
+
+    Example: `pytorch_model_fsdp_0` of a LoRA run holds `base_model.model.score.weight` and nothing else.
+
+    What to do: Stop the run. Train with FSDP2 (`fsdp_version: 2`), or with PEFT 0.20.
+    """
+    yield from subject.structure("LT416")
