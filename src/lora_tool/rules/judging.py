@@ -223,6 +223,6 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
     if config is None or config.problems:
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
-    if isinstance(config, AdapterConfig) and config.peft_type != "LORA":
+    if isinstance(config, AdapterConfig) and not config.has_known_type:
         return f"peft_type is {config.peft_type}, not LORA"
     return None
