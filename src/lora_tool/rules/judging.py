@@ -126,7 +126,8 @@ class Judge:
 
     def _base_of(self, subject: AdapterSubject, base: ModelDir) -> Report:
         """Return what transformers would refuse or put at random in a base, but what the adapter brings."""
-        codes = _OF_BASES - ({"LT318"} if isinstance(subject.match, BaseMatch) else set())
+        match = subject.match
+        codes = _OF_BASES - ({"LT318"} if isinstance(match, BaseMatch) and not match.outside else set())
         rules = tuple(rule for rule in self.rules if rule.code in codes)
         found = Judge(rules=rules, ignored=self.ignored).folder(ModelSubject(checkpoint=base))
         brought = subject.view.saved.keys()
