@@ -181,6 +181,8 @@ class Judge:
         if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
             return False
         has_values = bool(subject.tensors) or rule.on is ShardedSubject
+        if Need.PAIRS in rule.needs and (not isinstance(subject, MergedSubject) or subject.pairs is None):
+            return False
         return not rule.deep or (self.deep is not False and has_values)
 
     def _why_not(self, rule: Rule, subject: Subject) -> str | None:
@@ -222,6 +224,6 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
     if config is None or config.problems:
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
-    if isinstance(config, AdapterConfig) and config.peft_type != "LORA":
+    if isinstance(config, AdapterConfig) and not config.has_known_type:
         return f"peft_type is {config.peft_type}, not LORA"
     return None
