@@ -52,6 +52,12 @@ if TYPE_CHECKING:
     help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
 )
 @pair_options
+@click.option(
+    "--text",
+    type=UserPath(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Measure the loss of language models on this text, too: plain, or .jsonl with text.",
+)
 @click.option("--tensors", is_flag=True, help="A line for each tensor.")
 @rule_options
 @click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
@@ -69,6 +75,7 @@ def command(
     prompts: Path | None,
     pairs: Path | None,
     min_accuracy: float | None,
+    text: Path | None,
     tensors: bool,
     fail_on: str,
     strict: bool,
@@ -96,6 +103,10 @@ def command(
 
         asked["prompts"] = read_prompts(prompts)
     asked["pairs"] = pairs_asked(pairs, min_accuracy)
+    if text is not None:
+        from lora_tool.verification.texts import read_texts  # noqa: PLC0415 - only where asked for
+
+        asked["text"] = read_texts(text)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     watch = partial(progress_bar, quiet=quiet or printed is Form.JSON)
     verification = verify_inputs(inputs, level=Level.SAMPLE if sample else Level.FULL, watch=watch, **asked)
