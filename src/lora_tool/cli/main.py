@@ -179,11 +179,11 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
     hint = f"{context.command_path} --help" if context is not None else None
     if not isinstance(error, click.NoSuchOption):
         return LoraToolError(error.format_message(), hint=hint)
-    import difflib  # noqa: PLC0415 - for mistakes alone
+    from lora_tool.choices import closest  # noqa: PLC0415 - for mistakes alone
 
     # closer than click asks: what only rhymes, as --base with --verbose, was not meant
-    meant = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.75)
-    return LoraToolError(error.message, hint=f"did you mean {meant[0]}?" if meant else hint)
+    meant = closest(error.option_name, error.possibilities or (), likeness=0.75)
+    return LoraToolError(error.message, hint=f"did you mean {meant}?" if meant else hint)
 
 
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:

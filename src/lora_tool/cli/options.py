@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
+from lora_tool.errors import require_packages
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
+
+if TYPE_CHECKING:
+    from lora_tool.verification.pairs import Pairs
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -132,6 +136,38 @@ rule_options = in_order(
     codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so."), ignore_option(), fail_on_option
 )
 """Which rules judge, and the least severity at which the command fails."""
+pair_options = in_order(
+    click.option(
+        "--pairs",
+        type=UserPath(exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Rank these pairs with the reward model, too: .jsonl with prompt, chosen, rejected.",
+    ),
+    click.option(
+        "--min-accuracy",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        help="Fail where the merged model ranks fewer of --pairs right: 0.7.",
+    ),
+)
+"""What a reward model is for, and how well it must do that."""
+
+
+def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
+    """Return the pairs that were asked for, read, None for none, once what ranks them is known to be installed.
+
+    Raises `click.UsageError` for ``--min-accuracy`` alone, `CorruptFile` or `BadConfig`, and `MissingDependency`.
+    """
+    if path is None:
+        if least is not None:
+            raise click.UsageError("--min-accuracy is for --pairs")
+        return None
+    require_packages(("torch", "transformers", "peft"), extra="merge")  # before hours of merging
+    from lora_tool.verification.pairs import read_pairs  # noqa: PLC0415 - only where asked for
+
+    return read_pairs(path, least=least)
+
+
 rank_file_options = in_order(
     click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]"),
     click.option(
