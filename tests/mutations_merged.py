@@ -22,6 +22,8 @@ CAUSAL_MERGED = "causal-llama/merged"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 NORM = "model.layers.0.input_layernorm.weight"
 SCORE = "score.weight"
+PAIRS = Path(__file__).with_name("pairs.jsonl")
+"""Twelve pairs of which the reward model of the fixtures ranks eleven right."""
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 F64 = NDArray[np.float64]
@@ -408,3 +410,11 @@ def _renamed_base(folder: Path) -> None:
     _of_no_manifest(folder)
     with weights(folder) as table:
         table.update(base_of(folder))
+
+
+@breaks("LT625", MERGED, verified=True, pairs=PAIRS, min_accuracy=0.9)
+def _trained_on_swapped_columns(folder: Path) -> None:
+    with tensors(folder.parent / "adapter") as table:
+        name = next(name for name in table if name.endswith("score.weight"))
+        table[name] = stored(-numbers(table[name]), table[name])
+    merged_in(folder.parent)

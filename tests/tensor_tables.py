@@ -48,14 +48,9 @@ _NEARLY = 1.2
 """How many times the tensors of a class without the encoder the whole model has, at least."""
 _LEFT_OUT = frozenset(
     {
-        "bamba",  # `attn_layer_indices` says which layers are of another kind
         "blt",  # several models in one
         "funnel",  # lists of blocks of layers
-        "gpt_neo",  # `attention_types` says how many layers there are
-        "internlm3",  # LlamaForCausalLM reads fields that this config does not declare
-        "iquestcoder",
         "perceiver",  # its config lists sizes
-        "phi4_multimodal",
         "reformer",  # `attn_layers` says how many layers there are
     }
 )
@@ -164,7 +159,8 @@ def words_of(name: str, lines: tuple[str, ...]) -> list[str]:
 
 
 def overrides(config: PretrainedConfig, lines: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield changes of one field each, in its own words."""
+    """Yield changes of one field each, in its own words, and of all biases together, which some types have so alone."""
+    yield {name: not value for name, value in fields_of(config) if isinstance(value, bool) and "bias" in name}
     for name, value in fields_of(config):
         if isinstance(value, PretrainedConfig):
             yield from ({name: inner} for inner in overrides(value, lines))
@@ -175,7 +171,7 @@ def overrides(config: PretrainedConfig, lines: tuple[str, ...]) -> Iterator[dict
 def fields_of(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(type(config)):
         if field.name not in _COMMON and not field.name.endswith(("_token_id", "_dropout", "_range", "_eps")):
-            yield field.name, getattr(config, field.name, None)
+            yield field.name, vars(config).get(field.name)  # which asks no config of single layers
 
 
 def others(name: str, value: object, lines: tuple[str, ...]) -> Iterator[Any]:
@@ -200,7 +196,7 @@ def longer(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
         if isinstance(value, PretrainedConfig):
             yield from ({name: inner} for inner in longer(value))
         elif isinstance(value, int) and "layer" in name and not isinstance(value, bool):
-            same = {n: v * 2 for n, v in lists.items() if len(v) == value}
+            same = {n: v * 2 for n, v in lists.items() if len(v) == value or n == "attention_types"}
             yield {name: value * 2, **same}
 
 

@@ -38,7 +38,9 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,3 +239,10 @@ class MissingDependency(LoraToolError):
         super().__init__(f"{package} is not installed", hint=hint)
         self.package = package
         self.extra = extra
+
+
+def require_packages(packages: Iterable[str], *, extra: str) -> None:
+    """Return if all the packages of the `extra` are installed. Raises `MissingDependency` naming one that is not."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingDependency(package, extra=extra)

@@ -24,6 +24,7 @@ from lora_tool.checkpoint import (
 )
 from lora_tool.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.files import is_file, is_folder
+from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import ModelConfig, read_model_config
 from lora_tool.formats.quantised import full_precision_name, give_full_precision, quantised_as
 from lora_tool.hub_cache import may_hold
@@ -101,17 +102,18 @@ def resolve(
     """Return the local folder that `reference`, a path or a Hub id, means.
 
     An existing path is local; ``hf://`` and the address of a page are the Hub; a bare ``owner/name`` is local if such a
-    folder exists, else the Hub; each may end in ``@revision``. A relative path is looked for in the working directory and in `near` (PEFT writes the path as it was typed
-    when training); if both exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache;
-    it is downloaded only with `download`, and only the weights that are `wanted`; a quantised model's never. Raises
-    `NotACheckpoint` with what was looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the
-    Hub does not give it, `UnsupportedAdapter` for a quantised model.
+    folder exists, else the Hub; each may end in ``@revision``. A relative path is looked for in the working directory
+    and in `near`, then for a model in the folders above it (PEFT writes the path as it was typed when training); if two
+    exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache; it is downloaded only with
+    `download`, and only the weights that are `wanted`; a quantised model's never. Raises `NotACheckpoint` with what was
+    looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the Hub does not give it,
+    `UnsupportedAdapter` for a quantised model.
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
         raise NotACheckpoint("an empty name: no such folder, and no Hub id")
     if not is_address(reference):
-        local = _local(reference, near)
+        local = local_folder(reference, near)
         if local is not None:
             return source_of(local, reference)
         _require_no_file(reference)
@@ -120,7 +122,8 @@ def resolve(
         return _from_hub(named, reference, revision, download=download, wanted=wanted)
     if is_address(reference):
         raise NotACheckpoint(f"{reference}: no such folder, and no model on the Hub", hint=f"name one as {FORMS}")
-    looked_in = f"looked in {Path.cwd()}{f' and {near}' if near else ''}"
+    looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
+    looked_in += ", and in the folders above" if near else ""
     raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
 
 
@@ -172,10 +175,15 @@ def _merge_instead(opened: Checkpoint) -> str | None:
     return None
 
 
-def _local(reference: str, near: Path | None) -> Path | None:
+def local_folder(reference: str, near: Path | None = None) -> Path | None:
+    """Return the folder on this disk that `reference` means, as `resolve` finds it; None where there is none."""
     path = Path(reference).expanduser()
     candidates = [path] if near is None or path.is_absolute() else [path, near / path]
     found = [candidate for candidate in candidates if is_folder(candidate)]
+    if not found and near is not None and not path.is_absolute():
+        # it was typed where the training ran, and what that wrote lies somewhere below
+        above = (folder / path for folder in Path(os.path.abspath(near)).parents)  # noqa: PTH100 - links stay as named
+        found = [candidate for candidate in above if is_file(candidate / CONFIG)]
     if len(found) > 1 and not found[0].samefile(found[1]):
         message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
         raise NotACheckpoint(message, hint="name the one you mean: `base=PATH`")

@@ -229,6 +229,40 @@ def test_help_ends_with_an_example(call: Caller) -> None:
     assert called.out.rstrip().splitlines()[-1].strip().startswith("Example: lora-tool merge")
 
 
+@pytest.mark.parametrize(
+    "words", [["{base}", "{adapter}"], ["{base}", "{adapter}", "-o", "x"], ["{base}", "--base", "{adapter}"]]
+)
+def test_the_base_in_the_adapters_place_names_the_command_that_was_meant(words: list[str], call: Caller) -> None:
+    base = LLAMA.replace("adapter", "base")
+    called = call("merge", *(word.format(base=base, adapter=LLAMA) for word in words))
+    assert called.code in (2, 3)
+    assert f"lora-tool merge {LLAMA} --base {base}\n" in called.err
+
+
+def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(
+    copies: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, out = copies / "reward-qwen2" / "adapter", copies / "it's"
+    with monkeypatch.context() as patched:
+        patched.setattr("lora_tool.pipeline.writing.execute", interrupted)
+        stopped = call("merge", adapter, "-o", out)
+    assert stopped.code == 130
+    done = call("merge", adapter, "-o", out).out
+    told = stopped.out.splitlines()
+    assert (told[0].split()[0], told[-1]) == (
+        "merging",
+        "tensors: 12 copied, 14 merged, 1 added; all 29 tensors of the adapter used (precision float32)",
+    )
+    assert done.startswith(stopped.out)
+    *_, verdict, _, next_step = done.splitlines()
+    assert verdict.startswith("verified on samples read back: 27 of 27 tensors right")
+    assert next_step == f'next: AutoModelForSequenceClassification.from_pretrained("{out}")'
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_several_adapters_need_a_name_and_are_all_in_the_manifest(copies: Path, call: Caller) -> None:
     first = copies / "causal-llama" / "adapter"
     second = copies / "causal-llama" / "second"

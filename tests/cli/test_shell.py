@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 
 from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
@@ -52,6 +53,31 @@ def test_words_are_completed(words: str, expected: str) -> None:
         check=False,
     )
     assert f"plain,{expected}" in done.stdout.splitlines()
+
+
+_PATHS = (
+    "merge",
+    "merge --base",
+    "validate",
+    "inspect",
+    "inspect --base",
+    "diff",
+    "diff a",
+    "consolidate",
+    "ci --base",
+)
+
+
+@pytest.mark.parametrize("words", [*_PATHS, "verify --adapter", "rules", "validate --ignore", "guard --ignore"])
+def test_paths_and_codes_are_completed(words: str) -> None:
+    begun, expected = ("fix", {"dir,fix"}) if words in _PATHS or "--adapter" in words else ("LT20", {"plain,LT206"})
+    if "--ignore" in words:
+        begun, expected = f"LT101,{begun}", {"plain,LT101,LT206"}
+    if "guard" in words:
+        begun, expected = "task", {"plain,task-type"}
+    shell = BashComplete(cli, {}, "lora-tool", "_LORA_TOOL_COMPLETE")
+    offered = {shell.format_completion(item) for item in shell.get_completions(words.split(), begun)}
+    assert expected <= offered
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

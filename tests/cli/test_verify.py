@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_a_good_merge_is_proven(call: Caller, merged: Path) -> None:
         "checked 1 merged model: no findings",
     ]
     assert call("verify", merged, "-q").out == ""
+
+
+def test_answers_that_nothing_can_give_are_refused_before_the_comparison(
+    call: Caller, merged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr("lora_tool.verification.verifying.check_tensors", lambda *_, **__: pytest.fail("it compared"))
+    called = call("verify", merged, "--logits")
+    assert (called.code, called.err.splitlines()[0]) == (3, "error: peft is not installed")
 
 
 def test_json_has_every_tensor(call: Caller, merged: Path) -> None:

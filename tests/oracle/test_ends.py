@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType, TrainableTokensConfig, get_peft_model
 from transformers import PreTrainedModel
 
+from lora_tool import validate
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
 from tests.oracle.peft_merge import (
     different,
@@ -131,6 +132,21 @@ def test_ends_that_peft_keeps_right_are_merged_as_it_does(lora: dict[str, Any], 
     adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", lora)
     theirs = merged_by_peft(load_model(base, "causal-lm"), adapter, tmp_path / "theirs")
     assert_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft"), theirs)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("targets", [["embed_tokens"], None], ids=str)
+def test_an_adapter_of_trained_tokens_alone(tied: bool, targets: list[str] | None, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=tied)
+    config = TrainableTokensConfig(token_indices=[1, 5], target_modules=targets, task_type=TaskType.CAUSAL_LM)
+    model = get_peft_model(load_model(base, "causal-lm"), config)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(8)))
+    model.save_pretrained(tmp_path / "adapter")
+    theirs = merged_by_peft(load_model(base, "causal-lm"), tmp_path / "adapter", tmp_path / "theirs")
+    assert_same(merge_with_ours(base, tmp_path / "adapter", tmp_path / "ours", "peft"), theirs)
+    assert validate(tmp_path / "adapter", base=base).findings == ()
 
 
 RESIZED: dict[str, dict[str, Any]] = {

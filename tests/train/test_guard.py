@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers as hf
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from lora_tool.checkpoint import open_checkpoint
 from lora_tool.errors import TrainingStopped
@@ -96,6 +96,19 @@ def test_a_doomed_script_is_left_before_it_saves(
     assert outcome.status is TrainingStatus.STOPPED
     assert code in {item.code for item in outcome.findings}
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_checkpoint_without_the_adapter_ends_the_run(
+    tmp_path: Path, guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = PeftModel.save_pretrained  # as PEFT 0.21 saves under FSDP1, where it takes no tensor for the adapter's
+    monkeypatch.setattr(
+        PeftModel, "save_pretrained", lambda self, *args, **how: save(self, *args, **{**how, "state_dict": {}})
+    )
+    with pytest.raises(TrainingStopped, match="not-saved.*has no LoRA tensor"):
+        sft(tmp_path, QWEN2, save_strategy="steps", save_steps=1, max_steps=4)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [found.code for found in outcome_in(guarded).findings] == ["not-saved"]
 
 
 def test_a_leak_is_seen(tmp_path: Path, guarded: Path) -> None:

@@ -45,6 +45,7 @@ class Written:
     unexpected: tuple[str, ...] = ()
     tied_by_config: Mapping[str, str] = field(default_factory=dict)
     as_in_memory: bool = True
+    outside: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> dict[str, RowMapping]:

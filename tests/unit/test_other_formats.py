@@ -55,9 +55,36 @@ def test_a_file_of_another_program_is_named(
 
 
 @pytest.mark.parametrize(
+    ("name", "config", "tensors", "words"),
+    [
+        ("config.json", {"type": "act", "input_features": {}, "n_obs_steps": 1}, ["model.encoder.weight"], "LeRobot"),
+        (
+            "adapter_config.json",
+            {"config": {"r": 8}, "model_class": "BertAdapterModel", "model_type": "bert"},
+            [],
+            "AdapterHub",
+        ),
+        ("adapter_config.json", {"rank": 8}, ["layers.0.q.A", "layers.0.q.B"], "no `peft_type`, and no tensor"),
+    ],
+)
+def test_a_config_of_another_program_is_one_line(
+    name: str, config: object, tensors: list[str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(config))
+    if tensors:
+        weights = "model.safetensors" if name == "config.json" else "adapter_model.safetensors"
+        write(tmp_path / weights, {tensor: raw(4, 4) for tensor in tensors})
+    with pytest.raises(UnsupportedCheckpoint, match=words) as refused:
+        open_checkpoint(tmp_path)
+    assert name in str(refused.value)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
     ("tensor", "words"),
     [
         ("lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight", "kohya"),
+        ("model.layers.0.self_attn.q_proj.kernel_lora_a", "Tunix"),
         ("lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha", "kohya"),
         ("unet.down_blocks.0.attn.to_q.lora_A.weight", "diffusers"),
         ("transformer.single_transformer_blocks.0.attn.to_q.lora_B.weight", "diffusers"),

@@ -45,6 +45,21 @@ def test_a_relative_path_is_looked_for_beside_the_adapter(tmp_path: Path, monkey
     assert resolve("../base", near=tmp_path / "adapter").path.samefile(tmp_path / "base")
 
 
+def test_a_path_as_it_was_typed_for_the_training_is_found_above_the_adapter(tmp_path: Path) -> None:
+    checkpoint, base = tmp_path / "runs/mine/checkpoint-5", tmp_path / "models/base"
+    checkpoint.mkdir(parents=True)
+    base.mkdir(parents=True)
+    with pytest.raises(NotACheckpoint, match="and in the folders above"):
+        resolve("./models/base", near=checkpoint)  # a folder, and no model
+    (base / "config.json").write_text("{}")
+    assert resolve("./models/base", near=checkpoint).path == base
+    another = tmp_path / "runs/models/base"
+    another.mkdir(parents=True)
+    (another / "config.json").write_text("{}")
+    with pytest.raises(NotACheckpoint, match="means two folders"):
+        resolve("./models/base", near=checkpoint)
+
+
 def test_two_folders_of_one_name_are_not_guessed_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("here/base", "adapter/base"):
         (tmp_path / name).mkdir(parents=True)

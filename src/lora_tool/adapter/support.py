@@ -63,9 +63,9 @@ def refusals(view: AdapterView) -> Iterator[Refusal]:
     if config.peft_type in _AT_RUN_TIME:
         text = f"peft_type {config.peft_type}: works while the model runs, so it has no weights to merge"
         yield Refusal(text=text, hint="serve the adapter unmerged: PeftModel.from_pretrained(model, adapter)")
-    elif config.peft_type != "LORA" and (config.peft_type or "").upper() == "LORA":
+    elif not config.has_known_type and (config.peft_type or "").upper() == "LORA":
         yield Refusal(text=f"peft_type {config.peft_type}", hint='write "peft_type": "LORA", as PEFT knows it')
-    elif config.peft_type != "LORA":
+    elif not config.has_known_type:
         text = f"peft_type {config.peft_type}: not LoRA"
         yield Refusal(text=text, hint=WITH_PEFT)
     for name in config.refused:

@@ -29,6 +29,8 @@ def _open(folder: Folder) -> AdapterDir:
     config, problems = read_config(folder, adapter_config.FILE_NAME, read_adapter_config)
     weights = _weights(folder)
     other_formats.refuse_tensors(weights)
+    if config is not None and config.peft_type is None:
+        other_formats.refuse_config(config.path, weights.tensors)
     return AdapterDir(
         kind=ADAPTER if folder.trainer is None else TRAINED_ADAPTER,
         folder=folder,

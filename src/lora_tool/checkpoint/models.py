@@ -29,6 +29,8 @@ def _recognise(folder: Folder) -> Claim | None:
 
 def _open(folder: Folder) -> ModelDir:
     config, problems = read_config(folder, model_config.FILE_NAME, read_model_config)
+    if config is not None and config.model_type is None:
+        other_formats.refuse_config(config.path)
     written: Manifest | None = None
     manifest_problems: tuple[Problem, ...] = ()
     if manifest.FILE_NAME in folder.files:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoint.folders import Folder
-from lora_tool.errors import UnsupportedCheckpoint
+from lora_tool.display import some
+from lora_tool.errors import BrokenFile, UnsupportedCheckpoint
+from lora_tool.formats.files import read_object
 from lora_tool.formats.weights import Weights, read_single
-from lora_tool.keys import PREFIX
+from lora_tool.keys import PREFIX, Part, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,17 @@ _KOHYA = OtherFormat(
 _TORCHTUNE = OtherFormat(
     text="an adapter in torchtune's own format",
     way_out="give the adapter_model.safetensors that torchtune's FullModelHFCheckpointer writes in PEFT's format",
+)
+_TUNIX = OtherFormat(
+    text="an adapter of Tunix, with JAX's names and transposed factors",
+    way_out="merge it with Tunix itself, or export it to PEFT's format there",
+)
+_ADAPTER_HUB = OtherFormat(
+    text="the config of an adapter of AdapterHub's `adapters`, not PEFT's",
+    way_out="merge it with that library: model.load_adapter(folder), model.merge_adapter(NAME)",
+)
+_LEROBOT = OtherFormat(
+    text="the config of a LeRobot policy, which is no model of transformers", way_out="load it with LeRobot itself"
 )
 _LITGPT = OtherFormat(
     text="a LoRA of LitGPT", way_out="merge it with the program that made it: litgpt merge_lora FOLDER"
@@ -100,9 +113,16 @@ _RANK_FILES = (
 _BY_TENSORS = (
     (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
     (r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b", _DIFFUSERS),
+    (r".*(kernel|\bw)_lora_[ab]\Z", _TUNIX),
     (r"[^A-Z]*\.lora_[ab]\Z", _MLX),
     (r"[^A-Z]*\.lora_[ab]\.weight\Z", _TORCHTUNE),
 )
+
+_BY_FIELDS = (
+    (frozenset({"model_class", "config"}), _ADAPTER_HUB),
+    (frozenset({"type", "input_features"}), _LEROBOT),
+)
+"""Fields that are in another program's config together, and in no config of PEFT's or transformers'."""
 
 
 def refuse_files(folder: Folder, *, adapter: bool | None = None) -> None:
@@ -127,6 +147,26 @@ def refuse_tensors(weights: Weights) -> None:
     other = _of_tensors(weights.tensors.keys())
     if other is not None:
         raise _unsupported(weights.files[0].path, other)
+
+
+def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
+    """Raise `UnsupportedCheckpoint` where the config `path`, which has no `peft_type` or `model_type`, is another program's.
+
+    `names` are those of an adapter's tensors: a config without `peft_type` beside names that are not PEFT's either is
+    one that somebody made at home, and none of its fields and tensors is worth a finding of its own.
+    """
+    try:
+        raw = read_object(path)
+    except BrokenFile:
+        return  # a finding of its own
+    for fields, other in _BY_FIELDS:
+        if fields <= raw.keys():
+            raise _unsupported(path, other)
+    if names and not any(parse(name).part is not Part.PLAIN for name in names):
+        raise UnsupportedCheckpoint(
+            f"{path} is not PEFT's: it has no `peft_type`, and no tensor beside it has a name of PEFT's: {some(names, 2)}",
+            hint="save the adapter with PEFT: model.save_pretrained(folder)",
+        )
 
 
 def _refuse(folder: Folder, known: Iterable[tuple[str, OtherFormat]]) -> None:

@@ -14,7 +14,16 @@ import click
 from lora_tool.cli.ci_table import apply_table
 from lora_tool.cli.configuration import RuleChoice, configuration, rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
-from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option, rank_file_options, report_option
+from lora_tool.cli.options import (
+    UserPath,
+    config_option,
+    json_option,
+    pair_options,
+    pairs_asked,
+    quiet_option,
+    rank_file_options,
+    report_option,
+)
 from lora_tool.cli.push import pushed_to, repository, repository_options
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, wants_colour
@@ -34,6 +43,7 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
 @merge_options(MergeOptions)
+@pair_options
 @rank_file_options
 @click.option(
     "--push", type=repository, metavar="REPO", help="Publish the result there: owner/name[@branch], hf:// or URL."
@@ -90,6 +100,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
         deep=criteria.deep,
         servers=criteria.servers,
         tag=options["tag"],
+        pairs=pairs_asked(options["pairs"], options["min_accuracy"]),
         adapter_config=options["adapter_config"],
         push=repo,
         private=options["private"],

@@ -14,7 +14,7 @@ from lora_tool.cli.configuration import Configuration
 
 _TYPED_ONLY = frozenset({"config", "help", "json", "quiet"})
 """Options that say how one run is shown."""
-_PATHS = frozenset({"out", "adapter_config"})
+_PATHS = frozenset({"out", "adapter_config", "pairs"})
 
 
 def apply_table(ctx: click.Context, configured: Configuration) -> None:
@@ -58,6 +58,8 @@ def _typed(option: click.Option, value: object, where: str) -> object:
     listed = value if option.multiple and isinstance(value, list) else [value]
     if option.is_flag:
         expected, right = "true or false", isinstance(value, bool)
+    elif isinstance(option.type, click.FloatRange):
+        expected, right = "a number", type(value) in (int, float)
     elif isinstance(option.type, click.IntRange):
         expected, right = "a whole number", type(value) is int
     else:

@@ -9,7 +9,7 @@ import click
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.choices import number_of_bytes
-from lora_tool.cli.options import UserPath, ignore_option, jobs_option, rank_file_options
+from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, jobs_option, rank_file_options
 from lora_tool.cli.writing import ChoiceOf, Parsed, carry_out, run_options
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
@@ -18,7 +18,7 @@ from lora_tool.tensors import DType, float_type
 
 
 @click.command("consolidate", epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
-@click.argument("checkpoint", metavar="CKPT", default=".")
+@click.argument("checkpoint", type=FolderOrId(), metavar="CKPT", default=".")
 @click.option(
     "-o", "--output", type=UserPath(), help="Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]"
 )

@@ -8,15 +8,15 @@ import sys
 import click
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
-from lora_tool.cli.options import json_option, quiet_option
+from lora_tool.cli.options import FolderOrId, json_option, quiet_option
 from lora_tool.cli.terminal import print_json, progress_bar
 
 
 @click.command(
     "diff", epilog="Example: lora-tool diff fixtures/reward-run/checkpoint-2 fixtures/reward-run/checkpoint-4"
 )
-@click.argument("first")
-@click.argument("second")
+@click.argument("first", type=FolderOrId())
+@click.argument("second", type=FolderOrId())
 @click.option("--all", "every", is_flag=True, help="List every module and tensor, not one line a target.")
 @click.option("--exit-code", "tell", is_flag=True, help="Exit with 1 if they differ.")
 @quiet_option("No progress bar.")

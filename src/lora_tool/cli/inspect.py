@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.options import UserPath, base_option, json_option
+from lora_tool.cli.options import FolderOrId, UserPath, base_option, json_option
 from lora_tool.cli.terminal import print_json
 from lora_tool.display import printable
 from lora_tool.inspection.folders import inspect_checkpoint
@@ -16,7 +16,7 @@ from lora_tool.sources import opened, opened_model
 
 
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
-@click.argument("path", default=".")
+@click.argument("path", type=FolderOrId(), default=".")
 @click.option("--norms/--no-norms", default=None, help="Norms of A, B and ΔW.  [default: for adapters up to 512 MiB]")
 @click.option("--plot", type=UserPath(dir_okay=False), metavar="FILE", help="Draw it: .png or .html.")
 @base_option("The base, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one the adapter names, if it is here]")

@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from lora_tool.cli.configuration import configuration, rule_choice
-from lora_tool.cli.options import config_option
+from lora_tool.cli.options import FolderOrId, config_option
 from lora_tool.cli.writing import asked, carry_out, merge_options, run_options
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments
 
 
 @click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
-@click.argument("adapters", nargs=-1, metavar="[ADAPTER]...")
+@click.argument("adapters", nargs=-1, type=FolderOrId(), metavar="[ADAPTER]...")
 @merge_options(MergeArguments)
 @config_option
 @run_options
@@ -40,10 +40,16 @@ def command(
     """
     rules = rule_choice(ctx, configuration(config_file, adapters or (".",)))
     options = replace(asked(MergeArguments, typed), **rules.arguments())
+    from lora_tool.pipeline.merging import meant_instead, merge_inputs, planned  # noqa: PLC0415 - after the options
+
     if len(adapters) > 1 and options.out is None:
-        raise click.UsageError("a merge of several adapters has no default output folder: name one with -o OUT")
-    from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.pipeline.merging import merge_inputs, planned  # noqa: PLC0415
+        meant = meant_instead(adapters, options.base)
+        raise click.UsageError(
+            f"the base model is named with --base: {meant}"
+            if meant
+            else "name the output with -o OUT when merging several adapters"
+        )
+    from lora_tool.execution.folder import check_output  # noqa: PLC0415
 
     inputs = merge_inputs(adapters or (".",), options.base)
     for source, adapter in zip(inputs.sources, inputs.adapters, strict=True):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from lora_tool.errors import require_packages
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
+
+if TYPE_CHECKING:
+    from lora_tool.verification.pairs import Pairs
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -23,6 +28,31 @@ class UserPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
         return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
+
+
+class FolderOrId(click.types.StringParamType):
+    """A folder or a Hub id, taken as it is typed; shells complete it as a folder."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002 - click's signature
+        return [CompletionItem(incomplete, type="dir")]
+
+
+def rule_codes(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the codes that a shell offers for the last of those between commas: rules, of `guard` the guards."""
+    known: dict[str, str]
+    if ctx.info_name == "guard":
+        from lora_tool.train.traps import CODES  # noqa: PLC0415 - for shells alone
+
+        known = dict.fromkeys(CODES, "")
+    else:
+        import lora_tool.rules.judging  # noqa: F401, PLC0415 - it registers the rules
+        from lora_tool.rules.engine.registry import RULES  # noqa: PLC0415
+
+        known = {code: rule.title for code, rule in sorted(RULES.items())}
+    before, comma, begun = incomplete.rpartition(",")
+    return [
+        CompletionItem(f"{before}{comma}{code}", help=title) for code, title in known.items() if code.startswith(begun)
+    ]
 
 
 def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
@@ -38,7 +68,7 @@ def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 
 def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--base``: a model's path or Hub id."""
-    return click.option("--base", metavar="MODEL", help=help_text)
+    return click.option("--base", type=FolderOrId(), metavar="MODEL", help=help_text)
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
@@ -59,6 +89,7 @@ def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
         metavar="CODES",
         multiple=True,
         callback=lambda _, __, lists: sum(lists, ()),
+        shell_complete=rule_codes,
         help=help_text,
     )
 
@@ -105,6 +136,38 @@ rule_options = in_order(
     codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so."), ignore_option(), fail_on_option
 )
 """Which rules judge, and the least severity at which the command fails."""
+pair_options = in_order(
+    click.option(
+        "--pairs",
+        type=UserPath(exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Rank these pairs with the reward model, too: .jsonl with prompt, chosen, rejected.",
+    ),
+    click.option(
+        "--min-accuracy",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        help="Fail where the merged model ranks fewer of --pairs right: 0.7.",
+    ),
+)
+"""What a reward model is for, and how well it must do that."""
+
+
+def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
+    """Return the pairs that were asked for, read, None for none, once what ranks them is known to be installed.
+
+    Raises `click.UsageError` for ``--min-accuracy`` alone, `CorruptFile` or `BadConfig`, and `MissingDependency`.
+    """
+    if path is None:
+        if least is not None:
+            raise click.UsageError("--min-accuracy is for --pairs")
+        return None
+    require_packages(("torch", "transformers", "peft"), extra="merge")  # before hours of merging
+    from lora_tool.verification.pairs import read_pairs  # noqa: PLC0415 - only where asked for
+
+    return read_pairs(path, least=least)
+
+
 rank_file_options = in_order(
     click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]"),
     click.option(

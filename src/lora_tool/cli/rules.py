@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import lora_tool.validation.validating  # noqa: F401 - importing it registers every rule
-from lora_tool.cli.options import json_option
+from lora_tool.cli.options import json_option, rule_codes
 from lora_tool.cli.terminal import wants_colour
 from lora_tool.report.findings import Severity
 from lora_tool.rules.engine.registry import RULES, Need, Rule, expand
@@ -17,7 +17,7 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "b
 
 
 @click.command("rules", epilog="Example: lora-tool rules LT206")
-@click.argument("code", required=False)
+@click.argument("code", required=False, shell_complete=rule_codes)
 @json_option
 def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """List the rules of `validate`, or explain the one called CODE."""

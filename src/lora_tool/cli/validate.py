@@ -14,6 +14,7 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_adapter,
 from lora_tool.cli.configuration import Configuration, configuration, rule_choice
 from lora_tool.cli.exit_codes import DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
+    FolderOrId,
     base_option,
     config_option,
     format_option,
@@ -39,13 +40,14 @@ _LONG = 1 << 30
 
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
-@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.argument("paths", nargs=-1, type=FolderOrId(), metavar="[PATH]...")
 @base_option(
     f"Base model to compare with: {ANYWHERE}, never downloaded.  [default: what adapter_config.json names, if on this disk]"
 )
 @click.option(
     "--adapter",
     "adapters",
+    type=FolderOrId(),
     multiple=True,
     metavar="ADAPTER",
     help="Adapter that a model, given as PATH, was merged with, or that an adapter is to be merged together with.",

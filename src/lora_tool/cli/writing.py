@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lora_tool.choices import Choice, codes, flag, positive
-from lora_tool.cli.options import Decorated, UserPath, codes_option, in_order, quiet_option
+from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option
 from lora_tool.cli.terminal import progress_bar, show_findings, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
@@ -76,7 +77,7 @@ def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decor
     elif how.parse is positive:
         kind = click.IntRange(min=1)
     else:
-        kind = UserPath() if how.metavar == "PATH" else Parsed(how.parse) if how.parse else click.STRING
+        kind = UserPath() if how.metavar == "PATH" else Parsed(how.parse) if how.parse else FolderOrId()
     given = None if default is None else str(default)
     return click.option(*how.short, typed, name, type=kind, default=given, show_default=given is not None, **spelling)
 
@@ -121,9 +122,12 @@ def carry_out(
         click.echo(f"would write {printable(str(out))}\n{plan}")
     if dry_run:
         return
-    from lora_tool.pipeline.writing import write  # noqa: PLC0415 - numpy, only now
+    from lora_tool.pipeline.writing import intent, write  # noqa: PLC0415 - numpy, only now
 
     silent = quiet or as_json
+    if not silent:
+        click.echo("\n".join(intent(plan)))
+        sys.stdout.flush()  # before the long work, in a log too
     done = write(
         plan, out, watch=lambda what, total: progress_bar(what, total, quiet=silent), found=show_findings, **how
     )
@@ -133,4 +137,4 @@ def carry_out(
     if as_json:
         click.echo(json.dumps(done.to_json(), indent=2))
     elif not quiet:
-        click.echo(str(done))
+        click.echo("\n".join(done.result()))

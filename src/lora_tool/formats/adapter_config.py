@@ -72,6 +72,12 @@ INITS_RECOMPUTED = frozenset({"pissa", "olora"})
 """Values after which they are not, by a computation that gives the same on every load: a merge does it again."""
 
 
+TOKENS_ALONE = "TRAINABLE_TOKENS"
+"""The `peft_type` of an adapter that trained rows of embeddings and nothing else."""
+KNOWN_TYPES = frozenset({"LORA", TOKENS_ALONE})
+_TOKENS_FIELDS = frozenset({"token_indices", "init_weights"})
+"""Fields of PEFT's `TrainableTokensConfig` that no LoraConfig has."""
+
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
 """PEFT's `TaskType`: of another one it builds a plain model, or none."""
 
@@ -126,6 +132,11 @@ class AdapterConfig:
         object.__setattr__(self, "excluded_names", _names(self.exclude_modules))
         object.__setattr__(self, "_ranks", Patterns(self.rank_pattern))
         object.__setattr__(self, "_alphas", Patterns(self.alpha_pattern))
+
+    @property
+    def has_known_type(self) -> bool:
+        """Whether its tensors are those of PEFT's LoRA: trained tokens are among them, alone or beside others."""
+        return self.peft_type in KNOWN_TYPES
 
     def rank(self, module: str) -> int:
         """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""
@@ -196,6 +207,8 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     fields = Fields(raw, path)
     if "peft_type" not in raw:
         fields.note("peft_type", 'expected a string such as "LORA", found nothing')
+    alone = raw.get("peft_type") == TOKENS_ALONE
+    known = {*FIELD_USES, _LAYOUT} | (_TOKENS_FIELDS if alone else set())
     return AdapterConfig(
         path=path,
         peft_type=fields.text("peft_type"),
@@ -210,7 +223,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         bias=fields.text("bias", ("none", "all", "lora_only")) or "none",
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
         init_lora_weights=_init(fields),
-        target_modules=_names_or_pattern(fields, "target_modules"),
+        target_modules=() if alone else _names_or_pattern(fields, "target_modules"),
         target_parameters=fields.names("target_parameters"),
         exclude_modules=_names_or_pattern(fields, "exclude_modules"),
         modules_to_save=fields.names("modules_to_save") or (),
@@ -218,13 +231,13 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         layers_pattern=fields.listed("layers_pattern"),
         rank_pattern=_numbers_by_pattern(fields, "rank_pattern", least=1),
         alpha_pattern=_numbers_by_pattern(fields, "alpha_pattern"),
-        token_indices=_token_indices(fields),
+        token_indices=_token_indices(fields, "token_indices" if alone else "trainable_token_indices"),
         expert_layout=fields.text(_LAYOUT),
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
         trained_class=_trained_class(raw.get("auto_mapping")),
         ensure_weight_tying=fields.boolean("ensure_weight_tying"),
         refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
-        unknown=tuple(name for name in raw if name not in FIELD_USES and name != _LAYOUT),
+        unknown=tuple(name for name in raw if name not in known),
         problems=tuple(fields.problems),
     )
 
@@ -287,11 +300,11 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
     return (value,) if type(value) is int else None if value is None else tuple(value)
 
 
-def _token_indices(fields: Fields) -> dict[str, tuple[int, ...]]:
+def _token_indices(fields: Fields, name: str) -> dict[str, tuple[int, ...]]:
     def fits(value: object) -> bool:
         return not value or _is_rows(value) or (isinstance(value, dict) and all(map(_is_rows, value.values())))
 
-    value = fields.typed("trainable_token_indices", "list of ints, or object of such lists", fits) or {}
+    value = fields.typed(name, "list of ints, or object of such lists", fits) or {}
     return {module: tuple(rows) for module, rows in ({"": value} if isinstance(value, list) else value).items()}
 
 

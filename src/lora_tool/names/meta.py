@@ -21,6 +21,7 @@ except ImportError as error:  # pragma: no cover - the test environment has it
     raise MissingDependency("transformers>=5.23", extra="merge") from error
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 _WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
@@ -83,6 +84,28 @@ def belongs(class_name: str, config: ModelConfig) -> bool:
     return is_of_type(class_name, config) or any(class_name in _of_type(table, config) for table in tables)
 
 
+def text_class(config: ModelConfig) -> str | None:
+    """Return the causal LM that is the text model alone of this multimodal config; None where there is none."""
+    text = config.raw.get("text_config")
+    types = (config.model_type, text.get("model_type") if isinstance(text, dict) else None)
+    table = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = (name for each in types if isinstance(each, str) for name in _names(table.get(each, ())))
+    return next((name for name in found if _reads_text_alone(name, config)), None)
+
+
+def _reads_text_alone(class_name: str, config: ModelConfig) -> bool:
+    """Return whether the class takes the part of a multimodal config that is the text model's, as the auto classes
+    give it.
+    """
+    text = (getattr(_config_class(config), "sub_configs", None) or {}).get("text_config")
+    return text is not None and getattr(getattr(transformers, class_name, None), "config_class", None) is text
+
+
+def _config_class(config: ModelConfig) -> Any:  # noqa: ANN401 - a class of transformers; None for an unknown type
+    known = config.model_type in CONFIG_MAPPING  # whose `get` knows none that was not asked for before
+    return CONFIG_MAPPING[config.model_type] if known else None
+
+
 def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_labels: bool = True) -> PreTrainedModel:
     """Return the model of this class and config on the meta device: names and shapes, no weights.
 
@@ -100,7 +123,10 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_label
     _require_sane_sizes(config)
     try:
         raw = {name: _special(value) for name, value in config.raw.items() if name != "auto_map"}
-        built = getattr(transformers, class_name).config_class.from_dict(raw)
+        if _reads_text_alone(class_name, config):
+            built = _config_class(config).from_dict(raw).get_text_config()
+        else:
+            built = model_class.config_class.from_dict(raw)
         if any_labels and may_have_labels(class_name):
             built.num_labels = LABELS
         with torch.device("meta"), default_dtype(dtype):
@@ -142,7 +168,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _require_sane_sizes(config: ModelConfig) -> None:
     """Refuse a number of layers that would build for ever; nothing real comes near."""
     for path, value in _integers(config.raw, ""):
-        if value > _MOST_LAYERS and re.search(r"layers|blocks|depth|num_experts|n_layer", path):
+        name = path.rpartition(".")[2]
+        if value > _MOST_LAYERS and re.search(r"(layers|blocks|depth|num_(local_|routed_)?experts|n_layer)\Z", name):
             raise UnsupportedAdapter(f"{config.path}: {path}: {value} is more than a model has")
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class WeightMapping:
     """The names of one class in memory and on disk. Loading comes first: it decides which renamings saving reverts."""
 
+    outside: frozenset[str] = frozenset()
+    """Parameters that the class which adapters are trained on does not have."""
+
     def __init__(self, config: ModelConfig, class_name: str, disk: Mapping[str, Shape], dtype: DType) -> None:
         self._config, self._loaded_as = config, meta.DTYPES.get(dtype, meta.DTYPES[DType.F32])
         self._any_labels = True

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Concatenate, ParamSpec
 
 from lora_tool.checkpoint import (
     AdapterDir,
+    Checkpoint,
     ModelDir,
+    open_checkpoint,
     open_model,
     require_whole,
 )
 from lora_tool.display import size
-from lora_tool.errors import IncompatibleBase, NotACheckpoint, OnlyInMemory
+from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
@@ -73,13 +76,31 @@ def merge_inputs(
     """
     listed = several(adapters)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
-    opened = tuple(
-        open_adapter_at(found.path) if isinstance(each, str | os.PathLike) else opened_adapter(each)
-        for each, found in zip(listed, sources, strict=True)
-    )
-    found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
-    model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
+    try:
+        opened = tuple(
+            open_adapter_at(found.path) if isinstance(each, str | os.PathLike) else opened_adapter(each)
+            for each, found in zip(listed, sources, strict=True)
+        )
+        found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
+        model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
+    except NotACheckpoint as error:
+        error.hint = meant_instead(listed, base) or error.hint
+        raise
     return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found)
+
+
+def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:
+    """Return the command that merges the same folders, one of them as the base; None where it is not plain which."""
+    named = [each for each in (*adapters, base) if isinstance(each, str | os.PathLike)]
+    kinds: dict[type[Checkpoint], list[str]] = {}
+    with contextlib.suppress(CheckpointError):
+        for each in named:
+            if (path := Path(each).expanduser()).is_dir():
+                kinds.setdefault(type(open_checkpoint(path)), []).append(shlex.quote(str(each)))
+    models, parts = kinds.get(ModelDir, []), kinds.get(AdapterDir, [])
+    if len(models) != 1 or not parts or (base is not None and shlex.quote(str(base)) == models[0]):
+        return None
+    return f"lora-tool merge {' '.join(parts)} --base {models[0]}" + (" -o OUT" if len(parts) > 1 else "")
 
 
 def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:

@@ -12,6 +12,7 @@ from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.verification.pairs import Pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class Job:
     options: MergeOptions = field(default_factory=MergeOptions)
     tag: str | None = None
     """Which saved step of a DeepSpeed checkpoint; None for the one that it calls the latest."""
+    pairs: Pairs | None = None
+    """What the result must rank right, of a reward model; None asks nothing of it."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
     deep: bool | None = None

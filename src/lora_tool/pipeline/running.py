@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lora_tool.checkpoint import (
     TRAINED_MODEL,
@@ -17,13 +18,14 @@ from lora_tool.checkpoint import (
     open_checkpoint,
     open_sharded,
 )
-from lora_tool.display import as_options, size
+from lora_tool.display import as_options, counted, size
 from lora_tool.errors import (
     CheckpointError,
     FindingsFound,
     LoraToolError,
     NotACheckpoint,
     OutputExists,
+    UnsupportedAdapter,
     UnsupportedCheckpoint,
     VerificationFailed,
 )
@@ -40,6 +42,9 @@ from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.validation.validating import validate
+
+if TYPE_CHECKING:
+    from lora_tool.verification.verifying import Verification
 
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -220,6 +225,11 @@ class _Running:
         with planned(inputs, job.options, job.output, note=notes.append) as plan:
             if plan is None:
                 raise AssertionError("only a dry run has no plan")
+            if job.pairs is not None and plan.manifest["task"] != Task.SEQ_CLS:
+                raise UnsupportedAdapter(
+                    f"{opened.root} is no reward model: merged, it is a {plan.manifest['task']} model, and --pairs ranks"
+                    " texts by rewards"
+                )
             written = self._write("merge", key, plan, job.output)
         counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items() if action != "consumed")
         summary = f"{counts}: {job.output}, {size(plan.data_bytes)}"
@@ -264,30 +274,54 @@ class _Running:
         )
 
     def verify(self) -> Stage:
-        """Compare every value of the merged model with base and adapter."""
+        """Compare every value of the merged model with base and adapter, and rank the pairs that were given."""
         job, merged = self._job, self._merged
         if merged is None or self.result is None:
-            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
+            return self._rank_alone()
         from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415 - numpy, only now
         from lora_tool.verification.verifying import summary_json, verify_inputs  # noqa: PLC0415
 
-        options = ("verify", job.options.ignore, job.options.fail_on)
+        options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
         key = key_of(options, [*merged.paths, self.result], own=job.own)
         done = self._cache.summary("verify", key, self.result)
         if done is not None:
             return Stage(name="verify", status=Status.REUSED, summary=done)
         adapters = [str(each.root) for each in merged.adapters]
         inputs = find_inputs(self.result, base=str(merged.base_source.path), adapters=adapters)
-        with self._watch("verify", inputs.merged.weights.nbytes) as advance:
-            found = verify_inputs(inputs, ignore=job.options.ignore, jobs=job.options.jobs, progress=advance)
+        found = verify_inputs(
+            inputs, ignore=job.options.ignore, pairs=job.pairs, jobs=job.options.jobs, watch=self._watch
+        )
         seen = summary_json(found)
-        summary = f"{seen['right']} of {seen['tensors']} tensors right, every value compared{farthest(seen)}"
-        failing = found.report.at_least(job.fail_on)
-        if failing:
-            error = VerificationFailed(str(failing[0]), hint=failing[0].hint)
-            return Stage(name="verify", status=Status.FAILED, summary=summary, report=found.report, error=error)
-        self._cache.keep("verify", key, self.result, summary)
-        return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report)
+        summary = (
+            f"{seen['right']} of {seen['tensors']} tensors right, every value compared{farthest(seen)}{_ranked(found)}"
+        )
+        stage = self._proven(found, summary)
+        if stage.status is Status.PASSED:
+            self._cache.keep("verify", key, self.result, summary)
+        return stage
+
+    def _rank_alone(self) -> Stage:
+        """Rank the pairs that were given with a model that needed no merge."""
+        job, opened = self._job, self._checkpoint
+        if job.pairs is None:
+            return Stage(name="verify", status=Status.SKIPPED, summary="nothing was merged")
+        if not isinstance(opened, ModelDir):
+            raise UnsupportedCheckpoint(f"{opened.folder.root} is a {opened.kind}: --pairs ranks with a reward model")
+        from lora_tool.verification.verifying import judged_alone  # noqa: PLC0415 - numpy, only now
+
+        found = judged_alone(opened, job.pairs, ignore=job.options.ignore, watch=self._watch)
+        return self._proven(found, f"nothing was merged{_ranked(found)}")
+
+    def _proven(self, found: Verification, summary: str) -> Stage:
+        """Return the stage that found this, failed where findings say so."""
+        from lora_tool.verification.verifying import written_wrong  # noqa: PLC0415 - numpy, only now
+
+        failing = found.report.at_least(self._job.fail_on)
+        if not failing:
+            return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report)
+        kind = VerificationFailed if written_wrong(failing) else FindingsFound
+        error = kind(str(failing[0]), hint=failing[0].hint)
+        return Stage(name="verify", status=Status.FAILED, summary=summary, report=found.report, error=error)
 
     def push(self) -> Stage:
         """Publish the result in one commit; the same content again makes none."""
@@ -311,6 +345,15 @@ class _Running:
             done = push(with_hashes(plan, advance))
         status = Status.PASSED if done.changed else Status.REUSED
         return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
+
+
+def _ranked(found: Verification) -> str:
+    """Return how well the pairs were ranked, where there were any."""
+    pairs = found.pairs
+    if pairs is None:
+        return ""
+    before = "" if pairs.unmerged is None else f", base + adapter {pairs.unmerged.accuracy:.3f}"
+    return f"; {pairs.merged.accuracy:.3f} of {counted(len(pairs.lines), 'pair')} ranked right{before}"
 
 
 def _has_rank_files(opened: Checkpoint) -> bool:

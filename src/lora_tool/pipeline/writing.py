@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lora_tool.actions import TensorAction
 from lora_tool.display import counted, printable, size
 from lora_tool.execution.engine import execute
+from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.plan.core import delta_retention
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
+
+_AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
+"""Ends of class names that transformers loads by its AutoModel of that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +41,11 @@ class Written:
         return str(self.path)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join((*intent(self.plan), *self.result()))
 
-    def _lines(self) -> Iterator[str]:
+    def result(self) -> Iterator[str]:
+        """Yield what came of it, a line each: the part of the summary that only the work could tell."""
         plan = self.plan
-        yield from map(printable, plan.notes)
-        for file in plan.side_files:
-            yield f"  {printable(file.filename)}: {printable(file.reason)}"
-        counts = ", ".join(f"{count} {action}" for action, count in plan.counts().items())
-        yield f"{counts} (precision {plan.precision})"
         if self.fidelity is not None:
             yield printable(delta_retention.line(self.fidelity))
         if self.verification is not None:
@@ -53,6 +56,21 @@ class Written:
         yield (
             f"wrote {printable(str(self.path))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
         )
+        if next_step := self._next_step():
+            yield f"next: {next_step}"
+
+    def _next_step(self) -> str | None:
+        """Return what is typed to go on with the folder, None where nothing is known to take it."""
+        by_file = {file.filename: file for file in self.plan.side_files}
+        if adapter_config.FILE_NAME in by_file:
+            return f"lora-tool merge {shlex.quote(str(self.path))}"
+        config = by_file.get(model_config.FILE_NAME)
+        classes = json.loads(config.content).get("architectures") if config and config.content else None
+        if not classes:
+            return None
+        ending = next((each for each in _AUTO_CLASSES if str(classes[0]).endswith(each)), None)
+        loader = f"AutoModel{ending}" if ending else printable(str(classes[0]))
+        return f"{loader}.from_pretrained({json.dumps(str(self.path), ensure_ascii=False)})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON data."""
@@ -69,6 +87,18 @@ class Written:
             "findings": [finding_json(finding) for finding in plan.findings],
             "warnings": list(self.warnings),
         }
+
+
+def intent(plan: Plan) -> Iterator[str]:
+    """Yield what the plan does, a line each: what goes into what, what is left out, the files, how many tensors."""
+    yield from map(printable, plan.notes)
+    for file in plan.side_files:
+        yield f"  {printable(file.filename)}: {printable(file.reason)}"
+    counts = plan.counts()
+    used = counts.pop(TensorAction.CONSUMED.value, 0)
+    fates = ", ".join(f"{count:,} {action}" for action, count in counts.items())
+    whose = f"; all {used:,} tensors of the adapter used" if used else ""
+    yield f"tensors: {fates}{whose} (precision {plan.precision})"
 
 
 def farthest(summary: Mapping[str, Any]) -> str:

@@ -131,7 +131,7 @@ class Judge:
         found = Judge(rules=rules, ignored=self.ignored).folder(ModelSubject(checkpoint=base))
         brought = subject.view.saved.keys()
         findings = (finding for finding in found.findings if finding.subject not in brought)
-        return Report(findings=tuple(findings))
+        return Report(findings=tuple(findings), skipped=found.skipped)
 
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
         """Return what an adapter's rules look at: its view, and its match with the base where names can tell."""
@@ -180,6 +180,8 @@ class Judge:
         if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
             return False
         has_values = bool(subject.tensors) or rule.on is ShardedSubject
+        if Need.PAIRS in rule.needs and (not isinstance(subject, MergedSubject) or subject.pairs is None):
+            return False
         return not rule.deep or (self.deep is not False and has_values)
 
     def _why_not(self, rule: Rule, subject: Subject) -> str | None:
@@ -221,6 +223,6 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
     if config is None or config.problems:
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
-    if isinstance(config, AdapterConfig) and config.peft_type != "LORA":
+    if isinstance(config, AdapterConfig) and not config.has_known_type:
         return f"peft_type is {config.peft_type}, not LORA"
     return None

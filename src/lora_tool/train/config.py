@@ -13,12 +13,11 @@ import importlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lora_tool.choices import closest
-from lora_tool.errors import BadRunConfig, CorruptFile, MissingDependency
+from lora_tool.errors import BadRunConfig, CorruptFile, require_packages
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
 from lora_tool.train.methods import Method
@@ -96,9 +95,7 @@ class RunConfig:
 
 def require_training(packages: Iterable[str] | None = None) -> None:
     """Return if the packages, by default all of the extra, are installed. Raises `MissingDependency` naming one that is not."""
-    for package in PACKAGES if packages is None else packages:
-        if find_spec(package) is None:
-            raise MissingDependency(package, extra="train")
+    require_packages(PACKAGES if packages is None else packages, extra="train")
 
 
 def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> RunConfig:

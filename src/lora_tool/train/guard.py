@@ -31,7 +31,7 @@ from lora_tool.train.config import GuardSettings
 from lora_tool.train.diagnosis import SignalTracker
 from lora_tool.train.job import FOLDER_VARIABLE, TrainingOutcome, TrainingStatus, json_value, read_job, write_outcome
 from lora_tool.train.methods import METHODS
-from lora_tool.train.saving import clean_card, free_name
+from lora_tool.train.saving import clean_card, free_name, lost_in
 from lora_tool.train.traps import trap
 
 METRICS = "metrics.jsonl"
@@ -111,6 +111,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self.model: Any = None
         self._skipped = 0
         self._logging = False
+        self._has_saved = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         self.args, self.state, self.model = args, state, model
@@ -164,8 +165,17 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
                 self._stop(found)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if state.is_world_process_zero:
-            clean_card(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.base)
+        if not state.is_world_process_zero:
+            return
+        saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        clean_card(saved, self.base)
+        if self.watches and not self._has_saved and getattr(self.model, "peft_config", None):
+            self._has_saved = True  # the first tells: what it lacks, the last one would lack after a week
+            lost = lost_in(saved)
+            if lost is not None:
+                self._stop(
+                    trap("not-saved", lost.hint or f"lora-tool validate {saved}", where=saved.name, why=lost.message)
+                )
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if not self.watches:

@@ -84,6 +84,19 @@ def judge_saved(folder: Path, method: Method) -> list[Finding]:
     return sorted(found, key=lambda item: -item.severity.weight)
 
 
+_LOST = frozenset({"LT206", "LT216", "LT227", "LT301", "LT302", "LT416"})
+"""What says that trained weights are not in a checkpoint, whatever else is still being written by other ranks."""
+
+
+def lost_in(checkpoint: Path) -> Finding | None:
+    """Return what says that the weights trained are not in a checkpoint that was saved just now, None if nothing does."""
+    try:
+        findings = validate(checkpoint, select=_LOST).findings
+    except CheckpointError:  # other ranks may not have written their files yet
+        return None
+    return next((found for found in findings if found.severity is Severity.ERROR), None)
+
+
 def settle(output: Path, findings: list[Finding]) -> Path:
     """Move what was saved to where it belongs: into `output`, or with an error among the findings to `rejected/`."""
     place = staging(output)

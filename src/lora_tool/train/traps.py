@@ -32,6 +32,7 @@ ERRORS = {
     "no-gradient": "{why}",
     "no-margin": "chosen and rejected get the same reward in every row ({reward:.3g}); the loss falls without a preference",
     "never-moved": "none of {count} trained parameters changed in {steps} steps",
+    "not-saved": "the first checkpoint that was saved is without what was trained: {why}",
     "bad-result": "{why}",
     "merge-output": "{folder} exists, and merge would not replace it when training has ended",
 }

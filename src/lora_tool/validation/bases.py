@@ -6,27 +6,26 @@ from pathlib import Path
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint, open_model
 from lora_tool.errors import CheckpointError
-from lora_tool.formats.files import is_folder
 from lora_tool.hub_cache import may_hold
 from lora_tool.rules.judging import NO_BASE
-from lora_tool.sources import resolve
+from lora_tool.sources import local_folder, resolve
 
 
 def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelDir | None, str]:
     """Return the base that the adapter's config names, if it is on this disk, else None and why it is not.
 
     The base of a run is that of its last adapter. A relative path is looked for in the working directory and in the
-    folder `near`, by default the adapter's own. Nothing is downloaded.
+    folder `near`, by default the adapter's own, and those above it. Nothing is downloaded.
     """
     adapter = _last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
     config = adapter.config if isinstance(adapter, AdapterDir) else None
     if adapter is None or config is None or not config.base_model:
         return None, NO_BASE
     near = near or adapter.root
-    near_by = any(is_folder(place / config.base_model) for place in (Path(), near))
-    if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
-        return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
     try:
+        near_by = local_folder(config.base_model, near) is not None
+        if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
+            return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
         return open_model(resolve(config.base_model, near=near, revision=config.revision).path), ""
     except CheckpointError as error:
         return None, f"no base model (--base): {error}"

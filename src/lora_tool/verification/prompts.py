@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import BadConfig, Defect, MissingDependency, Problem
-from lora_tool.formats.files import parse_json, read_text
+from lora_tool.formats.files import is_file, parse_json, read_text
+from lora_tool.formats.tokenizer import FILE_NAMES
 
 try:
     import torch
@@ -82,7 +83,7 @@ def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_s
     wanted = list(prompts or OUR_PROMPTS)[:MOST]
     of = f" of {len(prompts)}" if prompts is not None and len(prompts) > len(wanted) else ""
     whose = f"{len(wanted)}{of} {'given' if prompts is not None else 'built-in'} prompts"
-    tokenizer = _tokenizer(folders)
+    tokenizer = tokenizer_in(folders)
     rows: list[list[int]] = []
     if tokenizer is not None:
         rows = [[i for i in tokenizer(text)["input_ids"][-LONGEST:] if 0 <= i < vocab_size] for text in wanted]
@@ -97,8 +98,11 @@ def tokenized(folders: Sequence[Path], prompts: Sequence[str] | None, *, vocab_s
     return Inputs(ids=ids, mask=mask, what=whose)
 
 
-def _tokenizer(folders: Sequence[Path]) -> Any:  # noqa: ANN401 - transformers' own
+def tokenizer_in(folders: Sequence[Path]) -> Any:  # noqa: ANN401 - transformers' own
+    """Return the first tokenizer that is in one of the folders and can be loaded without its code; None without one."""
     for folder in folders:
+        if not any(is_file(folder / name) for name in FILE_NAMES):
+            continue  # transformers would make one without words
         try:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception:  # noqa: BLE001, S112 - whatever is wrong with it, there is another, or random ids

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lora_tool.actions import TensorAction, Verdict
-from lora_tool.display import finite, printable
+from lora_tool.display import counted, finite, json_data, printable, some
 from lora_tool.report.json import report_json
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification.checking import Level
 from lora_tool.verification.verifying import Verification, summary_json
 
@@ -30,6 +31,8 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
         yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.action is fate])
     if verification.outputs is not None:
         yield from (f"  {line}" for line in output_lines(verification.outputs))
+    if verification.pairs is not None:
+        yield from (f"  {line}" for line in pair_lines(verification.pairs))
     if tensors:
         yield from (f"  {tensor_line(found)}" for found in verification.evidence.values())
 
@@ -67,6 +70,29 @@ def output_lines(found: OutputEvidence) -> Iterator[str]:
         yield "  " + ", ".join(agreement)
 
 
+def pair_lines(found: PairEvidence) -> Iterator[str]:
+    """Yield how the models ranked the pairs of a file."""
+    how = "a layer at a time" if found.streamed else "each model loaded whole"
+    yield printable(f"rewards in float32 of {counted(len(found.lines), 'pair')} in {found.source}, {how}:")
+    for name, ranking in (("base + adapter", found.unmerged), ("merged", found.merged)):
+        if ranking is not None:
+            yield f"  {name:<14} {_ranking_line(ranking)}"
+    if found.unmerged is not None:
+        where = f": line {some(found.changed)}" if found.changed else ""
+        changed = counted(len(found.changed), "pair")
+        yield f"  {changed} ordered differently{where}; rewards differ by {found.largest:.3g} at most"
+    if found.cut:
+        yield f"  {counted(found.cut, 'text')} cut to the last {found.longest:,} tokens"
+
+
+def _ranking_line(ranking: Ranking) -> str:
+    low, high = ranking.interval
+    ties = f"; {counted(ranking.ties, 'tie')}, counted half" if ranking.ties else ""
+    lost = f"; {counted(ranking.without_number, 'pair')} without a finite reward" if ranking.without_number else ""
+    margin = f"margin {ranking.mean_margin:.4g} on average, median {ranking.median_margin:.4g}"
+    return f"accuracy {ranking.accuracy:.3f} (95% {low:.3f} to {high:.3f}), {margin}{ties}{lost}"
+
+
 def tensor_line(found: TensorEvidence) -> str:
     """Return one tensor's evidence in a line."""
     figures = _figures(_distances(found)) if found.action is TensorAction.MERGED else []
@@ -95,6 +121,7 @@ def verification_json(verification: Verification) -> dict[str, Any]:
             "adapters": [printable(adapter) for adapter in verification.adapters],
             "precision": verification.precision.value if verification.precision else None,
             "outputs": _outputs_json(verification.outputs),
+            "pairs": _pairs_json(verification.pairs),
             "per_tensor": [_tensor_json(found) for found in verification.evidence.values()],
         },
     }
@@ -119,3 +146,29 @@ def _outputs_json(found: OutputEvidence | None) -> dict[str, Any] | None:
     derived = {name: getattr(found, name) for name in ("allowed_largest", "allowed_mean", "explained")}
     table = {**dataclasses.asdict(found), **derived}
     return {name: finite(value) if isinstance(value, float) else value for name, value in table.items()}
+
+
+def _pairs_json(found: PairEvidence | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    table: dict[str, Any] = json_data(
+        {
+            "source": found.source,
+            "pairs": len(found.lines),
+            "merged": _ranking_json(found.merged),
+            "unmerged": None if found.unmerged is None else _ranking_json(found.unmerged),
+            "changed_lines": found.changed,
+            "largest_difference": found.largest,
+            "min_accuracy": found.least,
+            "longest": found.longest,
+            "cut": found.cut,
+            "streamed": found.streamed,
+            "lines": found.lines,
+        }
+    )
+    return table
+
+
+def _ranking_json(ranking: Ranking) -> dict[str, Any]:
+    names = ("accuracy", "interval", "ties", "without_number", "mean_margin", "median_margin", "chosen", "rejected")
+    return {name: getattr(ranking, name) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,23 +12,27 @@ from typing import Any
 from lora_tool.actions import Verdict
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
-from lora_tool.errors import UnsupportedAdapter, VerificationFailed
+from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
-from lora_tool.progress import Progress
-from lora_tool.report import Report, Severity, Skipped
+from lora_tool.progress import Progress, StageWatch, unwatched
+from lora_tool.report import Finding, Report, Severity, Skipped
 from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_tensors
+from lora_tool.verification.pairs import Pairs, read_pairs
 
 _OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
+_OF_USE = frozenset({"LT625"})
+"""What says how much a model is worth, whoever wrote it, and nothing of how it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,8 @@ class Verification:
     report: Report
     outputs: OutputEvidence | None = None
     """What both models answered, where they were asked."""
+    pairs: PairEvidence | None = None
+    """How both models ranked pairs of texts, where there were any."""
 
     def __repr__(self) -> str:
         return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
@@ -65,8 +72,11 @@ def verify(
     ignore: Iterable[str] = (),
     logits: bool = False,
     prompts: Sequence[str] | None = None,
+    pairs: str | os.PathLike[str] | None = None,
+    min_accuracy: float | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
+    watch: StageWatch = unwatched,
 ) -> Verification:
     """Return what the folder `merged` is, compared with `base` and `adapters`, by default those that its manifest names.
 
@@ -74,8 +84,13 @@ def verify(
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
     `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per
     core, and `progress` is called with the bytes that were read. `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
-    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together.
+    `pairs` is a file of JSON lines with `chosen` and `rejected`, and a `prompt` where they do not begin with it: both
+    reward models rank them, `min_accuracy` is the share that the merged one must rank right (extra `merge`). `watch` is
+    asked for the progress of what takes long.
+    Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
+    `MissingDependency` before anything is compared.
     """
+    asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
         inputs,
@@ -84,8 +99,10 @@ def verify(
         ignore=ignore,
         logits=logits,
         prompts=prompts,
+        pairs=asked,
         jobs=jobs,
         progress=progress,
+        watch=watch,
     )
 
 
@@ -97,17 +114,29 @@ def verify_inputs(
     ignore: Iterable[str] = (),
     logits: bool = False,
     prompts: Sequence[str] | None = None,
+    pairs: Pairs | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
+    watch: StageWatch = unwatched,
 ) -> Verification:
     """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
     rules = chosen(select, ignore)
+    if logits or pairs is not None:
+        require_packages(("torch", "transformers", "peft"), extra="merge")  # before minutes of comparing
     plan, why_no_plan = inputs.plan_or_why_not()
+    ranking = None
+    if pairs is not None:
+        from lora_tool.verification.rewards import prepare  # noqa: PLC0415 - torch and transformers, only where asked for
+
+        ranking = prepare(inputs, plan, pairs)  # before the long work
     evidence: Mapping[str, TensorEvidence] = {}
     if plan is not None:
         tensors, precision = inputs.merged.tensors, inputs.precision
-        evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+        seen = unwatched if level is Level.SAMPLE else watch
+        with seen("comparing", inputs.merged.weights.nbytes) as bar:
+            told = progress or bar
+            evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=told)
     outputs, why_no_outputs = None, ""
     if logits:
         from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for
@@ -122,6 +151,7 @@ def verify_inputs(
         why_no_plan=why_no_plan,
         evidence=evidence,
         outputs=outputs,
+        pairs=None if ranking is None else ranking(watch),
         recomputed=True,
         base_name=str(inputs.base.root),
         inputs=inputs.fingerprints(),
@@ -168,7 +198,26 @@ def _by_rules(
         evidence=evidence,
         report=replace(report, skipped=(*report.skipped, *skipped)),
         outputs=subject.outputs,
+        pairs=subject.pairs,
     )
+
+
+def judged_alone(
+    model: ModelDir, pairs: Pairs, *, ignore: Iterable[str] = (), watch: StageWatch = unwatched
+) -> Verification:
+    """Return how a model that was not merged from anything ranks the `pairs`, by the rules that `ignore` leaves.
+
+    `watch` is asked for the progress. Raises as `verification.rewards.rank_alone`.
+    """
+    from lora_tool.verification.rewards import rank_alone  # noqa: PLC0415 - torch and transformers, only where asked for
+
+    subject = MergedSubject(checkpoint=model, planned=None, pairs=rank_alone(model, pairs, watch))
+    return _by_rules(subject, tuple(rule for rule in chosen((), ignore) if rule.code in _OF_USE), Level.FULL, None)
+
+
+def written_wrong(failing: Iterable[Finding]) -> bool:
+    """Return whether the findings say that what was written is not what it should be, and not its worth alone."""
+    return any(finding.code not in _OF_USE for finding in failing)
 
 
 def _written(plan: Plan, folder: Path) -> ModelDir:

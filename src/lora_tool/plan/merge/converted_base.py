@@ -94,6 +94,7 @@ class ConvertedBase:
             arch=self.arch,
             facts=self.facts,
             missing=frozenset(missing),
+            outside=self.mapping.outside,
         )
 
     def _parts_beside(self, module: str) -> dict[str, StoredTensor]:

@@ -15,6 +15,7 @@ from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names import meta
+from lora_tool.names.text_class import WholeInTextNames
 from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
 from lora_tool.plan.merge.converted_base import homes
@@ -40,7 +41,10 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
     errors: list[LoraToolError] = []
 
     def of(auto_class: str) -> WeightMapping | None:
-        return _fitting(base, adapters, meta.candidates(config, auto_class), errors)
+        whole = [name for name in meta.candidates(config, auto_class) if name != meta.text_class(config)]
+        found = _fitting(base, adapters, whole, errors)
+        text = _text_model(base, adapters, found, errors) if auto_class == "AutoModelForCausalLM" else None
+        return text or found
 
     generator, classifier = None, None
     if task is None:
@@ -103,6 +107,31 @@ def _fitting(
         if not fitting[-1][0]:
             break
     return min(fitting, key=lambda item: item[0])[1] if fitting else None
+
+
+def _text_model(
+    base: ModelDir, adapters: Sequence[AdapterDir], whole: WeightMapping | None, errors: list[LoraToolError]
+) -> WeightMapping | None:
+    """Return the whole model in the names of its text class, where the adapters were trained on that; else None.
+
+    Raises `UnsupportedAdapter` where transformers makes up weights of the text class.
+    """
+    name = meta.text_class(base.whole_config)
+    if name is None or (whole is not None and not any(_strangers(adapter, whole) for adapter in adapters)):
+        return None
+    text = _fitting(base, adapters, (name,), errors)
+    if text is None or any(_strangers(adapter, text) for adapter in adapters):
+        return None
+    if text.missing:
+        raise UnsupportedAdapter(
+            f"{base.root}: the adapter was trained on a {name}, and the installed transformers cannot load one from it: "
+            f"it finds nothing for {len(text.missing)} of its parameters, the first is `{text.missing[0]}`, and makes "
+            "them up at random, so what was trained is not for these weights",
+            hint="train it anew on the whole model: AutoModelForImageTextToText.from_pretrained(BASE)",
+        )
+    if whole is None:
+        raise errors[0]
+    return WholeInTextNames(text, whole)
 
 
 def _may_classify(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task) -> bool:

@@ -17,7 +17,7 @@ from lora_tool.architectures import Architecture, architecture_of, is_computed
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.architectures.vocabulary import stored_twice
 from lora_tool.checkpoint import AdapterDir, ModelDir
-from lora_tool.errors import IncompatibleBase, MissingDependency, UnsupportedAdapter
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, require_packages
 from lora_tool.formats.quantised import give_full_precision
 from lora_tool.keys import Part
 from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
@@ -107,9 +107,7 @@ def require_full_precision(base: ModelDir) -> None:
 
 def require_transformers() -> None:
     """Return if torch and transformers are there to be asked for names. Raises `MissingDependency`."""
-    for package in _MAPPERS:
-        if find_spec(package) is None:
-            raise MissingDependency(package, extra="merge")
+    require_packages(_MAPPERS, extra="merge")
 
 
 def _has_class(row: Architecture, adapters: Sequence[AdapterDir], asked: Task) -> bool:

@@ -11,7 +11,7 @@ from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.display import counted
 from lora_tool.errors import Defect
-from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.formats.adapter_config import KNOWN_TYPES, ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.report import Severity
@@ -203,7 +203,7 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
         if problem.defect is Defect.BAD_FIELD:
             hint = _COPY_CONFIG if problem.subject is None else None
             yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
-    if isinstance(subject, AdapterSubject) and subject.config.peft_type == "LORA":
+    if isinstance(subject, AdapterSubject) and subject.config.has_known_type:
         for name in subject.config.unknown:
             message = "is no field of LoraConfig that we know; PEFT ignores what it does not know"
             yield Fault(
@@ -262,7 +262,7 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
     """
     peft_type = subject.config.peft_type
-    if subject.checkpoint.config is not None and peft_type not in (None, "LORA"):
+    if subject.checkpoint.config is not None and peft_type not in (None, *KNOWN_TYPES):
         message = f"expected LORA, found {peft_type}"
         yield Fault(subject="peft_type", message=message, path=subject.config_path)
 

@@ -8,6 +8,7 @@ from lora_tool.adapter.view import drift
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import head_of
 from lora_tool.display import size
+from lora_tool.formats.adapter_config import KNOWN_TYPES
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
@@ -31,7 +32,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Save the unwrapped model (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
     """
-    if subject.config.peft_type not in (None, "LORA"):
+    if subject.config.peft_type not in (None, *KNOWN_TYPES):
         return  # LT217 says so; a prompt's embeddings belong to no module
     view = subject.view
     for name, key in view.adapter.keys.items():

@@ -288,18 +288,17 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     adapted = {match.name(layer.target) for layer in subject.layers}
     if not any(name in adapted for name in (tensor.rpartition(".")[0] for tensor in match.base.tensors)):
         return
-    for tensor in match.base.tensors.values():
-        module, _, leaf = tensor.name.rpartition(".")
-        path = match.strip + module.removeprefix(match.add)
+    for name, tensor in match.trained():
+        path, _, leaf = name.rpartition(".")
         matrix = leaf == "weight" and len(tensor.shape) == MATRIX and not _may_be_absent(subject, path)
         named = _EXPERT.search(path) is not None if every else config.targets(path)
-        if matrix and module not in adapted and named and _is_of_every_class(subject, path):
+        if matrix and tensor.name.rpartition(".")[0] not in adapted and named and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
 
 
 def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
     """Count each module's parameters that are named: PEFT wraps it once for each, one wrapper around the other."""
-    paths = (match.strip + name.removeprefix(match.add) for name in match.base.tensors)
+    paths = (name for name, _ in match.trained())
     counts = Counter(path.rpartition(".")[0] for path in paths if targeting.parameter_is_targeted(subject.config, path))
     held = {layer.module for layer in subject.layers}
     for module, count in counts.items():
@@ -318,8 +317,8 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
         entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
     }
     biases = subject.config.bias == "all" and any(name.endswith(".bias") for name in subject.view.saved)
-    for tensor in match.base.tensors.values():
-        module, _, leaf = (match.strip + tensor.name.removeprefix(match.add)).rpartition(".")
+    for name, _ in match.trained():
+        module, _, leaf = name.rpartition(".")
         named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
         wanted = named or (biases and leaf == "bias")
         if wanted and f"{module}.{leaf}" not in there and (module in modules or _is_of_every_class(subject, module)):

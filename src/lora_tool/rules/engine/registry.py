@@ -46,6 +46,8 @@ class Need(str, enum.Enum):
     """The changed tensors of a merged model were computed a second time."""
     OUTPUTS = "outputs"
     """A merged model, and its base with the adapter, were asked the same."""
+    PAIRS = "pairs"
+    """A reward model ranked pairs of texts of which one was preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

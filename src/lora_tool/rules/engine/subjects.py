@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -174,6 +174,8 @@ class BaseMatch:
     """What transformers says of the class of the merged model, where a merge asked it."""
     missing: frozenset[str] = frozenset()
     """Parameters of that class that the base on disk has nothing for."""
+    outside: frozenset[str] = frozenset()
+    """What the class that the adapter was trained on does not have: beside a text model the vision of the whole one."""
 
     def name(self, module: str) -> str:
         """Return the module path as the base's files have it."""
@@ -182,6 +184,12 @@ class BaseMatch:
     def tensor(self, module: str, leaf: str = "weight") -> StoredTensor | None:
         """Return the base's tensor of the module, None where there is none."""
         return self.base.tensors.get(f"{self.name(module)}.{leaf}")
+
+    def trained(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the tensors of the class that the adapter was trained on, by the names that it has there."""
+        for name, tensor in self.base.tensors.items():
+            if name not in self.outside:
+                yield self.strip + name.removeprefix(self.add), tensor
 
     def held(self, name: str) -> StoredTensor | None:
         """Return the tensor of that name if the base on disk has it, or what it is made of."""

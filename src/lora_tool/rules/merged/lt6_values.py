@@ -1,4 +1,4 @@
-"""LT605 to LT612, LT614, LT618 to LT620: what a merged model's values and answers are, by the evidence of them."""
+"""LT605 to LT612, LT614, LT618 to LT620, LT625: what a merged model's values and answers are, by the evidence of them."""
 
 from __future__ import annotations
 
@@ -288,5 +288,31 @@ def other_answers(subject: MergedSubject) -> Iterator[Fault]:
     message = (
         f"{found.what} differ by {found.largest:.3g} at most and {found.mean:.3g} on average; rounding the weights "
         f"explains {found.allowed_largest:.3g} and {found.allowed_mean:.3g}"
+    )
+    yield Fault(message=message)
+
+
+@rule("LT625", Severity.ERROR, on=MergedSubject, needs=frozenset({Need.PAIRS}))
+def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
+    """The merged model ranks fewer pairs right than was asked.
+
+    What it does: Counts the pairs whose chosen text gets the higher reward, a tie as half, and compares their share with
+    `--min-accuracy`. `lora-tool verify --pairs FILE --min-accuracy 0.7`, and so in `ci`.
+
+    Why it matters: Every tensor may be right, and the model not worth its training.
+
+    Example: A reward model that was trained on swapped columns ranks 0.3 of 200 held-out pairs right.
+
+    What to do: Where base + adapter rank better than the merged model, look at the other findings; else train longer, or
+    look at the data: `chosen`, `rejected`, and the chat template.
+    """
+    found = subject.pairs
+    if found is None or found.enough:
+        return
+    low, high = found.merged.interval
+    before = "" if found.unmerged is None else f"; base + adapter {found.unmerged.accuracy:.3f}"
+    message = (
+        f"ranks {found.merged.accuracy:.3f} of the {len(found.lines):,} pairs in {found.source} right (95% interval "
+        f"{low:.3f} to {high:.3f}), expected at least {found.least:g}{before}"
     )
     yield Fault(message=message)

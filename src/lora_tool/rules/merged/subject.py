@@ -15,6 +15,7 @@ from lora_tool.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+    from lora_tool.rules.merged.pairs import PairEvidence
 
 
 class ExpectedFile(Protocol):
@@ -48,6 +49,8 @@ class MergedSubject(ModelSubject):
     """Whether the changed tensors were computed a second time, not only compared with the base's bytes."""
     outputs: OutputEvidence | None = None
     """What both models answered, where they were asked."""
+    pairs: PairEvidence | None = None
+    """How both models ranked pairs of texts, where there were any."""
     base_name: str | None = None
     """What the base is called in messages."""
     inputs: Mapping[str, str] = field(default_factory=dict)

@@ -10,10 +10,12 @@ from lora_tool.report import Severity
 from lora_tool.report.groups import grouped
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
-from lora_tool.rules.model.lt3_vocabulary import vocabulary_without_rows
+from lora_tool.rules.model.lt3_vocabulary import embedding_rows, vocabulary_without_rows
 
 _CLASS = frozenset({Need.WEIGHTS, Need.CONFIG, Need.CLASS})
 _SCORE = "score.weight"
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
+"""What configs call the width of the hidden states, which is that of the embeddings."""
 _SUB_BYTE = 8
 
 
@@ -22,8 +24,8 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor does not have the shape that the config gives it.
 
     What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that
-    are stored as they are in memory, and compares. Of other types it looks at the width of a `score` head, and for a
-    tensor that has another shape in one layer than in those that are otherwise like it.
+    are stored as they are in memory, and compares. Of other types it looks at the width of the embeddings and of a
+    `score` head, and for a tensor that has another shape in one layer than in those that are otherwise like it.
 
     Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` the tensor is
     random.
@@ -34,7 +36,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     What to do: Merge again with the base that the adapter was trained on, or copy config and weights together.
     """
     known = subject.class_tensors
-    shapes = dict(known.shapes) if known is not None else _head_alone(subject)
+    shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
     vocabulary = vocabulary_without_rows(subject) is not None
     for name, wanted in shapes.items():
         tensor = subject.tensors[name]
@@ -55,15 +57,20 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
             yield Fault(subject=name, message=message, path=str(tensor.path))
 
 
-def _head_alone(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:
-    """Return the shape of the score head that transformers gives every decoder."""
-    config = subject.checkpoint.config
-    if config is None or config.custom_code or config.quantization or _SCORE not in subject.tensors:
+def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]]:
+    """Return the shapes of what is as wide as the hidden states: the embeddings, where none of them is, and the score
+    head that transformers gives every decoder.
+    """
+    config, inputs = subject.checkpoint.config, embedding_rows(subject.tensors)
+    if config is None or config.custom_code or config.quantization:
         return {}
     text = config.raw.get("text_config")
-    width = (text if isinstance(text, dict) else config.raw).get("hidden_size")
+    table = text if isinstance(text, dict) else config.raw
+    width = next((table[name] for name in _WIDTHS if type(table.get(name)) is int), None)
     classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures)
-    return {_SCORE: (None, width)} if classifies and type(width) is int else {}
+    heads = {_SCORE} & subject.tensors.keys() if classifies else set()
+    lost = [] if any(subject.tensors[name].shape[1] == width for name in inputs) else [*inputs]
+    return {} if width is None else dict.fromkeys((*lost, *heads), (None, width))
 
 
 def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:

@@ -19,6 +19,8 @@ from lora_tool.tensors import StoredTensor
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _SHARED_LAYERS = frozenset({"albert"})
 """Model types that use the weights of one layer for several."""
+_MORE_ROWS = frozenset({"mllama", "mllama_text_model"})
+"""Model types that have rows for images, too, which `vocab_size` does not count."""
 
 
 @rule("LT309", Severity.ERROR, on=Subject, needs=_WHOLE)
@@ -38,7 +40,7 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
     """
     checkpoint = subject.checkpoint
-    rows = _embedding_rows(subject)
+    rows = _largest(subject)
     if rows is None or not isinstance(checkpoint, AdapterDir | ModelDir):
         return
     token = added_pad_token(checkpoint.root, checkpoint.folder.files)
@@ -52,19 +54,19 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
             yield Fault(subject="pad_token_id", message=message, path=str(checkpoint.config.path))
 
 
-def _embedding_rows(subject: Subject) -> int | None:
+def _largest(subject: Subject) -> int | None:
     """Return how many tokens the embeddings know, None where there are none to look at."""
     if isinstance(subject, AdapterSubject):
         whole = subject.view.parts(Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
         own = [(item.module, item.tensor, 0) for item in whole]
         own += [(layer.target, layer.a, 1) for layer in subject.layers if layer.embedding and layer.a]
         rows = [held.shape[at] for path, held, at in own if is_input(path) and len(held.shape) == MATRIX]
-        base = {} if subject.base is None else _rows(subject.base.tensors)
+        base = {} if subject.base is None else embedding_rows(subject.base.tensors)
         return max([*rows, *base.values()], default=None)
-    return max(_rows(subject.tensors).values(), default=None)
+    return max(embedding_rows(subject.tensors).values(), default=None)
 
 
-def _rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+def embedding_rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     """Return the rows of each input embedding."""
     return {
         name: tensor.shape[0]
@@ -78,7 +80,7 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     """Weights that are not those of the config.
 
     What it does: Compares `num_hidden_layers` in `config.json` with the layers in the weights, of encoder and decoder
-    each; and `vocab_size` with the embedding's rows, for the model types that are stored as they are in memory.
+    each; and `vocab_size` with the embedding's rows.
 
     Why it matters: transformers fills in layers that are missing with random numbers and says so in a log line; the
     model talks nonsense. Another number of rows makes loading fail. Config and weights are of two models, or a shard
@@ -92,10 +94,10 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
     if config is None or config.quantization:
         return
     path = str(config.path)
-    plain = architecture_of(config.model_type or "") is not None
-    if (plain or not config.custom_code) and config.model_type not in _SHARED_LAYERS:
+    known = architecture_of(config.model_type or "") is not None or not config.custom_code
+    if known and config.model_type not in _SHARED_LAYERS:
         yield from _lost_layers(subject, config)
-    found = vocabulary_without_rows(subject) if plain else None
+    found = vocabulary_without_rows(subject) if known and config.model_type not in _MORE_ROWS else None
     if found is not None:
         name, count = found
         message = f"is {config.vocab_size:,}, `{name}` has {count:,} rows"
@@ -117,7 +119,7 @@ def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
 
 def vocabulary_without_rows(subject: ModelSubject) -> tuple[str, int] | None:
     """Return an embedding and its rows, where none has as many as the config's `vocab_size`."""
-    config, rows = subject.checkpoint.config, _rows(subject.tensors)
+    config, rows = subject.checkpoint.config, embedding_rows(subject.tensors)
     if not rows or config is None or config.vocab_size is None or config.vocab_size in rows.values():
         return None
     return next(iter(rows.items()))

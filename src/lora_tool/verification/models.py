@@ -1,0 +1,173 @@
+"""A merged model, and its base with the adapter unmerged, as transformers and PEFT run them: in float32, on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
+from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
+from lora_tool.names.quiet import quiet
+from lora_tool.plan.base.task import Task, names_classifier
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.provenance import Provenance
+from lora_tool.plan.merge.read_base import plain_row
+from lora_tool.verification.elements import Files
+from lora_tool.verification.layers import (
+    Noise,
+    NotStreamable,
+    bare_model,
+    finder,
+    peft_names,
+    shaken,
+    stream,
+    with_adapters,
+)
+
+try:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+except ImportError as error:
+    raise MissingDependency("transformers", extra="merge") from error
+
+T = TypeVar("T")
+_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""The classes that AutoModelForCausalLM loads."""
+
+
+def asking(work: Callable[[], T], merged: Path, option: str) -> T:
+    """Return what `work` returns, which runs models for the `option`: without gradients and the libraries' warnings.
+
+    Raises what it raises of ours, and `UnsupportedAdapter` where transformers or PEFT cannot build or run `merged`.
+    """
+    with quiet(), torch.inference_mode():
+        try:
+            return work()
+        except LoraToolError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise UnsupportedAdapter(f"{merged} cannot be run for {option}: {reason}") from error
+
+
+class Models(ABC):
+    """Both models, as what is asked of them, `_answers`, runs them; no code of a checkpoint is run."""
+
+    def __init__(self, provenance: Provenance, plan: Plan | None, option: str) -> None:
+        self._provenance = provenance
+        self._plan = plan
+        merged = provenance.merged.root
+        self._config = AutoConfig.from_pretrained(merged, local_files_only=True, trust_remote_code=False)
+        classes = provenance.merged.config.architectures if provenance.merged.config else ()
+        self._classifier = names_classifier(classes)
+        if classes and not self._classifier and classes[0] not in _CAUSAL:
+            raise UnsupportedAdapter(
+                f"{merged}: {option} compares language models and classifiers, this is a {classes[0]}"
+            )
+        self._auto = AutoModelForSequenceClassification if self._classifier else AutoModelForCausalLM
+        self._folders = [merged, *(adapter.root for adapter in provenance.adapters), provenance.base.root]
+
+    @abstractmethod
+    def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
+        """Return what the model answers."""
+
+    def _run(self, runs: Callable[[bool], T]) -> tuple[T, bool]:
+        """Return what `runs` returns, and whether a layer at a time was in memory, which it is told to try first."""
+        streamed = self._can_stream()
+        try:
+            return runs(streamed), streamed
+        except (NotStreamable, NotImplementedError, RuntimeError):
+            if not streamed:
+                raise
+            return runs(False), False  # noqa: FBT003 - the one argument
+
+    def _unmerged(self, noise: Noise | None, *, streamed: bool) -> torch.Tensor:
+        return self._streamed_unmerged(noise) if streamed else self._loaded_unmerged(noise)
+
+    def _merged(self, *, streamed: bool) -> torch.Tensor:
+        return self._streamed_merged() if streamed else self._loaded_merged()
+
+    def _can_stream(self) -> bool:
+        """Whether the base is stored as it is in memory, and PEFT does not change it when it builds its layers."""
+        provenance = self._provenance
+        if not provenance.adapters:
+            return True  # there is the one model, whose names are tried
+        configs = [adapter.config for adapter in provenance.adapters]
+        if self._plan is None or not all(c and c.init_lora_weights in INITS_THAT_KEEP_THE_BASE for c in configs):
+            return False
+        task = Task.SEQ_CLS if self._classifier else Task.CAUSAL_LM
+        return plain_row(provenance.base, provenance.adapters, task) is not None
+
+    def _noise(self) -> Noise:
+        """Return the types of the merged tensors that are not the base's bytes; of all floats where nobody says."""
+        tensors = self._provenance.merged.tensors
+        steps = self._plan.steps if self._plan is not None else ()
+        copied = {
+            step.out.name
+            for step in steps
+            if step.op.is_copy and step.out.name in tensors and tensors[step.out.name].dtype is step.op.source.dtype
+        }
+        return {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype.is_float and name not in copied}
+
+    def _streamed_unmerged(self, noise: Noise | None) -> torch.Tensor:
+        with Files() as files:
+            model = with_adapters(bare_model(self._auto, self._base_config()), self._provenance.adapters)
+            stream(model, finder(self._provenance.base.tensors, self._provenance.adapters), files, noise=noise)
+            return self._answers(model)
+
+    def _streamed_merged(self) -> torch.Tensor:
+        with Files() as files:
+            model = bare_model(self._auto, self._config)
+            stream(model, self._provenance.merged.tensors.get, files)
+            return self._answers(model)
+
+    def _loaded_unmerged(self, noise: Noise | None) -> torch.Tensor:
+        model = self._load(self._provenance.base.root, self._base_config())
+        folders = [str(adapter.root) for adapter in self._provenance.adapters]
+        names = peft_names(len(folders))
+        model = PeftModel.from_pretrained(model, folders[0], adapter_name=names[0])
+        for name, folder in zip(names[1:], folders[1:], strict=True):
+            model.load_adapter(folder, adapter_name=name)
+        model.base_model.set_adapter(names)
+        if noise is not None:
+            _shake(model, next(iter(noise.values())) if noise else None)
+        answers = self._answers(model.eval())
+        del model
+        gc.collect()
+        return answers
+
+    def _loaded_merged(self) -> torch.Tensor:
+        answers = self._answers(self._load(self._provenance.merged.root, self._config))
+        gc.collect()
+        return answers
+
+    def _load(self, folder: Path, config: Any) -> Any:  # noqa: ANN401
+        return self._auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        ).eval()
+
+    def _base_config(self) -> Any:  # noqa: ANN401
+        """Return the base's config, with the labels and the pad token that the merged model was given."""
+        config = AutoConfig.from_pretrained(self._provenance.base.root, local_files_only=True, trust_remote_code=False)
+        if self._classifier:
+            config.num_labels = self._config.num_labels
+        config.get_text_config().pad_token_id = self._config.get_text_config().pad_token_id
+        return config
+
+
+def _shake(model: Any, dtype: Any) -> None:  # noqa: ANN401
+    """Move the weights of adapted layers at random by up to half a unit in the last place of `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if dtype is not None and (".base_layer." in name or ".modules_to_save." in name):
+            parameter.copy_(shaken(parameter, dtype, generator))

@@ -1,0 +1,109 @@
+"""Adapters of the text class that `AutoModelForCausalLM` makes of a multimodal checkpoint, merged into the whole model.
+
+The language weights are PEFT's merge of the text class, bit by bit; what the text class does not have is the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.verification.verifying import verify
+from tests.oracle.peft_merge import different, layout, merge_with_ours, saved_tensors
+from tests.oracle.test_zoo import experts
+from tests.oracle.tiny import AUTO, tiny_model
+
+# transformers and PEFT warn of tiny configs and of the vision that a text class leaves out: the merge is the test
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "llama4", "mllama", "qwen4_exp")
+LAYER = {"target_modules": ["q_proj", "down_proj"]}
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "values by the text class's paths": {
+        **LAYER,
+        "alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 64},
+        "rank_pattern": {"^model.layers.0.mlp.down_proj": 2},
+    },
+    "DoRA": {**LAYER, "use_dora": True},
+    "a saved output layer": {**LAYER, "modules_to_save": ["lm_head"]},
+    "LoRA on both ends": {"target_modules": ["lm_head", "embed_tokens"]},
+    "trained tokens": {**LAYER, "trainable_token_indices": {"embed_tokens": [3, 7]}},
+}
+
+
+def save_whole(folder: Path, model_type: str, **overrides: Any) -> Path:
+    model = tiny_model(model_type, "image-text-to-text", **overrides).to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def load_text(base: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    return model
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, **lora: Any) -> Path:
+    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 7, "task_type": TaskType.CAUSAL_LM, **lora}))
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for parameter in (p for p in adapted.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+def require_pefts_in_the_whole(base: Path, adapter: Path, out: Path) -> None:
+    merge_with_ours(base, adapter, out, "peft")
+    verify(out).raise_for_errors()
+    ours, before = saved_tensors(out), saved_tensors(base)
+    assert layout(ours) == layout(before)
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    theirs = PeftModel.from_pretrained(load_text(base), adapter).merge_and_unload().state_dict()
+    held = load_text(out).state_dict()
+    assert not different(held, theirs)
+    changed = different(ours, before)
+    assert changed
+    assert not [name for name in changed if "vision" in name or "visual" in name or "projector" in name]
+    whole = AUTO["image-text-to-text"].from_pretrained(out, dtype="auto")
+    assert type(whole).__name__ in (base / "config.json").read_text()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_language_is_pefts_and_the_rest_the_bases(model_type: str, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", model_type)
+    text = load_text(base)
+    parameters = experts(text) or None
+    adapter = save_adapter(text, tmp_path / "adapter", target_modules="all-linear", target_parameters=parameters)
+    require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_an_adapter_may_have_besides(feature: str, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "qwen3_5")
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", **FEATURES[feature])
+    require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+def test_tied_ends_stay_tied(tmp_path: Path) -> None:
+    tied = {"tie_word_embeddings": True}
+    base = save_whole(tmp_path / "base", "qwen3_5", **tied, text_config=tied)
+    assert "lm_head.weight" not in saved_tensors(base)
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", **LAYER)
+    require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+def test_a_text_class_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
+    small = {"base_channels": 32, "num_res_blocks": 1, "channel_multiplier": [1, 1], "hidden_size": 32}
+    sizes = {**small, "z_channels": 32, "embed_dim": 32, "attn_resolutions": []}
+    base = save_whole(tmp_path / "base", "emu3", vq_config=sizes, vocabulary_map={"image": 1})
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", **LAYER)
+    with pytest.raises(UnsupportedAdapter, match="cannot load one from it: .*at random"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "float32")
