@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from pathlib import Path
@@ -28,6 +27,8 @@ def probably_meant(path: str | Path) -> str | None:
 
     The first part of the path that is not there is taken for the mistake; the rest of it has to be there.
     """
+    import difflib  # noqa: PLC0415 - only for what is misspelled
+
     wanted = Path(path).expanduser()
     rest: list[str] = []
     for part in (wanted, *wanted.parents):

@@ -53,7 +53,7 @@ def parameter_is_targeted(config: AdapterConfig, name: str) -> bool:
 
 def ranks_of(config: AdapterConfig, layer: LoraLayer) -> frozenset[int]:
     """Return the ranks that the config may give the layer: more than one where it may be of several parameters."""
-    if not config.targets(layer.target):
+    if config.target_parameters and not config.targets(layer.target):
         names = {entry.rpartition(".")[2] for entry in parameters_of(config, layer.target)}
         if names:
             return frozenset(config.rank(f"{layer.target}.{name}") for name in names)

@@ -46,12 +46,18 @@ class LoraLayer:
     """The matrix that maps to the rank: (r, in); (r, vocabulary) of an embedding."""
     b: StoredTensor | None = field(init=False, repr=False, compare=False)
     """The matrix that maps from the rank: (out, r)."""
+    pair: tuple[StoredTensor, StoredTensor] | None = field(init=False, repr=False, compare=False)
+    """A and B, where both are there, hold values, and are matrices or the kernels of a convolution."""
 
     def __post_init__(self) -> None:
         # a dozen rules ask a hundred thousand layers for them
         parts = self.parts
-        object.__setattr__(self, "a", parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None)))
-        object.__setattr__(self, "b", parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None)))
+        a = parts.get((Part.LORA_A, "weight")) or parts.get((Part.EMBEDDING_A, None))
+        b = parts.get((Part.LORA_B, "weight")) or parts.get((Part.EMBEDDING_B, None))
+        fits = a is not None and b is not None and a.nbytes and b.nbytes and len(a.shape) == len(b.shape) >= MATRIX
+        object.__setattr__(self, "a", a)
+        object.__setattr__(self, "b", b)
+        object.__setattr__(self, "pair", (a, b) if fits else None)
 
     @property
     def bias(self) -> StoredTensor | None:
@@ -88,14 +94,6 @@ class LoraLayer:
     def any_tensor(self) -> StoredTensor:
         """The first of its tensors, to name the layer by."""
         return next(iter(self.parts.values()))
-
-    @property
-    def pair(self) -> tuple[StoredTensor, StoredTensor] | None:
-        """A and B, where both are there, hold values, and are matrices or the kernels of a convolution."""
-        a, b = self.a, self.b
-        if a is None or b is None or not (a.spec.numel and b.spec.numel):
-            return None
-        return (a, b) if len(a.shape) == len(b.shape) >= MATRIX else None
 
     @property
     def rank(self) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -122,6 +122,7 @@ class _Compared:
         self._held = {self._in_table(name): name for name in names}
         self._placed = {name: self._template(name) for name in self._held}
         self._always = [*row["always"], *self._own["always"]]
+        self._tied = self._own["tied"] if self._sizes.tied is not False else self._own["tied_anyway"]
         self._layers: dict[str, set[int]] = defaultdict(set)
         for path, layer in self._placed.values():
             if layer is not None:
@@ -191,40 +192,41 @@ class _Compared:
     def _missing(self) -> Iterator[str]:
         """Yield the names, in the table's words, that the class has under this config and the checkpoint lacks."""
         for path in self._always:
-            yield from (name for name in self._instances(path) if not self._is_there(name))
+            yield from self._lost(path).values()
         for group in self._groups:
-            there: dict[int | None, list[str]] = defaultdict(list)
+            there = Counter(layer for path in group for layer in self._instances(path))
+            lost: dict[int | None, list[str]] = defaultdict(list)
             for path in group:
-                for name in self._instances(path):
-                    there[self._template(name)[1]].append(name)
-            for names in there.values():
-                lost = [name for name in names if not self._is_there(name)]
-                if len(lost) < len(names):
-                    yield from lost
+                for layer, name in self._lost(path).items():
+                    lost[layer].append(name)
+            for layer, count in there.items():
+                if len(lost[layer]) < count:
+                    yield from lost[layer]
         for path in self._row["alike"]:
-            names = list(self._instances(path))
-            lost = [name for name in names if not self._is_there(name)]
-            if 2 * len(lost) <= len(names):
-                yield from lost
+            names = self._lost(path).values()
+            if 2 * len(names) <= len(self._instances(path)):
+                yield from names
 
-    def _instances(self, path: str) -> Iterator[str]:
+    def _instances(self, path: str) -> Mapping[int | None, str]:
+        """Return layer → the name that a path of the table has there."""
         stack, star, rest = path.partition(".*.")
         if not star:
-            yield path
-            return
+            return {None: path}
         length = self._lengths[stack]
         held = self._layers[stack]
-        for layer in sorted(held) if length is None else range(min(length, _MOST_LAYERS)):
-            if layer in held or not held:  # of a layer that is lost as a whole LT310 tells
-                yield f"{stack}.{layer}.{rest}"
+        layers = sorted(held) if length is None else range(min(length, _MOST_LAYERS))
+        # of a layer that is lost as a whole LT310 tells
+        return {layer: f"{stack}.{layer}.{rest}" for layer in layers if layer in held or not held}
 
-    def _is_there(self, name: str) -> bool:
-        if name in self._held:
-            return True
-        tied = self._own["tied"] if self._sizes.tied is not False else self._own["tied_anyway"]
-        path, layer = self._template(name)
-        partners = {tied.get(path, path)} | {other for other, of in tied.items() if of == tied.get(path, path)}
-        return any(partner.replace(".*.", f".{layer}.") in self._held for partner in partners)
+    def _lost(self, path: str) -> Mapping[int | None, str]:
+        """Return those of a path's names that the checkpoint has neither by themselves nor by what they are tied to."""
+        of = self._tied.get(path, path)
+        tied = {of, *(other for other, its in self._tied.items() if its == of)} - {path}
+        return {
+            layer: name
+            for layer, name in self._instances(path).items()
+            if name not in self._held and not any(each.replace(".*.", f".{layer}.") in self._held for each in tied)
+        }
 
     def _on_disk(self, name: str) -> str:
         if not name.startswith("@"):

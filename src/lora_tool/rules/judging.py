@@ -88,8 +88,8 @@ class Judge:
     def adapter(self, adapter: AdapterDir) -> Report:
         """Return what is found in an adapter's folder: in it, in its base's files, in rank files beside."""
         subject = self.subject(adapter)
-        base = [] if self.base is None else [self.unreadable(self.base), self._base_of(subject, self.base)]
-        return joined([self.folder(subject), *base, *self.rank_files_beside(adapter)])
+        base = [] if self.base is None else [self.unreadable(self.base)]
+        return joined([self.folder(subject), *base, self._base_of(subject), *self.rank_files_beside(adapter)])
 
     def together(self, adapters: Sequence[AdapterDir]) -> Report:
         """Return what is found in adapters that are to be merged into one base, beside what each is by itself."""
@@ -124,11 +124,13 @@ class Judge:
         subject = Subject(checkpoint=replace(checkpoint, problems=wrong))
         return replace(Judge(rules=of_files, deep=False).folder(subject), subjects=())
 
-    def _base_of(self, subject: AdapterSubject, base: ModelDir) -> Report:
-        """Return what transformers would refuse or put at random in a base, but what the adapter brings."""
+    def _base_of(self, subject: AdapterSubject) -> Report:
+        """Return what transformers would refuse or put at random in its base, but what the adapter brings."""
+        if subject.stored_base is None:
+            return Report()
         codes = _OF_BASES - ({"LT318"} if isinstance(subject.match, BaseMatch) else set())
         rules = tuple(rule for rule in self.rules if rule.code in codes)
-        found = Judge(rules=rules, ignored=self.ignored).folder(ModelSubject(checkpoint=base))
+        found = Judge(rules=rules, ignored=self.ignored).folder(subject.stored_base)
         brought = subject.view.saved.keys()
         findings = (finding for finding in found.findings if finding.subject not in brought)
         return Report(findings=tuple(findings), skipped=found.skipped)
@@ -143,6 +145,7 @@ class Judge:
             scans=Scans(found=adapter.scans),
             view=view,
             base=self.base,
+            stored_base=None if self.base is None else ModelSubject(checkpoint=self.base),
             match=match,
             num_labels=self.labels,
             task=self.task,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lora_tool.adapter.targeting import ranks_of
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
-from lora_tool.errors import CorruptFile
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.formats.torch_weights import scan_torch_weights
+from lora_tool.formats.weights import read_single
 from lora_tool.keys import Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
+from lora_tool.tensors import StoredTensor
 
 
 @rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
@@ -63,18 +63,19 @@ def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
             ranks = f"lora_A has rank {a.shape[0]} (shape {list(a.shape)}), lora_B {b.shape[1]} (shape {list(b.shape)})"
             yield Fault(subject=a.name, message=ranks)
     for layer in subject.layers:
-        yield from _of_other_length(layer, swapped_rank(subject.config, layer) is not None)
+        beside = [tensor for tensor in (layer.magnitude, layer.bias) if tensor is not None and tensor.spec.numel]
+        if beside and layer.rank is not None and swapped_rank(subject.config, layer) is None:
+            yield from _of_other_length(layer, beside)
 
 
-def _of_other_length(layer: LoraLayer, swapped: bool) -> Iterator[Fault]:  # noqa: FBT001
+def _of_other_length(layer: LoraLayer, beside: Iterable[StoredTensor]) -> Iterator[Fault]:
     """Look at the magnitude and the bias, which have one value for each row of lora_B."""
-    if layer.pair is None or layer.rank is None or swapped:
+    if layer.pair is None:
         return
     _, b = layer.pair
     rows = b.shape[0]
-    for tensor in (layer.magnitude, layer.bias):
-        fits = tensor is None or (tensor.shape == (rows,) if len(b.shape) == MATRIX else tensor.spec.numel == rows)
-        if tensor is not None and tensor.spec.numel and not fits:
+    for tensor in beside:
+        if not (tensor.shape == (rows,) if len(b.shape) == MATRIX else tensor.spec.numel == rows):
             yield Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}, its lora_B has {rows} rows")
 
 
@@ -173,10 +174,7 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     pickle = subject.checkpoint.root / ADAPTER_PICKLE
     if subject.checkpoint.weights.files and subject.checkpoint.weights.files[0].path == pickle:
         return None
-    try:
-        held = scan_torch_weights(pickle).tensors
-    except CorruptFile:
-        return None
+    held = read_single(pickle).tensors
     # OpenRLHF gathers the adapter into a .bin, and PEFT loads the empty .safetensors before it
     if all(name in held and held[name].spec.numel for name in empty):
         return f"{ADAPTER_PICKLE} beside it has all their values: PEFT loads it once {ADAPTER_WEIGHTS} is moved away"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from lora_tool.adapter.targeting import trained_for
 from lora_tool.adapter.view import LoraLayer
 from lora_tool.architectures.ends import MATRIX, embeddings, is_end
 from lora_tool.architectures.heads import ADDED_BY_PEFT, CLASSIFICATION_TASKS, head_of, is_last_layer
+from lora_tool.choices import closest
 from lora_tool.display import counted
 from lora_tool.keys import Part, split_layer
 from lora_tool.report import Severity
@@ -87,13 +87,16 @@ def _beyond(match: BaseMatch, held: Mapping[str, int], module: str) -> tuple[int
     return int(number[0]), last
 
 
-def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str]]:
-    """Yield module and tensor name of what the adapter adapts and the base does not have."""
+def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
+    """Yield module and tensor name of what the adapter adapts and the base does not have, and what `_beyond` says."""
     match = subject.matched
-    held = frozenset(name.rpartition(".")[0] for name in match.base.tensors)
-    for module, name in _adapted(subject).items():
+    without_weight = {module: name for module, name in _adapted(subject).items() if match.tensor(module) is None}
+    if not without_weight:  # as nearly always: the names of the base need not be looked through
+        return
+    held, indices = frozenset(name.rpartition(".")[0] for name in match.base.tensors), _held_indices(match)
+    for module, name in without_weight.items():
         if match.name(module) not in held and not _may_be_absent(subject, module):
-            yield module, name
+            yield module, name, _beyond(match, indices, module)
 
 
 @rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
@@ -110,16 +113,15 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
     match = subject.matched
-    held = _held_indices(match)
-    absent = [(module, name) for module, name in _absent(subject) if _beyond(match, held, module) is None]
+    absent = [(module, name) for module, name, beyond in _absent(subject) if beyond is None]
     modules = sorted({name.rpartition(".")[0] for name in match.base.tensors}) if absent else []
     if absent and len(absent) == len(_adapted(subject)):
         message = f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`"
         yield Fault(message=message)
         return
     for module, name in absent:
-        close = difflib.get_close_matches(match.name(module), modules, n=1) if module is absent[0][0] else []
-        nearest = f"; the nearest there is `{close[0]}`" if close else ""
+        close = closest(match.name(module), modules) if module is absent[0][0] else None
+        nearest = f"; the nearest there is `{close}`" if close else ""
         yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
     for module, name in _adapted(subject).items():
         if of_other := _of_causal_lm(subject, match, module):
@@ -193,9 +195,11 @@ def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLay
 
 def _held_or_tied(match: BaseMatch, module: str) -> StoredTensor | None:
     """Return the base's weight of a module; for an output layer that is not on disk, the embedding it is tied to."""
-    held, inputs = match.tensor(module), embeddings(match.base, match.arch)
-    tied = held is None and f"{match.name(module)}.weight" in match.arch.causal_only and len(inputs) == 1
-    return inputs[0] if tied else held
+    held = match.tensor(module)
+    if held is not None or f"{match.name(module)}.weight" not in match.arch.causal_only:
+        return held
+    inputs = embeddings(match.base, match.arch)
+    return inputs[0] if len(inputs) == 1 else None
 
 
 def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
@@ -258,10 +262,7 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
-    match = subject.matched
-    held = _held_indices(match)
-    for module, name in _absent(subject):
-        beyond = _beyond(match, held, module)
+    for _, name, beyond in _absent(subject):
         if beyond:
             yield Fault(subject=name, message=f"is of layer {beyond[0]}, the last one of the base is {beyond[1]}")
 
@@ -290,14 +291,17 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
         return
     for name, tensor in match.trained():
         path, _, leaf = name.rpartition(".")
-        matrix = leaf == "weight" and len(tensor.shape) == MATRIX and not _may_be_absent(subject, path)
+        if leaf != "weight" or len(tensor.shape) != MATRIX or tensor.name.rpartition(".")[0] in adapted:
+            continue
         named = _EXPERT.search(path) is not None if every else config.targets(path)
-        if matrix and tensor.name.rpartition(".")[0] not in adapted and named and _is_of_every_class(subject, path):
+        if named and not _may_be_absent(subject, path) and _is_of_every_class(subject, path):
             yield Fault(subject=path, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
 
 
 def _parameters_not_trained(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
     """Count each module's parameters that are named: PEFT wraps it once for each, one wrapper around the other."""
+    if not subject.config.target_parameters:
+        return
     paths = (name for name, _ in match.trained())
     counts = Counter(path.rpartition(".")[0] for path in paths if targeting.parameter_is_targeted(subject.config, path))
     held = {layer.module for layer in subject.layers}
@@ -317,7 +321,7 @@ def _saved_in_part(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]
         entry for entry in (*subject.config.modules_to_save, *added) if any(f"{entry}." in f"{m}." for m in modules)
     }
     biases = subject.config.bias == "all" and any(name.endswith(".bias") for name in subject.view.saved)
-    for name, _ in match.trained():
+    for name, _ in match.trained() if found or biases else ():
         module, _, leaf = name.rpartition(".")
         named = any(f"{entry}." in f"{module}." for entry in found) and leaf in ("weight", "bias")
         wanted = named or (biases and leaf == "bias")

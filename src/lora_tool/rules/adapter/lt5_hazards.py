@@ -193,6 +193,8 @@ def dense_on_experts(subject: AdapterSubject) -> Iterator[Fault]:
     """
     if subject.base is None or subject.base.config is None:
         return
+    if not any(".experts." in name for name in subject.base.tensors):
+        return
     by_layer: dict[str, list[str]] = {}
     for name in subject.base.tensors:
         if place := _LAYER.match(name):

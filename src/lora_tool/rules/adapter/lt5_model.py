@@ -320,10 +320,8 @@ def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, 
 
 def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:
     """Return the base's class, and its parameters that are nowhere; a causal LM has no pooler, a classifier no output."""
-    from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for adapters beside a base alone
-
     config, arch = match.base.config, match.arch
-    known = model_tensors(config, match.base.tensors) if config is not None and not config.problems else None
+    known = None if subject.stored_base is None else subject.stored_base.class_tensors
     if config is None or known is None or known.class_name not in {arch.causal_lm, arch.sequence_classification, None}:
         return "", []
     other = {*_by_base_names(match, {**subject.view.frozen, **subject.view.saved})}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Any, TypeVar
 
+from lora_tool.choices import closest
 from lora_tool.errors import UnknownRule
 from lora_tool.report import Finding, Severity
 from lora_tool.rules.engine.subjects import Subject
@@ -98,6 +97,8 @@ class Rule:
 
     def sections(self) -> Mapping[str, str]:
         """Return the page's sections: heading → text."""
+        from textwrap import fill  # noqa: PLC0415 - for pages and hints alone
+
         found: dict[str, str] = {}
         heading = ""
         for paragraph in self._page[1:]:
@@ -176,8 +177,8 @@ def expand(codes: Iterable[str]) -> frozenset[str]:
         wanted = code.strip().upper()
         matching = [known for known in RULES if known.startswith(wanted)] if wanted.startswith("LT") else []
         if not matching:
-            close = difflib.get_close_matches(wanted, RULES, n=1, cutoff=0.5)
-            nearest = f" Did you mean {close[0]}?" if close else ""
+            close = closest(wanted, RULES, likeness=0.5)
+            nearest = f" Did you mean {close}?" if close else ""
             raise UnknownRule(f"No rule is called {code!r}.{nearest}")
         meant.update(matching)
     return frozenset(meant)

@@ -203,6 +203,8 @@ class AdapterSubject(Subject):
     checkpoint: AdapterDir
     view: AdapterView
     base: ModelDir | None = None
+    stored_base: ModelSubject | None = None
+    """The base as it is on disk, as the rules about models look at it."""
     match: BaseMatch | str | None = None
     """How the base names the modules; a sentence where names cannot tell; None without a base."""
     num_labels: int | None = None

@@ -37,10 +37,11 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     """
     known = subject.class_tensors
     shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
+    tensors = subject.tensors
     vocabulary = vocabulary_without_rows(subject) is not None
     for name, wanted in shapes.items():
-        tensor = subject.tensors[name]
-        if tensor.dtype.bits < _SUB_BYTE or _said_by_the_ledger(subject, name):
+        tensor = tensors[name]
+        if wanted == tensor.shape or tensor.dtype.bits < _SUB_BYTE or _said_by_the_ledger(subject, name):
             continue
         differ = [a for a, b in zip(wanted, tensor.shape, strict=False) if a is not None and a != b]
         rank = len(wanted) != len(tensor.shape)
@@ -51,8 +52,8 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         message = f"is {list(tensor.shape)}, the config means [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
     for name, shape, other in subject.odd_tensors:
-        if name in subject.tensors and name not in (subject.expected or {}):
-            tensor = subject.tensors[name]
+        if name in tensors and name not in (subject.expected or {}):
+            tensor = tensors[name]
             message = f"is {list(tensor.shape)}, in layer {other} it is {list(shape)}"
             yield Fault(subject=name, message=message, path=str(tensor.path))
 
