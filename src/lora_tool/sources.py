@@ -26,7 +26,7 @@ from lora_tool.errors import BrokenFile, HubError, IncompleteCheckpoint, NotAChe
 from lora_tool.formats.files import is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import ModelConfig, read_model_config
-from lora_tool.formats.quantised import full_precision_name, give_full_precision, quantised_as
+from lora_tool.formats.quantised import full_precision_name, give_full_precision, quantised_as, quantised_by_name
 from lora_tool.hub_cache import may_hold
 from lora_tool.hub_names import FORMS, HubName, hub_name, is_address
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
@@ -238,10 +238,9 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
 
 def _not_in_cache(hub_id: str, revision: str | None, reference: str) -> IncompleteCheckpoint:
     better = full_precision_name(hub_id)
-    quantised = f"; by its name it is quantised, and {better} is the model that it was made from" if better else ""
     at = f" --revision {revision}" if revision and not better else ""
     return IncompleteCheckpoint(
-        f"{reference}: not a folder here, and not in the Hub cache{quantised}",
+        f"{reference}: not a folder here, and not in the Hub cache{quantised_by_name(hub_id)}",
         hint=probably_meant(reference) or f"hf download {better or hub_id}{at}",
     )
 

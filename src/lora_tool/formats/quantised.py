@@ -29,6 +29,12 @@ def full_precision_name(name: str) -> str | None:
     return name[: end.start()] if end and _SAYS.search(end[0]) else None
 
 
+def quantised_by_name(name: str) -> str:
+    """Return the end of a sentence about a model of this name that is not here; "" where it says nothing."""
+    better = full_precision_name(name)
+    return f"; by its name it is quantised, and {better} is the model that it was made from" if better else ""
+
+
 def quantised_as(config: ModelConfig) -> str | None:
     """Return how the config says that the weights are quantised, as `4-bit gptq`; None for plain weights."""
     if config.quantization is None:
