@@ -15,8 +15,8 @@ ANYWHERE = "path, Hub id (owner/name[@revision]), hf:// or URL"
 
 _NAME = re.compile(r"(?P<id>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
-_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
-_REF = re.compile(r"refs/\w+/[\w.\-]+")
+_SCHEMES = ("https://", "http://")
+_REF = r"refs/\w+/[\w.\-]+"
 _WITH_REVISION = ("tree", "blob", "resolve", "raw", "commit", "commits")
 _WHOLE = 2
 
@@ -36,7 +36,7 @@ class HubName:
 
 def is_address(reference: str) -> bool:
     """Return whether `reference` is meant for the Hub alone: `hf://…`, or the address of a page."""
-    return reference.startswith(URI) or bool(_ADDRESS.match(reference)) or _is_host(reference.partition("/")[0])
+    return reference.startswith(URI) or _has_scheme(reference) or _is_host(reference.partition("/")[0])
 
 
 def hub_name(reference: str) -> HubName | None:
@@ -49,7 +49,7 @@ def hub_name(reference: str) -> HubName | None:
 
 def _of_page(address: str) -> HubName | None:
     """Return the repository whose page it is: `/owner/name`, `/owner/name/tree/REVISION`, or of a file in it."""
-    page = urlsplit(address if _ADDRESS.match(address) else f"https://{address}")
+    page = urlsplit(address if _has_scheme(address) else f"https://{address}")
     parts = [unquote(part) for part in page.path.strip("/").split("/")]
     if not _is_host(page.netloc) or len(parts) < _WHOLE:
         return None
@@ -59,10 +59,14 @@ def _of_page(address: str) -> HubName | None:
     if len(parts) == _WHOLE or parts[_WHOLE] not in _WITH_REVISION:
         return HubName(id=match["id"])
     rest = "/".join(parts[_WHOLE + 1 :])
-    ref = _REF.match(rest)
+    ref = re.match(_REF, rest)
     revision = ref[0] if ref else rest.partition("/")[0]
     inner_folder = parts[_WHOLE] == "tree" and rest != revision
     return None if inner_folder else HubName(id=match["id"], revision=revision or None)
+
+
+def _has_scheme(reference: str) -> bool:
+    return reference[:8].lower().startswith(_SCHEMES)
 
 
 def _is_host(host: str) -> bool:

@@ -121,7 +121,9 @@ def resolve(
     if named is not None and named.has_owner:
         return _from_hub(named, reference, revision, download=download, wanted=wanted)
     if is_address(reference):
-        raise NotACheckpoint(f"{reference}: no such folder, and no model on the Hub", hint=f"name one as {FORMS}")
+        raise NotACheckpoint(
+            f"{reference}: no such folder, and it names no model on the Hub", hint=f"name one as {FORMS}"
+        )
     looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
     looked_in += ", and in the folders above" if near else ""
     raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)

@@ -15,23 +15,23 @@ _BITS = (
 """The parts of a name that mean quantised weights, as those who publish them write it."""
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
 """Parts that stand beside those, and say nothing alone."""
-_END = re.compile(rf"(?:[-_.](?:{_BITS}|{_BESIDE}))+\Z", re.IGNORECASE)
-_SAYS = re.compile(rf"[-_.](?:{_BITS})(?=[-_.]|\Z)", re.IGNORECASE)
-_CARD_BASE = re.compile(
-    r"^base_model:[ \t]*(?:\n[ \t]*-)?[ \t]*['\"]?(?P<id>[\w.\-]+/[\w.\-]+)['\"]?[ \t]*$", re.MULTILINE
-)
+# patterns as text: hardly a command needs them, and compiling takes a while
+_END = rf"(?i:(?:[-_.](?:{_BITS}|{_BESIDE}))+\Z)"
+_SAYS = rf"(?i:[-_.](?:{_BITS})(?=[-_.]|\Z))"
+_CARD_BASE = r"(?m:^base_model:[ \t]*(?:\n[ \t]*-)?[ \t]*['\"]?(?P<id>[\w.\-]+/[\w.\-]+)['\"]?[ \t]*$)"
 _CARD = 1 << 16
 
 
 def full_precision_name(name: str) -> str | None:
     """Return `name` without an end that says how it is quantised: of `X-bnb-4bit` it is `X`; None without such an end."""
-    end = _END.search(name)
-    return name[: end.start()] if end and _SAYS.search(end[0]) else None
+    end = re.search(_END, name)
+    return name[: end.start()] if end and re.search(_SAYS, end[0]) else None
 
 
 def quantised_by_name(name: str) -> str:
     """Return the end of a sentence about a model of this name that is not here; "" where it says nothing."""
-    better = full_precision_name(name)
+    named = hub_name(name)
+    better = full_precision_name(named.id) if named is not None and named.has_owner else None
     return f"; by its name it is quantised, and {better} is the model that it was made from" if better else ""
 
 
@@ -71,7 +71,7 @@ def _recorded(config: ModelConfig | None) -> str | None:
 def _of_card(folder: Path) -> str | None:
     try:
         with (folder / "README.md").open(encoding="utf-8", errors="replace") as card:
-            found = _CARD_BASE.search(card.read(_CARD))
+            found = re.search(_CARD_BASE, card.read(_CARD))
     except OSError:
         return None
     return (full_precision_name(found["id"]) or found["id"]) if found else None
