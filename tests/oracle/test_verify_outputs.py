@@ -55,7 +55,7 @@ def test_a_layer_at_a_time_is_what_peft_computes(tmp_path: Path, feature: str) -
         both = asking(base, adapter, merged)
         pairs = [
             (both._streamed_unmerged(None), both._loaded_unmerged(None)),
-            (both._streamed_merged(), both._loaded_merged()),
+            (both._merged(streamed=True), both._merged(streamed=False)),
         ]
     for streamed, loaded in pairs:
         torch.testing.assert_close(streamed, loaded, rtol=1e-5, atol=1e-5 * float(loaded.abs().max()))

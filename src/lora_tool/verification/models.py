@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
 from lora_tool.names.quiet import quiet
@@ -90,7 +91,7 @@ class Models(ABC):
         return self._streamed_unmerged(noise) if streamed else self._loaded_unmerged(noise)
 
     def _merged(self, *, streamed: bool) -> torch.Tensor:
-        return self._streamed_merged() if streamed else self._loaded_merged()
+        return self._plain(self._provenance.merged, self._config, streamed=streamed)
 
     def _can_stream(self) -> bool:
         """Whether the base is stored as it is in memory, and PEFT does not change it when it builds its layers."""
@@ -120,10 +121,15 @@ class Models(ABC):
             stream(model, finder(self._provenance.base.tensors, self._provenance.adapters), files, noise=noise)
             return self._answers(model)
 
-    def _streamed_merged(self) -> torch.Tensor:
+    def _plain(self, which: ModelDir, config: Any, *, streamed: bool) -> torch.Tensor:  # noqa: ANN401
+        """Return what a model without an adapter answers."""
+        if not streamed:
+            answers = self._answers(self._load(which.root, config))
+            gc.collect()
+            return answers
         with Files() as files:
-            model = bare_model(self._auto, self._config)
-            stream(model, self._provenance.merged.tensors.get, files)
+            model = bare_model(self._auto, config)
+            stream(model, which.tensors.get, files)
             return self._answers(model)
 
     def _loaded_unmerged(self, noise: Noise | None) -> torch.Tensor:
@@ -138,11 +144,6 @@ class Models(ABC):
             _shake(model, next(iter(noise.values())) if noise else None)
         answers = self._answers(model.eval())
         del model
-        gc.collect()
-        return answers
-
-    def _loaded_merged(self) -> torch.Tensor:
-        answers = self._answers(self._load(self._provenance.merged.root, self._config))
         gc.collect()
         return answers
 

@@ -14,7 +14,7 @@ from lora_tool.formats.files import parse_json, read_text
 Text = str | list[dict[str, Any]]
 """A plain text, or the messages of a conversation."""
 
-_LARGEST_FILE = 256 << 20
+LARGEST_FILE = 256 << 20
 _EXPECTED = "an object with `chosen` and `rejected`, and a `prompt` where they do not begin with it"
 
 
@@ -53,7 +53,7 @@ def read_pairs(path: Path, *, least: float | None = None) -> Pairs:
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield the number of each line that is not blank, and the JSON in it. Raises `CorruptFile`."""
     # a line ends at \n alone: JSON may hold the other separators that `splitlines` knows
-    for number, line in enumerate(read_text(path, limit=_LARGEST_FILE).split("\n"), 1):
+    for number, line in enumerate(read_text(path, limit=LARGEST_FILE).split("\n"), 1):
         if line.strip("\ufeff \t\r"):
             try:
                 yield number, parse_json(line.encode(), path)
@@ -68,12 +68,12 @@ def at_line(path: Path, line: int, message: str, *, kind: type[BrokenFile] = Bad
 
 def _pair(row: Any, line: int, path: Path) -> Pair:  # noqa: ANN401 - JSON
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
-        found = f"the columns {', '.join(sorted(row))}" if isinstance(row, dict) and row else _shown(row)
+        found = f"the columns {', '.join(sorted(row))}" if isinstance(row, dict) and row else shown(row)
         raise at_line(path, line, f"expected {_EXPECTED}; found {found}")
     chosen, rejected, prompt = (_text(row.get(name), name, line, path) for name in ("chosen", "rejected", "prompt"))
     if chosen is None or rejected is None or type(chosen) is not type(rejected):
         raise at_line(
-            path, line, f"expected `chosen` and `rejected` both as texts or both as messages; found {_shown(row)}"
+            path, line, f"expected `chosen` and `rejected` both as texts or both as messages; found {shown(row)}"
         )
     if isinstance(chosen, list) and isinstance(prompt, str):
         # whole conversations beside their question, as TRL's `maybe_extract_prompt` takes them
@@ -81,7 +81,7 @@ def _pair(row: Any, line: int, path: Path) -> Pair:  # noqa: ANN401 - JSON
             raise at_line(path, line, "the `prompt` is a text, and no message of `chosen` and `rejected` is that text")
         prompt = None
     if prompt is not None and type(prompt) is not type(chosen):
-        raise at_line(path, line, f"expected `prompt` as messages or none, as `chosen` is; found {_shown(prompt)}")
+        raise at_line(path, line, f"expected `prompt` as messages or none, as `chosen` is; found {shown(prompt)}")
     return Pair(
         line=line,
         chosen=_joined(prompt, chosen),
@@ -105,18 +105,22 @@ def _text(value: object, name: str, line: int, path: Path) -> Text | None:
         return value
     if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
         return value
-    raise at_line(path, line, f"expected `{name}` as a text or as messages with a `role`; found {_shown(value)}")
+    raise at_line(path, line, f"expected `{name}` as a text or as messages with a `role`; found {shown(value)}")
 
 
 def _template(row: Mapping[str, Any], line: int, path: Path) -> dict[str, Any]:
     tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
-        tools = parse_json(tools.encode(), path)
+        try:
+            tools = parse_json(tools.encode(), path)
+        except CorruptFile as error:
+            raise at_line(path, line, f"`tools` {error.problem.message}", kind=CorruptFile) from error
     if not isinstance(more, dict):
-        raise at_line(path, line, f"expected `chat_template_kwargs` as an object; found {_shown(more)}")
+        raise at_line(path, line, f"expected `chat_template_kwargs` as an object; found {shown(more)}")
     return {**({"tools": tools} if tools else {}), **more}
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return JSON data as a message shows it: its beginning."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"  # noqa: PLR2004 - about a line

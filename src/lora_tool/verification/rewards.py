@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lora_tool.checkpoint import ModelDir
@@ -11,13 +11,13 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.progress import Progress, StageWatch, unwatched
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
+from lora_tool.verification.batches import Batches
 from lora_tool.verification.models import Models, asking
 from lora_tool.verification.pairs import Pair, Pairs, Text, at_line
 from lora_tool.verification.prompts import tokenizer_in
 
 try:
     import torch
-    from torch.nn.utils.rnn import pad_sequence
 except ImportError as error:
     raise MissingDependency("torch", extra="merge") from error
 
@@ -70,7 +70,7 @@ class _Ranking(Models):
             # padding begins after the last token that is not this one: it must not be what a text ends with
             ends = {int(ids[-1]) for ids in self._ids}
             text.pad_token_id = next((unused for unused in range(text.vocab_size) if unused not in ends), 0)
-        self._pad = text.pad_token_id
+        self._batches = Batches(self._ids, pad=text.pad_token_id, most=_BATCH_TOKENS)
 
     def _tokens(self, tokenizer: Any, pair: Pair, side: Text, vocabulary: int) -> torch.Tensor:  # noqa: ANN401
         """Return the token ids of a text, as TRL's `RewardTrainer` makes them, the last ones of a long text."""
@@ -107,7 +107,7 @@ class _Ranking(Models):
     def evidence(self, watch: StageWatch) -> PairEvidence:
         """Return how the models rank the pairs; `watch` is asked for the progress, in bytes of weights that are run."""
         models = 2 if self._provenance.adapters else 1
-        total = self._provenance.merged.weights.nbytes * len(list(self._batches())) * models
+        total = self._provenance.merged.weights.nbytes * len(self._batches) * models
         with watch("ranking pairs", total) as self._advance:
             (unmerged, merged), streamed = self._run(self._both)
         return PairEvidence(
@@ -133,23 +133,10 @@ class _Ranking(Models):
     def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
         """Return the rewards of all texts, chosen and rejected in turn, in float32."""
         rewards = torch.empty(len(self._ids))
-        for at in self._batches():
-            rows = [self._ids[text].long() for text in at]
-            ids = pad_sequence(rows, batch_first=True, padding_value=self._pad)
-            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        for at, ids, mask in self._batches:
             rewards[at] = model(input_ids=ids, attention_mask=mask).logits.float().squeeze(-1)
             self._advance(self._provenance.merged.weights.nbytes)
         return rewards[self._at]
-
-    def _batches(self) -> Iterator[list[int]]:
-        """Yield the numbers of texts that are run together: of like length, the longest first."""
-        batch: list[int] = []
-        for text in sorted(range(len(self._ids)), key=lambda text: -len(self._ids[text])):
-            if batch and (len(batch) + 1) * len(self._ids[batch[0]]) > _BATCH_TOKENS:
-                yield batch
-                batch = []
-            batch.append(text)
-        yield batch
 
 
 def _ranked(rewards: torch.Tensor) -> Ranking:

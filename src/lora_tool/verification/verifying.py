@@ -28,6 +28,7 @@ from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_tensors
 from lora_tool.verification.pairs import Pairs, read_pairs
+from lora_tool.verification.texts import LossEvidence, Texts, read_texts
 
 _OWN_RULES = ("LT1", "LT6")
 """What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
@@ -50,6 +51,8 @@ class Verification:
     """What both models answered, where they were asked."""
     pairs: PairEvidence | None = None
     """How both models ranked pairs of texts, where there were any."""
+    loss: LossEvidence | None = None
+    """The loss of language models on a text, where there was one."""
 
     def __repr__(self) -> str:
         return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
@@ -74,6 +77,7 @@ def verify(
     prompts: Sequence[str] | None = None,
     pairs: str | os.PathLike[str] | None = None,
     min_accuracy: float | None = None,
+    text: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
@@ -85,8 +89,9 @@ def verify(
     `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per
     core, and `progress` is called with the bytes that were read. `logits` runs both models on `prompts`, by default eight of our own, and compares their answers (extra `merge`).
     `pairs` is a file of JSON lines with `chosen` and `rejected`, and a `prompt` where they do not begin with it: both
-    reward models rank them, `min_accuracy` is the share that the merged one must rank right (extra `merge`). `watch` is
-    asked for the progress of what takes long.
+    reward models rank them, `min_accuracy` is the share that the merged one must rank right (extra `merge`). `text` is
+    a file on which the loss per token of causal models is measured (extra `merge`), and `watch` is asked for the
+    progress of what takes long.
     Raises `CheckpointError` for inputs that cannot be found or read, `IncompatibleBase` where they do not fit together,
     `MissingDependency` before anything is compared.
     """
@@ -100,6 +105,7 @@ def verify(
         logits=logits,
         prompts=prompts,
         pairs=asked,
+        text=None if text is None else read_texts(Path(text)),
         jobs=jobs,
         progress=progress,
         watch=watch,
@@ -115,6 +121,7 @@ def verify_inputs(
     logits: bool = False,
     prompts: Sequence[str] | None = None,
     pairs: Pairs | None = None,
+    text: Texts | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
@@ -122,7 +129,7 @@ def verify_inputs(
     """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
     rules = chosen(select, ignore)
-    if logits or pairs is not None:
+    if logits or pairs is not None or text is not None:
         require_packages(("torch", "transformers", "peft"), extra="merge")  # before minutes of comparing
     plan, why_no_plan = inputs.plan_or_why_not()
     ranking = None
@@ -130,6 +137,11 @@ def verify_inputs(
         from lora_tool.verification.rewards import prepare  # noqa: PLC0415 - torch and transformers, only where asked for
 
         ranking = prepare(inputs, plan, pairs)  # before the long work
+    reading = None
+    if text is not None:
+        from lora_tool.verification import losses  # noqa: PLC0415 - torch and transformers, only where asked for
+
+        reading = losses.prepare(inputs, plan, text)
     evidence: Mapping[str, TensorEvidence] = {}
     if plan is not None:
         tensors, precision = inputs.merged.tensors, inputs.precision
@@ -158,7 +170,8 @@ def verify_inputs(
     )
     skipped = (Skipped(code="LT620", path=str(inputs.merged.root), reason=why_no_outputs),) if why_no_outputs else ()
     adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
-    return _by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
+    found = _by_rules(subject, rules, level, inputs.precision, adapters=adapters, skipped=skipped)
+    return found if reading is None else replace(found, loss=reading(watch))
 
 
 def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
