@@ -19,8 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from lora_tool.architectures import ARCHITECTURES, Architecture, architecture_of, is_computed
 from lora_tool.architectures.ends import output_name
-from lora_tool.names.meta import DTYPES, default_dtype, facts_of
+from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
+from lora_tool.checkpoint import open_model
+from lora_tool.names.meta import DTYPES, default_dtype, facts_of, text_class
+from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.known_names import KNOWN_NAMES, SWITCH, names_digest
+from lora_tool.rules.engine.subjects import BaseMatch
 from lora_tool.tensors import DType
 from tests.oracle.tiny import NUM_LABELS, Task, buildable, tiny_config, tiny_model
 
@@ -45,6 +49,22 @@ ROWS = list(ARCHITECTURES.values())
 CLASSES = [
     pytest.param(row, task, id=f"{row.model_type}-{task}") for row in ROWS for task in TASKS if class_name(row, task)
 ]
+
+
+@pytest.mark.parametrize("row", TEXT_CLASSES.values(), ids=lambda row: row.architecture.model_type)
+def test_a_text_class_is_the_auto_classs_and_lies_where_the_row_says(row: TextClass, tmp_path: Path) -> None:
+    tiny_model(row.architecture.model_type, "image-text-to-text").save_pretrained(tmp_path)
+    base = open_model(tmp_path)
+    class_name = text_class(base.whole_config)
+    assert class_name is not None
+    assert class_name == row.architecture.causal_lm
+    shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
+    mapping = WeightMapping(base.whole_config, class_name, shapes, DType.F32)
+    match = BaseMatch(base=base, arch=row.architecture, strip=row.strip, add=row.add)
+    alone = {name: made.sources[0] for name, made in mapping.parameters.items() if len(made.sources) == 1}
+    assert {name: match.name(name) for name in alone} == alone
+    theirs = {source for made in mapping.parameters.values() for source in made.sources}
+    assert {name for name in base.tensors if row.holds(name)} == theirs
 
 
 def test_the_table_is_sorted_and_keyed_by_model_type() -> None:

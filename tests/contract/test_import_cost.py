@@ -85,6 +85,14 @@ def test_an_adapter_is_judged_without_what_plans_are_made_of() -> None:
     assert not seen & {"lora_tool.formats.torch_zip", "zipfile", "difflib", "textwrap"}
 
 
+def test_a_plan_is_printed_without_what_computes_and_rank_files_without_rules(tmp_path: Path) -> None:
+    merging = modules(CALL.format(arguments=["merge", ADAPTER, "-o", str(tmp_path / "out"), "--dry-run"]))
+    assert not merging & {"lora_tool.execution.engine", "concurrent.futures"}
+    ranks = str(ROOT / "fixtures" / "zero" / "stage3-full")
+    joining = modules(CALL.format(arguments=["consolidate", ranks, "-o", str(tmp_path / "out"), "--dry-run"]))
+    assert not joining & {"lora_tool.execution.engine", "lora_tool.rules.engine.registry", "concurrent.futures"}
+
+
 @pytest.mark.parametrize("words", ["merge --dry-run", "push --dry-run", "ls"])
 def test_a_configuration_may_name_rules_to_any_command(words: str, tmp_path: Path) -> None:
     """In a fresh process, where the command itself has to load the rules."""

@@ -149,6 +149,20 @@ def test_a_gate_below_which_verify_fails(call: Caller, merged: Path) -> None:
     assert "LT625" in call(*asked, "0.95", "--format", "sarif").out
 
 
+def test_the_margins_are_drawn(call: Caller, merged: Path, tmp_path: Path) -> None:
+    page, picture = tmp_path / "margins.html", tmp_path / "margins.png"
+    for drawn in (page, picture):
+        called = call("verify", merged, "--pairs", PAIRS, "--plot", drawn)
+        assert (called.code, called.err) == (0, f"drawn: {drawn}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "0.917 (95% 0.646 to 0.985)" in text
+    assert all(name in text for name in (str(PAIRS), "base + adapter", "reward of chosen", "no pairs"))
+    wrong: list[list[str | Path]] = [["--plot", picture], ["--pairs", PAIRS, "--plot", tmp_path / "a.gif"]]
+    wrong.append(["--pairs", PAIRS, "--plot", tmp_path / "nowhere" / "a.png"])
+    assert [call("verify", merged, *options).code for options in wrong] == [2, 2, 2]
+
+
 def test_a_gate_below_which_ci_fails(call: Caller, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = ("ci", ADAPTER, "-o", out, "--rm", "--pairs", PAIRS, "--min-accuracy")

@@ -5,17 +5,19 @@ The language weights are PEFT's merge of the text class, bit by bit; what the te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.verification.verifying import verify
+from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, saved_tensors
 from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, tiny_model
@@ -83,6 +85,45 @@ def test_the_language_is_pefts_and_the_rest_the_bases(model_type: str, tmp_path:
     parameters = experts(text) or None
     adapter = save_adapter(text, tmp_path / "adapter", target_modules="all-linear", target_parameters=parameters)
     require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+def test_experts_that_are_stored_fused(tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "qwen3_5_moe")
+    fused = AUTO["image-text-to-text"].from_pretrained(base, dtype="auto").state_dict()
+    for path in base.glob("model*"):
+        path.unlink()
+    save_file({name: tensor.clone() for name, tensor in fused.items()}, base / "model.safetensors", {"format": "pt"})
+    text = load_text(base)
+    adapter = save_adapter(
+        text, tmp_path / "adapter", target_modules="all-linear", target_parameters=experts(text), lora_dropout=0.0
+    )
+    judged_as_in_memory(base, adapter)
+    require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "llama4", "mllama"])
+def test_names_alone_tell_the_text_class(model_type: str, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", model_type)
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", **LAYER)
+    judged_as_in_memory(base, adapter)
+    file = adapter / "adapter_model.safetensors"
+    good = load_file(file)
+    injuries: Mapping[str, Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]] = {
+        "LT501": lambda name, tensor: (name.replace("mlp", "ffn").replace("feed_forward", "ffn"), tensor),
+        "LT502": lambda name, tensor: (name, tensor[:-1].clone() if "down_proj.lora_B" in name else tensor),
+        "LT503": lambda name, tensor: (name.replace("layers.1.", "layers.9."), tensor),
+    }
+    for code, injury in injuries.items():
+        save_file(dict(injury(name, tensor) for name, tensor in good.items()), file)
+        assert code in codes(judge(adapter, base=base))
+    save_file({name: tensor for name, tensor in good.items() if "layers.1.self_attn" not in name}, file)
+    assert "LT505" in codes(judge(adapter, base=base))
+
+
+def judged_as_in_memory(base: Path, adapter: Path) -> None:
+    report = judge(adapter, base=base)
+    assert not codes(report)
+    assert not {skipped.code for skipped in report.skipped if skipped.code.startswith("LT5")}
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -48,16 +48,18 @@ def print_json(**table: object) -> None:
 
 def show_findings(findings: Iterable[Finding]) -> None:
     """Write errors and warnings to stderr as `validate` prints them, and how many there are."""
-    from lora_tool.report.findings import Severity  # noqa: PLC0415 - where there are findings
-    from lora_tool.report.model import Report  # noqa: PLC0415
-    from lora_tool.report.text import findings_lines  # noqa: PLC0415
+    from lora_tool.report.findings import Severity  # noqa: PLC0415 - no word of help needs it
 
     shown = tuple(finding for finding in findings if finding.severity > Severity.INFO)
+    if not shown:
+        return
+    from lora_tool.report.model import Report  # noqa: PLC0415 - where there are findings
+    from lora_tool.report.text import findings_lines  # noqa: PLC0415
+
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     for line in findings_lines(shown, color=colour):
         click.echo(line, err=True)
-    if shown:
-        click.echo(Report(findings=shown).counts(), err=True)
+    click.echo(Report(findings=shown).counts(), err=True)
 
 
 def show_error(error: LoraToolError) -> None:

@@ -25,6 +25,8 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, wants_colour
+from lora_tool.display import printable
+from lora_tool.errors import require_packages
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 )
 @pair_options
 @click.option(
+    "--plot", type=UserPath(dir_okay=False), metavar="FILE", help="Draw the margins of --pairs: .png or .html."
+)
+@click.option(
     "--text",
     type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
@@ -76,6 +81,7 @@ def command(
     pairs: Path | None,
     min_accuracy: float | None,
     text: Path | None,
+    plot: Path | None,
     tensors: bool,
     fail_on: str,
     strict: bool,
@@ -103,6 +109,7 @@ def command(
 
         asked["prompts"] = read_prompts(prompts)
     asked["pairs"] = pairs_asked(pairs, min_accuracy)
+    _require_drawable(plot, pairs)
     if text is not None:
         from lora_tool.verification.texts import read_texts  # noqa: PLC0415 - only where asked for
 
@@ -112,11 +119,29 @@ def command(
     verification = verify_inputs(inputs, level=Level.SAMPLE if sample else Level.FULL, watch=watch, **asked)
     if verification.report.findings or not quiet:
         click.echo(_text(verification, printed, told.least, tensors=tensors, color=wants_colour()))
+    if plot is not None and verification.pairs is not None:
+        from lora_tool.pictures.margins import draw_margins  # noqa: PLC0415 - matplotlib, only for pictures
+
+        draw_margins(merged.resolve().name, verification.pairs, plot)
+        click.echo(f"drawn: {printable(str(plot))}", err=True)
     told.write_files(lambda form: _text(verification, form, told.least, tensors=tensors))
     if not told.fails(verification.report):
         return DONE
     failing = verification.report.at_least(told.least)
     return FINDINGS if failing and not written_wrong(failing) else FAILED_CHECK
+
+
+def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
+    """Return if what is asked for can be drawn, or nothing is. Raises `click.UsageError` and `MissingDependency`."""
+    if plot is None:
+        return
+    if pairs is None:
+        raise click.UsageError("--plot draws the margins of --pairs")
+    if plot.suffix not in (".png", ".html"):
+        raise click.BadParameter(f"{plot} ends neither in .png nor in .html", param_hint="--plot")
+    if not plot.parent.is_dir():
+        raise click.BadParameter(f"{plot.parent} is no folder", param_hint="--plot")
+    require_packages(("matplotlib", "jinja2"), extra="plot")
 
 
 def _text(verification: Verification, form: Form, fail_on: Severity, *, tensors: bool, color: bool = False) -> str:

@@ -32,8 +32,9 @@ def page(
     curves: Curves,
     *,
     dora: bool = False,
+    drawn: Sequence[tuple[str, Figure]] = (),
 ) -> str:
-    """Return the page as text. `facts` are names and values that are listed at its top."""
+    """Return the page as text: `facts` are names and values that are listed at its top, `drawn` figures by their headings."""
     environment = Environment(
         loader=PackageLoader("lora_tool.pictures", ""),
         autoescape=True,
@@ -54,6 +55,7 @@ def page(
         number=four_digits,
         version=version("lora-tool"),
         dora=dora,
+        drawn=[(heading, _svg(figure)) for heading, figure in drawn],
     )
 
 

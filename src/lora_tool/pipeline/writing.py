@@ -12,7 +12,6 @@ from typing import Any
 
 from lora_tool.actions import TensorAction
 from lora_tool.display import counted, printable, size
-from lora_tool.execution.engine import execute
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.plan.core import delta_retention
@@ -124,6 +123,8 @@ def write(
     read back and compared before the folder gets its name, and `found` is called with what the rules say of it. `watch`
     is asked for the progress of the writing. Raises as `execute` does, and `VerificationFailed`.
     """
+    from lora_tool.execution.engine import execute  # noqa: PLC0415 - what computes, which a dry run has no use for
+
     out = Path(out)
     summary: Mapping[str, Any] | None = None
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lora_tool.display import json_data
 from lora_tool.report.findings import Finding, Severity
-from lora_tool.report.model import Report
 from lora_tool.version import __version__
+
+if TYPE_CHECKING:
+    from lora_tool.report.model import Report
 
 SCHEMA_VERSION = 1
 """Rises when a field is renamed, removed or changes its meaning; new fields do not raise it."""

@@ -128,7 +128,8 @@ class Judge:
         """Return what transformers would refuse or put at random in its base, but what the adapter brings."""
         if subject.stored_base is None:
             return Report()
-        codes = _OF_BASES - ({"LT318"} if isinstance(subject.match, BaseMatch) else set())
+        match = subject.match
+        codes = _OF_BASES - ({"LT318"} if isinstance(match, BaseMatch) and not match.outside else set())
         rules = tuple(rule for rule in self.rules if rule.code in codes)
         found = Judge(rules=rules, ignored=self.ignored).folder(subject.stored_base)
         brought = subject.view.saved.keys()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from lora_tool.cores import available_cores
 from lora_tool.progress import Progress
-from lora_tool.report import Finding, Report, Severity
+from lora_tool.report import Finding, Severity
 
 
 class ValuePart(Protocol):
@@ -33,6 +32,8 @@ class ValueCheck:
 
     def run(self, advance: Progress) -> list[Finding]:
         """Run all parts and return what they find, in their order. Raises what they raise."""
+        from concurrent.futures import CancelledError, ThreadPoolExecutor  # noqa: PLC0415 - slow, and plans do not run
+
         stop = threading.Event()
 
         def go_on(nbytes: int) -> None:
@@ -55,6 +56,9 @@ def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[F
     """
     kept = tuple(found)
     errors = tuple(f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored)))
-    codes = ",".join(sorted({error.code for error in errors}))
-    Report(findings=errors).raise_at(Severity.ERROR, hint=f'to go on all the same: `ignore="{codes}"`')
+    if errors:
+        from lora_tool.report import Report  # noqa: PLC0415 - what a whole report is made of, for errors alone
+
+        codes = ",".join(sorted({error.code for error in errors}))
+        Report(findings=errors).raise_at(Severity.ERROR, hint=f'to go on all the same: `ignore="{codes}"`')
     return kept

@@ -111,7 +111,10 @@ def _text(value: object, name: str, line: int, path: Path) -> Text | None:
 def _template(row: Mapping[str, Any], line: int, path: Path) -> dict[str, Any]:
     tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
     if isinstance(tools, str):
-        tools = parse_json(tools.encode(), path)
+        try:
+            tools = parse_json(tools.encode(), path)
+        except CorruptFile as error:
+            raise at_line(path, line, f"`tools` {error.problem.message}", kind=CorruptFile) from error
     if not isinstance(more, dict):
         raise at_line(path, line, f"expected `chat_template_kwargs` as an object; found {shown(more)}")
     return {**({"tools": tools} if tools else {}), **more}

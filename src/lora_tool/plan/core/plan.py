@@ -13,7 +13,7 @@ from lora_tool.plan.core.render import plan_lines, shard_json
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
-from lora_tool.rules.merged.subject import Expected
+from lora_tool.rules.merged.expected import Expected
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp
 

@@ -179,6 +179,8 @@ class BaseMatch:
 
     def name(self, module: str) -> str:
         """Return the module path as the base's files have it."""
+        if self.strip and self.add and not module.startswith(self.strip):
+            return module  # the output layer beside a text model that lies deeper on disk
         return self.add + module.removeprefix(self.strip)
 
     def tensor(self, module: str, leaf: str = "weight") -> StoredTensor | None:
@@ -189,7 +191,8 @@ class BaseMatch:
         """Yield the tensors of the class that the adapter was trained on, by the names that it has there."""
         for name, tensor in self.base.tensors.items():
             if name not in self.outside:
-                yield self.strip + name.removeprefix(self.add), tensor
+                moved = name.startswith(self.add)
+                yield (self.strip + name.removeprefix(self.add) if moved else name), tensor
 
     def held(self, name: str) -> StoredTensor | None:
         """Return the tensor of that name if the base on disk has it, or what it is made of."""

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.checkpoint import MERGED_MODEL
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import ModelSubject
+from lora_tool.rules.merged.expected import Expected
 from lora_tool.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
     from lora_tool.rules.merged.pairs import PairEvidence
-
-
-class ExpectedFile(Protocol):
-    """A file beside the weights: copied from `source`, or with `content`."""
-
-    @property
-    def filename(self) -> str: ...
-    @property
-    def source(self) -> Path | None: ...
-    @property
-    def content(self) -> bytes | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Expected:
-    """What base and adapter give: the merged model's tensors by name, and the files beside them."""
-
-    tensors: Mapping[str, TensorSpec]
-    files: tuple[ExpectedFile, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

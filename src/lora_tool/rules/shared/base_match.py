@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.checkpoint import ModelDir
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.rules.engine.subjects import BaseMatch
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -> BaseMatch | str:
@@ -19,21 +24,45 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     """
     if base.config is None or any(problem.fatal for problem in base.problems):
         return f"the base model {base.root} cannot be read: lora-tool validate {base.root}"
-    if "layer_replication" in adapter.refused:
-        return "`layer_replication` numbers the layers of the adapter otherwise than the base"
     config = base.config
-    arch = architecture_of(config.model_type or "")
-    if arch is None or config.custom_code:
-        return f"the base is a {config.model_type or 'model'}, whose names on disk may differ from those in memory"
-    quantised = config.quantization or _narrow(base)
-    if quantised:
-        return f"the base is quantised ({quantised}): its shapes on disk are not those in memory"
+    if why := _why_names_cannot_tell(base, config, adapter):
+        return why
+    arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
     wanted = [module for module in modules if head_of(module) is None]
     held = frozenset(name.rpartition(".")[0] for name in base.tensors)
+    if arch is None:
+        return (_text_match(base, text, held, wanted) if text else None) or _may_differ(config)
     if not wanted or not held:
         return BaseMatch(base=base, arch=arch)
     candidates = [BaseMatch(base=base, arch=arch, strip=strip, add=add) for strip, add in _shifts(wanted[0], held)]
     return max(candidates, key=lambda match: sum(match.name(module) in held for module in wanted))
+
+
+def _why_names_cannot_tell(base: ModelDir, config: ModelConfig, adapter: AdapterConfig) -> str | None:
+    """Return why names and shapes on disk say nothing of those in memory; None where they may."""
+    if "layer_replication" in adapter.refused:
+        return "`layer_replication` numbers the layers of the adapter otherwise than the base"
+    known = architecture_of(config.model_type or "") or TEXT_CLASSES.get(config.model_type or "")
+    if known is None or config.custom_code:
+        return _may_differ(config)
+    quantised = config.quantization or _narrow(base)
+    return f"the base is quantised ({quantised}): its shapes on disk are not those in memory" if quantised else None
+
+
+def _may_differ(config: ModelConfig) -> str:
+    return f"the base is a {config.model_type or 'model'}, whose names on disk may differ from those in memory"
+
+
+def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: Sequence[str]) -> BaseMatch | None:
+    """Return the match of an adapter that was trained on the text class of a multimodal base, else None.
+
+    None too for experts that are on disk one by one: what they are in memory headers do not say.
+    """
+    outside = frozenset(name for name in base.tensors if not text.holds(name))
+    match = BaseMatch(base=base, arch=text.architecture, strip=text.strip, add=text.add, outside=outside)
+    found = sum(match.name(module) in held for module in wanted)
+    as_they_are = sum(module in held for module in wanted)
+    return match if found > as_they_are and not any(map(_EXPERT.search, held)) else None
 
 
 def _narrow(base: ModelDir) -> str | None:

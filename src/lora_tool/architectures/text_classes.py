@@ -1,0 +1,59 @@
+"""Multimodal checkpoints of which `AutoModelForCausalLM` makes a text model, whose names are other than those on disk.
+
+The table is of transformers 5.23, for checkpoints whose experts are stored fused or that have none;
+`tests/contract/test_architectures.py` checks every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lora_tool.architectures.table import Architecture
+
+_OUTPUT = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextClass:
+    """The text class of a model type: on disk its names have `add` in place of their beginning `strip`.
+
+    Where they have that beginning: with `strip` the output layer has the same name in both.
+    """
+
+    architecture: Architecture
+    strip: str
+    add: str
+
+    def holds(self, name: str) -> bool:
+        """Return whether the tensor on disk is the text model's."""
+        return name.startswith(self.add) or name in self.architecture.causal_only
+
+
+def _row(model_type: str, class_name: str, strip: str, add: str) -> TextClass:
+    return TextClass(
+        architecture=Architecture(
+            model_type=model_type,
+            causal_lm=class_name,
+            sequence_classification=None,
+            head=None,
+            causal_only=(_OUTPUT if strip else f"{add}{_OUTPUT}",),
+            conv1d=frozenset(),
+        ),
+        strip=strip,
+        add=add,
+    )
+
+
+_QWEN = ("model.", "model.language_model.")
+_WRAPPED = ("", "language_model.")
+_ROWS = (
+    _row("llama4", "Llama4ForCausalLM", *_WRAPPED),
+    _row("mllama", "MllamaForCausalLM", *_WRAPPED),
+    _row("qwen3_5", "Qwen3_5ForCausalLM", *_QWEN),
+    _row("qwen3_5_moe", "Qwen3_5MoeForCausalLM", *_QWEN),
+    _row("qwen4_exp", "Qwen4ExpForCausalLM", *_QWEN),
+)
+TEXT_CLASSES: Mapping[str, TextClass] = MappingProxyType({row.architecture.model_type: row for row in _ROWS})
+"""By the `model_type` of the whole checkpoint."""

@@ -1,0 +1,85 @@
+"""The margins of a reward model's pairs as a picture: how far chosen and rejected are apart, before and after a merge."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_tool.display import counted, printable
+from lora_tool.errors import MissingDependency
+from lora_tool.execution.folder import replace_file
+from lora_tool.pictures.page import page
+from lora_tool.rules.merged.pairs import PairEvidence
+
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise MissingDependency("matplotlib", extra="plot") from error
+
+_MOST_BARS = 60
+
+
+def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
+    """Write the histogram of the margins of `found` under the `title`: a page where `path` ends in ``.html``, else a PNG.
+
+    It appears complete or not at all, and replaces a file of that name. Raises `OSError` where it cannot be written.
+    """
+    figure = margins_figure(found)
+    if path.suffix == ".html":
+        text = page(printable(title), _facts(found), (), (), {}, drawn=(("Margins", figure),))
+        replace_file(path, text.encode())
+        return
+    picture = io.BytesIO()
+    figure.suptitle(printable(title).replace("$", r"\$"))
+    figure.savefig(picture, format="png", dpi=150)
+    replace_file(path, picture.getvalue())
+
+
+def _facts(found: PairEvidence) -> list[tuple[str, str]]:
+    """Return what is listed above the picture: names and values."""
+    low, high = found.merged.interval
+    listed = [("pairs", f"{len(found.lines):,} of {found.source}")]
+    if found.unmerged is not None:
+        listed.append(("accuracy of base + adapter", f"{found.unmerged.accuracy:.3f}"))
+    listed.append(("accuracy of merged", f"{found.merged.accuracy:.3f} (95% {low:.3f} to {high:.3f})"))
+    if found.unmerged is not None:
+        listed.append(("ordered differently", counted(len(found.changed), "pair")))
+    return listed
+
+
+def margins_figure(found: PairEvidence) -> Figure:
+    """Return the histogram; a margin that is no number has no place in it."""
+    drawn = {"base + adapter": found.unmerged, "merged": found.merged}
+    shown = {
+        name: [margin for margin in ranking.margins if math.isfinite(margin)]
+        for name, ranking in drawn.items()
+        if ranking is not None
+    }
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    edges = _edges([margin for margins in shown.values() for margin in margins], len(found.lines))
+    for name, margins in shown.items():
+        merged = name == "merged"
+        # one filled, one an outline: they lie on each other where the merge is good
+        axes.hist(
+            margins, bins=edges, label=name, histtype="step" if merged else "stepfilled", alpha=1 if merged else 0.35
+        )
+    axes.axvline(0, color="#666666", linewidth=1)
+    axes.set_title("Right of the line the chosen text has the higher reward", loc="left")
+    axes.set_xlabel("reward of chosen - reward of rejected")
+    axes.set_ylabel("pairs")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _edges(margins: Sequence[float], pairs: int) -> list[float]:
+    """Return where the bars begin and end: zero is among them, so that no bar holds pairs ranked right and wrong."""
+    bars = min(_MOST_BARS, max(10, 2 * math.isqrt(pairs)))
+    low, high = min(margins, default=0.0), max(margins, default=0.0)
+    width = (high - low) / bars or 1.0
+    return [at * width for at in range(math.floor(low / width), math.floor(high / width) + 2)]
