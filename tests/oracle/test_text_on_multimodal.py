@@ -5,6 +5,7 @@ The language weights are PEFT's merge of the text class, bit by bit; what the te
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def require_pefts_in_the_whole(base: Path, adapter: Path, out: Path) -> None:
     ours, before = saved_tensors(out), saved_tensors(base)
     assert layout(ours) == layout(before)
     assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
-    theirs = PeftModel.from_pretrained(load_text(base), adapter).merge_and_unload().state_dict()
+    theirs = theirs_in_memory(base, adapter)
     held = load_text(out).state_dict()
     assert not different(held, theirs)
     changed = different(ours, before)
@@ -99,6 +100,38 @@ def test_experts_that_are_stored_fused(tmp_path: Path) -> None:
     )
     judged_as_in_memory(base, adapter)
     require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_text_model_alone_is_pefts(model_type: str, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", model_type)
+    text = load_text(base)
+    parameters = experts(text) or None
+    adapter = save_adapter(text, tmp_path / "adapter", target_modules="all-linear", target_parameters=parameters)
+    PeftModel.from_pretrained(load_text(base), adapter).merge_and_unload().save_pretrained(tmp_path / "theirs")
+    merge_with_ours(base, adapter, tmp_path / "ours", "peft", text_only=True)
+    ours, theirs = saved_tensors(tmp_path / "ours"), saved_tensors(tmp_path / "theirs")
+    assert layout(ours) == layout(theirs)
+    assert not different(ours, theirs)
+    configs = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("ours", "theirs")]
+    assert configs[0] == {**configs[1], "transformers_version": configs[0]["transformers_version"]}
+    loaded, info = type(text).from_pretrained(tmp_path / "ours", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not different(loaded.state_dict(), theirs_in_memory(base, adapter))
+    for folder in ("ours", "theirs"):
+        verify(tmp_path / folder, base=base, adapters=[adapter]).raise_for_errors()
+
+
+def theirs_in_memory(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    merged: PreTrainedModel = PeftModel.from_pretrained(load_text(base), adapter).merge_and_unload()
+    return dict(merged.state_dict())
+
+
+def test_a_base_without_a_text_class_is_not_cut(tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "qwen3_vl")
+    adapter = save_adapter(AUTO["image-text-to-text"].from_pretrained(base), tmp_path / "adapter", **LAYER)
+    with pytest.raises(UnsupportedAdapter, match="no text model of a qwen3_vl to write alone"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "peft", text_only=True)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "llama4", "mllama"])

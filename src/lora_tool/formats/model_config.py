@@ -48,7 +48,11 @@ class ModelConfig:
 
 def read_model_config(path: Path) -> ModelConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_object(path)
+    return model_config_of(read_object(path), path)
+
+
+def model_config_of(raw: Mapping[str, Any], path: Path) -> ModelConfig:
+    """Return the config that the object `raw`, of the file `path`, is; wrong fields are in `problems`."""
     fields = Fields(raw, path)
     if "model_type" not in raw:
         fields.note("model_type", "expected a string, found nothing: transformers cannot tell what model it is")

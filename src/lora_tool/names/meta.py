@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
-from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.model_config import ModelConfig, model_config_of
 from lora_tool.names.model import LABELS, ModelFacts
 from lora_tool.tensors import FLOAT_NAMES
 
@@ -93,6 +95,27 @@ def text_class(config: ModelConfig) -> str | None:
     return next((name for name in found if _reads_text_alone(name, config)), None)
 
 
+def text_config(config: ModelConfig) -> ModelConfig | None:
+    """Return the config that transformers saves with the text model alone of a multimodal one; None where there is
+    none.
+
+    Its object names no class: who writes it adds that.
+    """
+    class_name = text_class(config)
+    if class_name is None:
+        return None
+    text = _config_class(config).from_dict(_without_code(config)).get_text_config()
+    raw = json.loads(text.to_json_string())
+    raw.pop("architectures", None)
+    if config.dtype is not None:
+        raw["dtype"] = FLOAT_NAMES[config.dtype]
+    return replace(model_config_of(raw, config.path), architectures=(class_name,))
+
+
+def _without_code(config: ModelConfig) -> dict[str, Any]:
+    return {name: _special(value) for name, value in config.raw.items() if name != "auto_map"}
+
+
 def _reads_text_alone(class_name: str, config: ModelConfig) -> bool:
     """Return whether the class takes the part of a multimodal config that is the text model's, as the auto classes
     give it.
@@ -122,7 +145,7 @@ def build(config: ModelConfig, class_name: str, dtype: torch.dtype, *, any_label
         )
     _require_sane_sizes(config)
     try:
-        raw = {name: _special(value) for name, value in config.raw.items() if name != "auto_map"}
+        raw = _without_code(config)
         if _reads_text_alone(class_name, config):
             built = _config_class(config).from_dict(raw).get_text_config()
         else:

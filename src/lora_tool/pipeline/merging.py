@@ -146,7 +146,7 @@ def planned(
     try:
         plan = plan_merge(inputs.base, inputs.adapters, **options.planning())
     except OnlyInMemory as why:
-        if not options.allow_in_memory:
+        if not options.allow_in_memory or options.text_only:
             raise
         asked = ask_in_memory(
             inputs.base,

@@ -6,7 +6,7 @@ Of several classes the one is taken that has a module for every tensor of the ad
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
@@ -70,6 +70,20 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
             f"{base.root}: transformers has no {kind} of model_type {config.model_type}", hint=WITH_PEFT
         )
     return ModelClass(task=decided, mapping=mapping, arch=arch)
+
+
+def text_base(base: ModelDir) -> ModelDir:
+    """Return a multimodal base with the config of its text model.
+
+    Raises `UnsupportedAdapter` where transformers has no class for the text model alone.
+    """
+    config = meta.text_config(base.whole_config)
+    if config is None:
+        raise UnsupportedAdapter(
+            f"{base.root}: transformers has no text model of a {base.whole_config.model_type} to write alone",
+            hint="leave out `text_only`",
+        )
+    return replace(base, config=config)
 
 
 def _architecture(

@@ -79,6 +79,9 @@ class MergeOptions:
     untie: bool = option(
         default=False, text="Write tied embeddings as two matrices, each as it was trained.", parse=flag
     )
+    text_only: bool = option(
+        default=False, text="Write the text model of a multimodal base alone, as PEFT does.", parse=flag
+    )
     expert_layout: ExpertLayout | str | None = option(
         None,
         "How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank-major]",
@@ -106,7 +109,7 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return what is asked of the plan, as `plan_merge` takes it."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "max_shard_bytes", "expert_layout")
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "max_shard_bytes", "expert_layout")
         return {name: getattr(self, name) for name in names} | self.rules()
 
     def rules(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def plan_merge(
     dtype: DType | str | None = None,
     precision: Precision | str = Precision.FLOAT32,
     untie: bool = False,
+    text_only: bool = False,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
     select: Iterable[str] = (),
@@ -50,7 +51,7 @@ def plan_merge(
     `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
 
     Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
-    every tensor's own; `num_labels` are the labels that a head must have, and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `max_shard_bytes` None keeps
+    every tensor's own; `num_labels` are the labels that a head must have, and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only` makes the text model of a multimodal base alone. `max_shard_bytes` None keeps
     the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
     not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. What lies in the Hub's
     cache has its Hub id and commit in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored
@@ -75,7 +76,7 @@ def plan_merge(
     for each in adapters:
         require_mergeable(view_of(each))
     require_full_precision(base)
-    view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT)
+    view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
     if (match := view.in_memory()) is not None:
         report = joined([report, judge.in_memory(view.adapters, match)])
     adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
@@ -88,7 +89,8 @@ def plan_merge(
     leftovers = (*dropped_from_base(merge), *view.leftovers, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
     _require_same_everywhere(steps, precision)
-    options = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
+    options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
+    options |= {"text_only": True} if text_only else {}
     plan = build_plan(
         merge, steps, leftovers, base, precision=precision, max_shard_bytes=max_shard_bytes, options=options
     )

@@ -57,6 +57,7 @@ class Provenance:
             dtype=_known(DType, record.get("dtype")),
             precision=self.precision or Precision.FLOAT32,
             untie=self._untied(record),
+            text_only=self._text_only(record),
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
             ignore=("LT",),
         )
@@ -67,6 +68,14 @@ class Provenance:
             return record.get("untie") is True
         said = [config.tie_word_embeddings for config in (self.merged.config, self.base.config) if config is not None]
         return said[:1] == [False] != said[1:]
+
+    def _text_only(self, record: Mapping[str, Any]) -> bool:
+        """Whether the text model alone was to be written; another tool's model shows it in its config."""
+        text = self.base.config.raw.get("text_config") if self.base.config else None
+        own = self.merged.config.model_type if self.merged.config else None
+        whole = self.base.config.model_type if self.base.config else None
+        shown = isinstance(text, dict) and own == text.get("model_type") != whole
+        return record.get("text_only") is True if record else own is not None and shown
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""

@@ -32,14 +32,21 @@ _MAPPERS = ("torch", "transformers")
 """What says where parameters are on disk."""
 
 
-def read_base(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, *, exact: bool = False) -> BaseView:
+def read_base(
+    base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, *, exact: bool = False, text_only: bool = False
+) -> BaseView:
     """Return base and adapters in the names of memory, with task and class decided.
 
     `asked` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
-    one. Raises `UnsupportedAdapter` where the task, the adapters and the base contradict each other or no class is
-    found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where transformers must be asked
+    one, `text_only` the text model of a multimodal base for the whole. Raises `UnsupportedAdapter` where the task, the
+    adapters and the base contradict each other or no class is found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where transformers must be asked
     and is not installed.
     """
+    if text_only:
+        require_transformers()
+        from lora_tool.plan.merge.model_class import text_base  # noqa: PLC0415 - imports torch
+
+        base = text_base(base)
     task = other_task(asked, adapters, base)
     row = plain_row(base, adapters, asked) if task is None else None
     if row is not None:
