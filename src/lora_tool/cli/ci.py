@@ -52,7 +52,9 @@ _COLOURS = {
 @pair_options
 @rank_file_options
 @click.option("--dry-run", is_flag=True, help="Validate, and print what would be done: nothing is written.")
-@click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
+@click.option(
+    "--push", type=repository, metavar="REPO", help="Publish the result there: owner/name[@branch], hf:// or URL."
+)
 @repository_options
 @report_option
 @config_option
