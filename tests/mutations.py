@@ -898,6 +898,24 @@ def _three_labels(folder: Path) -> None:
     edit.as_classifier(folder, labels=3)
 
 
+@_breaks("LT308 bias", MODEL)
+def _bias_of_another_head(folder: Path) -> None:
+    edit.as_classifier(folder, labels=3, rows=3)
+    with tensors(folder, "model.safetensors") as table:
+        table["score.bias"] = raw(2, dtype="BF16")
+    with fields(folder, "config.json") as config:
+        config["architectures"] = ["Qwen2ForTokenClassification"]
+
+
+@_breaks("LT308 answers", MODEL)
+def _one_row_for_answers(folder: Path) -> None:
+    edit.as_classifier(folder)
+    with tensors(folder, "model.safetensors") as table:
+        table["qa_outputs.weight"] = table.pop("score.weight")
+    with fields(folder, "config.json") as config:
+        config["architectures"] = ["Qwen2ForQuestionAnswering"]
+
+
 @_breaks("LT312", MODEL, task="reward")
 def _causal_asked_as_reward(folder: Path) -> None:
     assert open_model(folder).config is not None  # as it is: a causal LM
