@@ -1183,6 +1183,40 @@ def _tasks_by_class(folder: Path) -> None:
         }
 
 
+@_breaks("LT505 output layer", CAUSAL, with_base=True)
+def _output_layer_without_its_lora(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}lm_head.base_layer.weight"] = raw(304, 16)
+    with fields(folder) as config:
+        config["target_modules"] = [*config["target_modules"], "lm_head"]
+
+
+@_breaks("LT207 output layer", CAUSAL)
+def _output_layer_without_lora(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}lm_head.base_layer.weight"] = raw(304, 16)
+
+
+@_breaks("LT506 output bias", CAUSAL, with_base=True)
+def _output_bias_without_place(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}lm_head.bias"] = raw(304)
+
+
+@_breaks("LT215 bias", CAUSAL, with_base=True, quiet=True)
+def _bias_of_lora_without_place(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{Q_PROJ}.lora_B.bias"] = raw(16)
+    with fields(folder) as config:
+        config["lora_bias"] = True
+
+
+@_breaks("LT513 bias", REWARD, with_base=True)
+def _head_bias_without_place(folder: Path) -> None:
+    with tensors(folder) as table:
+        table[f"{PREFIX}score.bias"] = raw(1)
+
+
 @_breaks("LT513", REWARD, with_base=True)
 def _head_under_another_name(folder: Path) -> None:
     with tensors(folder) as table:

@@ -133,7 +133,9 @@ def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) 
         (base / "model-00002-of-00002.safetensors").unlink()
     report = judge(folder, base=base)
     assert not {code for code in codes(report) if code.startswith("LT5")}
-    assert {skip.code for skip in report.skipped} == {
+    assert {skip.code for skip in report.skipped} >= {
+        "LT317",
+        "LT318",
         *(f"LT50{at}" for at in range(1, 7)),
         "LT508",
         "LT509",

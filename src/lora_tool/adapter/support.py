@@ -17,6 +17,7 @@ _AS_PLAIN_LORA = (
 )
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
+BIAS_WITHOUT_PLACE = "`lora_bias` on a layer that has no bias: the merged model would have no place for it, and PEFT cannot merge it either"
 UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
 
 

@@ -62,6 +62,23 @@ def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors |
     return found.result(known) if found.fits else None
 
 
+def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
+    """Return the names of what a class may have beside its base model, a head and an output layer; None if no table
+    knows it.
+    """
+    row = _row(model_type)
+    if row is None or class_name not in row["classes"]:
+        return None
+    own = row["classes"][class_name]
+    names = (
+        *row["always"],
+        *own["always"],
+        *own["others"],
+        *(n for each in (row, own) for g in each["groups"] for n in g),
+    )
+    return frozenset(name for name in names if not name.startswith("@"))
+
+
 def why_unknown(config: ModelConfig) -> str:
     """Return why `model_tensors` cannot tell what the class of `config` has, for a config of which it cannot."""
     return _why_no_row(config) or "less than half of what its class has is in the weights under its name"

@@ -217,6 +217,8 @@ def inside(root: Path, path: Path) -> bool:
     The Hub cache keeps a snapshot as links into the `blobs` folder beside it; those count as inside. So do links to a
     model's blobs from anywhere, as `hf download --local-dir` made them until 2024.
     """
+    if path.parent == root and path.name != ".." and not os.path.islink(path):  # noqa: PTH114 - it raises for long names
+        return True  # as nearly always: no link to follow
     real_root = Path(os.path.realpath(root))
     target = Path(os.path.realpath(path))
     if target.is_relative_to(real_root):

@@ -120,7 +120,7 @@ class Tokenizer:
 
 def read_tokenizer(folder: Path, names: Iterable[str]) -> Tokenizer:
     """Return what the tokenizer files among `names` in `folder` say."""
-    present = frozenset(name for name in names if inside(folder, folder / name))
+    present = frozenset(name for name in FILE_NAMES.intersection(names) if inside(folder, folder / name))
     problems: list[Problem] = []
     small = (CONFIG, SPECIAL_MAP, ADDED, PROCESSOR_TEMPLATE)
     tables = {name: _object(folder / name, problems) for name in small if name in present}

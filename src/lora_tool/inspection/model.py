@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -116,6 +115,8 @@ class Inspection:
         return f"{type(self).__name__}({shortened(self.path, 300)!r}: {self.kind}, {size(self.disk_bytes)})"
 
     def _repr_html_(self) -> str:
+        import html  # noqa: PLC0415 - only in notebooks
+
         rows = (
             f"<tr><th>{name}</th><td>{html.escape(shortened(printable(value)))}</td></tr>"
             for name, value in self.facts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.actions import TensorAction
-from lora_tool.adapter.support import UNMERGED
+from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.core.steps import InputRecord, Step
@@ -62,11 +62,7 @@ def require_all_consumed(merge: MergeContext, steps: tuple[Step, ...], leftovers
 
 def _unplaced(merge: MergeContext, tensor: StoredTensor, wanted: str) -> IncompatibleBase | UnsupportedAdapter:
     if (module := wanted.removesuffix(".bias")) in merge.modules.lora_bias and f"{module}.weight" in merge.base.tensors:
-        return UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}`: `lora_bias` on a layer that has no bias: the merged model would have no "
-            "place for it, and PEFT cannot merge it either",
-            hint=UNMERGED,
-        )
+        return UnsupportedAdapter(f"{tensor.path}: `{tensor.name}`: {BIAS_WITHOUT_PLACE}", hint=UNMERGED)
     if wanted in merge.arch.causal_only and wanted not in merge.base.tensors:
         return IncompatibleBase(
             f"{tensor.path}: `{tensor.name}` belongs to `{wanted}`, which is tied to the embeddings of this base: "

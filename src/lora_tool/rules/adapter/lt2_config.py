@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from lora_tool.adapter import targeting
-from lora_tool.adapter.support import refusals
+from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
 from lora_tool.adapter.view import WholeTensor
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
@@ -141,10 +141,15 @@ def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collec
             return "it belongs to no target and to none of `modules_to_save`"
         case Part.TOKENS_DELTA if not subject.config.token_indices:
             return "`trainable_token_indices` is not set"
-        case Part.BASE_LAYER if item.module not in adapted and not is_end(item.module):
+        case Part.BASE_LAYER if item.module not in adapted and not _is_targeted_end(subject, item):
             return "its module has no LoRA"
         case _:
             return None
+
+
+def _is_targeted_end(subject: AdapterSubject, item: WholeTensor) -> bool:
+    """Whether PEFT makes a LoRA layer of an end of the model, with the weight that the adapter carries: LT505 looks."""
+    return is_end(item.module) and subject.config.targets(item.module)
 
 
 def _repeats_base(subject: AdapterSubject, item: WholeTensor) -> bool:
@@ -215,7 +220,8 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
 def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     """Something that `lora-tool merge` does not merge.
 
-    What it does: Names the adapter's features that `lora-tool merge` refuses, as it cannot merge them exactly.
+    What it does: Names the adapter's features that `lora-tool merge` refuses, as it cannot merge them exactly: by its
+    config, and beside a base the bias of a LoRA on a layer that has none.
 
     Why it matters: The adapter is good and PEFT loads it. Only `lora-tool merge` would stop, with the same words.
 
@@ -225,6 +231,11 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     """
     for refusal in refusals(subject.view):
         yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=refusal.hint)
+    if isinstance(match := subject.match, BaseMatch):
+        for layer in subject.layers:
+            if layer.bias and match.tensor(layer.target) and not match.tensor(layer.target, "bias"):
+                yield Fault(subject=layer.bias.name, message=f"{_REFUSES}: {BIAS_WITHOUT_PLACE}", hint=UNMERGED)
+                return
 
 
 @rule("LT216", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)

@@ -283,6 +283,11 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     match, config = subject.matched, subject.config
     yield from _parameters_not_trained(subject, match)
     yield from _saved_in_part(subject, match)
+    for name in subject.view.frozen:
+        module = name.rpartition(".")[0]
+        ours = config.targets(module) and _may_be_absent(subject, module)
+        if ours and not any(layer.target == module for layer in subject.layers):
+            yield Fault(subject=module, message=f"`target_modules` names it in {match.base.root}, but it has no LoRA")
     if not subject.layers:
         return
     every = targeting.is_all_linear(config)  # experts that transformers fuses are on disk one by one
@@ -359,7 +364,8 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=tensor.name, message=f"belongs to `{module}.{leaf}`, which a {of_other} does not have")
         elif base is None:
             named = targeting.is_saved_whole(subject.config, module) or head_of(module) is not None
-            lost = (named or leaf == "bias") and not _may_be_absent(subject, module)
+            absent = f"{match.name(module)}.{leaf}" in match.arch.causal_only or head_of(module) or leaf == "weight"
+            lost = (named or leaf == "bias") and not (absent and _may_be_absent(subject, module))
             lost = lost and not f".{module}".endswith(_TIED_DECODERS)
             if lost and not _belongs_to_head(subject, match, module):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"

@@ -161,8 +161,8 @@ def _compared_by_name(subject: AdapterSubject) -> bool:
 
 def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[str, StoredTensor]) -> Iterator[Fault]:
     """Look for the head under the names that its class has; one that is nowhere at all is LT301's or LT302's."""
-    head, class_name = match.arch.head or "", match.arch.sequence_classification
-    names = last_weights(head)
+    head, class_name = match.arch.head or "", match.arch.sequence_classification or ""
+    names, allowed = last_weights(head), _own_tensors(match.arch.model_type, class_name)
     expected = (
         subject.layers
         and not carries_head(subject)
@@ -170,14 +170,24 @@ def _head_elsewhere(subject: AdapterSubject, match: BaseMatch, whole: Mapping[st
     )
     lost = not expected and not any(name in whole or match.held(name) for name in names)
     for name, tensor in whole.items():
-        known = f"{name}.".startswith(f"{head}.") or name in match.base.tensors
-        if head_of(name) and not known and match.facts is None:  # LT506 sees it in the names of memory
+        inside, held = name.startswith(f"{head}."), name in match.base.tensors or match.facts is not None
+        if held:  # LT506 sees it in the names of memory
+            continue
+        if inside and allowed is not None and name not in allowed:
+            yield Fault(subject=tensor.name, message=f"has no place in the head of a {class_name}: it would be dropped")
+        elif head_of(name) and not inside:
             why = f", and neither adapter nor base has `{names[0]}`" if lost else ""
             yield Fault(subject=tensor.name, message=f"is of a head that a {class_name} does not have{why}")
             lost = False
     if lost:
         message = f"neither adapter nor base has `{names[0]}`, the head of a {class_name}: a new one would be random"
         yield Fault(message=message, hint=way_to_head(subject.checkpoint.root, head))
+
+
+def _own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
+    from lora_tool.architectures.model_tensors import own_tensors  # noqa: PLC0415 - for adapters beside a base alone
+
+    return own_tensors(model_type, class_name)
 
 
 def _labels(
