@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from lora_tool.hub_names import hub_name
+
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the cache's folder, by the variables that huggingface_hub reads."""
@@ -21,10 +23,9 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def may_hold(reference: str) -> bool:
-    """Return whether the cache has a folder for the model that a Hub id or `hf://` reference names."""
-    hub_id = reference.removeprefix("hf://").partition("@")[0]
-    name = "models--" + hub_id.replace("/", "--")
-    return "\0" not in name and (cache_folder() / name).is_dir()
+    """Return whether the cache has a folder for the model that a reference to the Hub names."""
+    named = hub_name(reference)
+    return named is not None and (cache_folder() / f"models--{named.id.replace('/', '--')}").is_dir()
 
 
 def _expanded(path: str) -> Path:

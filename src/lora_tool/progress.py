@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 
 Progress = Callable[[int], None]
 """Called with the number of bytes done since it was called last, from any thread."""
@@ -16,3 +17,12 @@ StageWatch = Callable[[str, int], AbstractContextManager[Progress]]
 def unwatched(_what: str, _nbytes: int) -> nullcontext[Progress]:
     """Return a progress that shows nothing: the `StageWatch` of those who do not wait."""
     return nullcontext(lambda _: None)
+
+
+listener: ContextVar[Callable[[str], None]] = ContextVar("listener", default=lambda _: None)
+"""Who hears what a wait that has no progress is for: nobody, unless a command line sets it."""
+
+
+def told(what: str) -> None:
+    """Say what is waited for, in one line, to whoever listens."""
+    listener.get()(what)

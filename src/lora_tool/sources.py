@@ -1,14 +1,14 @@
-"""Where a model or adapter is: a local path, a Hub id, or `hf://owner/name@revision`, made into a local folder."""
+"""Where a model or adapter is: a local path, a Hub id, or the address of its page, made into a local folder."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,19 +22,19 @@ from lora_tool.checkpoint import (
     as_model,
     open_checkpoint,
 )
-from lora_tool.errors import IncompleteCheckpoint, NotACheckpoint
+from lora_tool.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.files import is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
+from lora_tool.formats.model_config import ModelConfig, read_model_config
+from lora_tool.formats.quantised import full_precision_name, give_full_precision, quantised_as, quantised_by_name
 from lora_tool.hub_cache import may_hold
+from lora_tool.hub_names import FORMS, HubName, hub_name, is_address
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
 """How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
-_HUB_ID = re.compile(r"(?P<id>\w[\w.\-]*/\w[\w.\-]*)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _IN_CACHE = re.compile(r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[^/]+)")
-_URI = "hf://"
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
-_UNWANTED = ("original/*", "onnx/*", "consolidated*", "*/*")
 
 
 @enum.unique
@@ -80,8 +80,8 @@ def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> 
 
 def hub_id_of(reference: str) -> str | None:
     """Return the repository on the Hub that `reference` names if no such folder is here; None for a mere path."""
-    match = _HUB_ID.match(reference.removeprefix(_URI))
-    return match["id"] if match else None
+    named = hub_name(reference)
+    return named.id if named is not None and named.has_owner else None
 
 
 def several(checkpoints: Reference | Sequence[Reference]) -> tuple[Reference, ...]:
@@ -101,26 +101,32 @@ def resolve(
 ) -> Source:
     """Return the local folder that `reference`, a path or a Hub id, means.
 
-    An existing path is local; ``hf://`` is the Hub; a bare ``owner/name`` is local if such a folder exists, else the
-    Hub. A relative path is looked for in the working directory and in `near`, then for a model in the folders above it
-    (PEFT writes the path as it was typed when training); if two exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache;
-    it is downloaded only with `download`, and only the weights that are `wanted`. Raises `NotACheckpoint` with what was
-    looked for, `IncompleteCheckpoint` where the Hub could not give it.
+    An existing path is local; ``hf://`` and the address of a page are the Hub; a bare ``owner/name`` is local if such a
+    folder exists, else the Hub; each may end in ``@revision``. A relative path is looked for in the working directory
+    and in `near`, then for a model in the folders above it (PEFT writes the path as it was typed when training); if two
+    exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache; it is downloaded only with
+    `download`, and only the weights that are `wanted`; a quantised model's never. Raises `NotACheckpoint` with what was
+    looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the Hub does not give it,
+    `UnsupportedAdapter` for a quantised model.
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
         raise NotACheckpoint("an empty name: no such folder, and no Hub id")
-    if not reference.startswith(_URI):
+    if not is_address(reference):
         local = local_folder(reference, near)
         if local is not None:
             return source_of(local, reference)
         _require_no_file(reference)
-    match = _HUB_ID.match(reference.removeprefix(_URI))
-    if match is None:
-        looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
-        looked_in += ", and in the folders above" if near else ""
-        raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
-    return _from_hub(match["id"], match["revision"] or revision, reference, download=download, wanted=wanted)
+    named = hub_name(reference)
+    if named is not None and named.has_owner:
+        return _from_hub(named, reference, revision, download=download, wanted=wanted)
+    if is_address(reference):
+        raise NotACheckpoint(
+            f"{reference}: no such folder, and it names no model on the Hub", hint=f"name one as {FORMS}"
+        )
+    looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
+    looked_in += ", and in the folders above" if near else ""
+    raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
 
 
 def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpoint:
@@ -198,29 +204,66 @@ def _tidy(path: Path) -> Path:
     return tidy if tidy.is_dir() and tidy.samefile(path) else path
 
 
-def _from_hub(hub_id: str, revision: str | None, reference: str, *, download: bool, wanted: Wanted) -> Source:
-    def lacking(why: str) -> IncompleteCheckpoint:
-        command = f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
-        return IncompleteCheckpoint(
-            f"{reference}: no such folder, and {why}", hint=probably_meant(reference) or command
+def _from_hub(named: HubName, reference: str, revision: str | None, *, download: bool, wanted: Wanted) -> Source:
+    hub_id, revision = named.id, named.revision or revision
+    if not download and not may_hold(hub_id):
+        raise _not_in_cache(hub_id, revision, reference)
+    from lora_tool.hub_client.downloading import download as fetch  # noqa: PLC0415 - not needed for local paths
+    from lora_tool.hub_client.downloading import in_cache  # noqa: PLC0415
+
+    if not download:
+        path = in_cache(hub_id, revision, [wanted.value, *_BESIDE_WEIGHTS])
+        if path is None:
+            raise _not_in_cache(hub_id, revision, reference)
+        return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
+
+    def look(folder: Path) -> None:
+        with contextlib.suppress(BrokenFile, OSError):  # what cannot be read is said by those who open it
+            refuse_quantised(read_model_config(folder / "config.json"), hub_id)
+
+    try:
+        path = fetch(
+            hub_id,
+            revision,
+            absent="" if is_address(reference) else "not a folder here",
+            beside=_BESIDE_WEIGHTS,
+            weights=(wanted.value, wanted.torch_files),
+            **{"look": look} if wanted is Wanted.MODEL else {},
+        )
+    except HubError as error:
+        error.hint = probably_meant(reference) or error.hint
+        raise
+    if wanted is Wanted.MODEL and not any(any(path.glob(each)) for each in (wanted.value, wanted.torch_files)):
+        _refuse_by_name(hub_id, path)
+    return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
+
+
+def _not_in_cache(hub_id: str, revision: str | None, reference: str) -> IncompleteCheckpoint:
+    better = full_precision_name(hub_id)
+    at = f" --revision {revision}" if revision and not better else ""
+    return IncompleteCheckpoint(
+        f"{reference}: not a folder here, and not in the Hub cache{quantised_by_name(hub_id)}",
+        hint=probably_meant(reference) or f"hf download {better or hub_id}{at}",
+    )
+
+
+def refuse_quantised(config: ModelConfig, hub_id: str | None) -> None:
+    """Return unless `config` says that the weights are quantised; `hub_id` is theirs, None for a folder's.
+
+    Raises `UnsupportedAdapter` with the full-precision model that they were made from.
+    """
+    how = quantised_as(config)
+    if how is not None:
+        raise UnsupportedAdapter(
+            f"{hub_id or config.path}: the base is quantised ({how}): merging into rounded weights is not exact",
+            hint=give_full_precision(hub_id, config, config.path.parent),
         )
 
-    if not download and not may_hold(hub_id):
-        raise lacking("it is not in the Hub cache")
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - not needed for local paths
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    fetch = partial(snapshot_download, hub_id, ignore_patterns=list(_UNWANTED), local_files_only=not download)
-    try:
-        path = Path(fetch(revision=revision, allow_patterns=[wanted.value, *_BESIDE_WEIGHTS]))
-        if download and not any(path.glob(wanted.value)):
-            path = Path(fetch(revision=path.name, allow_patterns=[wanted.torch_files]))
-    except HFValidationError as error:
-        raise NotACheckpoint(f"{reference}: neither a folder nor a Hub id") from error
-    except LocalEntryNotFoundError as error:
-        tried = "the Hub cannot be reached and it is" if download else "it is"
-        raise lacking(f"{tried} not in the Hub cache") from error
-    except (HfHubHTTPError, OSError) as error:
-        message = f"{reference}: no such folder, and the Hub refused it: {str(error).strip().splitlines()[0]}"
-        raise IncompleteCheckpoint(message, hint=probably_meant(reference)) from error
-    return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
+def _refuse_by_name(hub_id: str, path: Path) -> None:
+    """Raise `UnsupportedAdapter` for a repository without weights that transformers reads, and a name that says why."""
+    if full_precision_name(hub_id) is not None:
+        raise UnsupportedAdapter(
+            f"{hub_id}: holds no model.safetensors; by its name the weights are quantised, in a format of their own",
+            hint=give_full_precision(hub_id, None, path),
+        )

@@ -12,19 +12,25 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils._http import hf_raise_for_status
 
 from lora_tool.cli.exit_codes import exit_code
-from lora_tool.hub.failures import WaitTooLong, translated
-from lora_tool.hub.redaction import redacted, redacted_logs
+from lora_tool.hub_client.failures import WaitTooLong, translated
+from lora_tool.hub_client.redaction import redacted, redacted_logs
 
 URL = "https://huggingface.co/api/models/me/x"
 TOKEN = "hf_" + "a1B2" * 9
 SIGNED = "https://s3.amazonaws.com/bucket/key?X-Amz-Signature=abcdef0123&X-Amz-Credential=AKIAEXAMPLE"
 
 
-def answer(status: int, *, url: str = URL, body: object = None, **headers: str) -> hub_errors.HfHubHTTPError:
-    """Return what the client raises for this answer."""
+def answer(
+    status: int, *, url: str = URL, body: object = None, method: str = "GET", token: bool = True, **headers: str
+) -> hub_errors.HfHubHTTPError:
+    """Return what the client raises for this answer to a request with a token, or without one."""
+    sent = {"Authorization": f"Bearer {TOKEN}"} if token else {}
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     response = httpx2.Response(
-        status, headers=named, content=json.dumps(body or {}).encode(), request=httpx2.Request("GET", url)
+        status,
+        headers=named,
+        content=json.dumps(body or {}).encode(),
+        request=httpx2.Request(method, url, headers=sent),
     )
     with pytest.raises(hub_errors.HfHubHTTPError) as caught:
         hf_raise_for_status(response)
@@ -53,8 +59,11 @@ def wrapped(cause: BaseException, text: str = "Error while uploading 'model.safe
         (answer(408), 7, "408 Request Timeout"),
         (answer(500), 7, "500"),
         (answer(599), 7, "599"),
-        (wrapped(answer(403, url=SIGNED)), 4, "the storage did not take an upload (403 Forbidden)"),
-        (wrapped(answer(503, url=SIGNED)), 7, "the storage did not take an upload (503 Service Unavailable)"),
+        (wrapped(answer(403, url=SIGNED, method="PUT")), 4, "the storage did not take an upload (403 Forbidden)"),
+        (wrapped(answer(503, url=SIGNED, method="PUT")), 7, "not take an upload (503 Service Unavailable)"),
+        (answer(503, url=SIGNED), 7, "the storage did not give a file (503 Service Unavailable)"),
+        (answer(401, token=False), 4, "or it is private, and no token was sent"),
+        (answer(401, token=False, X_Error_Code="GatedRepo"), 4, "access is gated, and no token was sent"),
         (wrapped(httpx2.WriteError("broken pipe")), 7, "no connection to the Hub: broken pipe"),
         (RuntimeError("Error while uploading 'x' to the Hub."), 7, "Error while uploading 'x'"),
         # hf_xet raises built-in errors with the status in the text

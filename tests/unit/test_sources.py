@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from lora_tool.errors import CheckpointError, IncompleteCheckpoint, NotACheckpoint
+from lora_tool.errors import CheckpointError, HubUnreachable, IncompleteCheckpoint, NotACheckpoint
 from lora_tool.sources import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -97,10 +97,10 @@ def test_a_local_folder_wins_over_a_hub_id(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reference", ["owner/other", "hf://owner/other", "owner/name@v2"])
 @pytest.mark.parametrize("download", [False, True])
 def test_what_is_not_in_the_cache_is_said_so(reference: str, download: bool) -> None:
-    with pytest.raises(IncompleteCheckpoint, match="not in the Hub cache") as caught:
+    with pytest.raises(HubUnreachable if download else IncompleteCheckpoint, match="not in the Hub cache") as caught:
         resolve(reference, download=download)
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("hf download owner/")
+    assert "hf download owner/" in caught.value.hint
 
 
 @pytest.mark.usefixtures("cache")

@@ -45,7 +45,9 @@ _COLOURS = {Status.PASSED: "green", Status.REUSED: "green", Status.FAILED: "red"
 @merge_options(MergeOptions)
 @pair_options
 @rank_file_options
-@click.option("--push", type=repository, metavar="REPO", help="Publish the result there: owner/name.")
+@click.option(
+    "--push", type=repository, metavar="REPO", help="Publish the result there: owner/name[@branch], hf:// or URL."
+)
 @repository_options
 @report_option
 @config_option

@@ -22,7 +22,8 @@ from lora_tool.cli.terminal import print_json, progress_bar
 @quiet_option("No progress bar.")
 @json_option
 def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as_json: bool) -> int:
-    """Compare two adapters, or two models (a base with its merged model, say), module by module.
+    """Compare two adapters, or two models (a base with its merged model, say), module by module: folders, or on the Hub
+    owner/name[@revision], hf://owner/name or the URL of a page.
 
     Adapters are compared by what they do: the ΔW = scaling·B·A of each module, whatever its factors and rank. Shown
     are norms, the norm of the difference (relative to the first), and the cosine of the angle between them.

@@ -22,7 +22,8 @@ from lora_tool.sources import opened, opened_model
 @base_option("The base, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one the adapter names, if it is here]")
 @json_option
 def command(path: str, norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
-    """Show what PATH is: an adapter, model, checkpoint or run folder (by default this one), or an adapter's Hub id.
+    """Show what PATH is: an adapter, model, checkpoint or run folder (by default this one), or an adapter on the Hub:
+    owner/name[@revision], hf://owner/name or the URL of its page.
 
     For an adapter: its targets with rank, scaling, sizes and norms, its head, its base. ΔW is scaling·B·A. With
     --plot, pictures of it: how far each module moved and in how many directions, singular values, training curves.

@@ -18,7 +18,9 @@ import click
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, exit_code
 from lora_tool.cli.terminal import show_error
+from lora_tool.display import printable
 from lora_tool.errors import LoraToolError
+from lora_tool.progress import listener
 from lora_tool.version import __version__
 
 COMMANDS = {
@@ -140,6 +142,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if signal.getsignal(ending) is signal.SIG_DFL:  # `nohup` has the second ignored
             signal.signal(ending, _as_interrupt)
     _open_streams()
+    listener.set(_note)
     # a short command makes no cycles worth looking for, and looking takes a tenth of its time: new objects are looked
     # at once, and again only after ten million of them
     gc.set_threshold(100_000, 100)
@@ -211,6 +214,14 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def _note(what: str) -> None:
+    """Say on stderr what is waited for, unless the command was asked to be quiet."""
+    ctx = click.get_current_context(silent=True)
+    if ctx is None or not ctx.params.get("quiet"):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            click.echo(printable(what), err=True)
 
 
 def _interrupted() -> int:

@@ -32,8 +32,9 @@ def command(
     quiet: bool,
     **typed: Any,  # noqa: ANN401 - the declared options
 ) -> None:
-    """Merge ADAPTER (a folder or Hub id; by default this folder) into its base model.
+    """Merge ADAPTER into its base model.
 
+    ADAPTER is a folder (by default this one), or on the Hub owner/name[@revision], hf://owner/name or a page's URL.
     If several are given, their ΔW are summed. The result is of the class that the adapter is for: a causal LM, a
     classifier, whatever its config says. The output folder appears only when it is complete.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
 from pathlib import Path
@@ -25,22 +24,22 @@ from lora_tool.cli.options import (
     quiet_option,
 )
 from lora_tool.cli.terminal import progress_bar, warn
+from lora_tool.hub_names import FORMS, hub_name
 
 Repository = TypeVar("Repository", str, None)
-_REPO = re.compile(r"(?:hf://)?(?P<repo>\w[\w.\-]*(?:/\w[\w.\-]*)?)(?:@(?P<revision>[\w.\-/]+))?\Z")
 _LONGEST_NAME = 96
 
 
 def repository(value: str) -> tuple[str, str | None]:
-    """Return repository and revision of `owner/name`, `name`, or `hf://owner/name@revision`."""
-    match = _REPO.match(value)
-    repo = match["repo"] if match else ""
+    """Return repository and revision of `owner/name`, `name`, `hf://owner/name@revision`, or the address of a page."""
+    named = hub_name(value)
+    repo = named.id if named is not None else ""
     parts = repo.split("/")
-    if match is None or len(repo) > _LONGEST_NAME or any("--" in part or ".." in part for part in parts):
-        raise click.BadParameter(f"{value!r} is no repository such as owner/name or hf://owner/name@branch")
+    if named is None or len(repo) > _LONGEST_NAME or any("--" in part or ".." in part for part in parts):
+        raise click.BadParameter(f"{value!r} is no repository such as {FORMS}")
     if any(part.endswith((".", "-", ".git")) for part in parts):
         raise click.BadParameter(f"{value!r}: a repository's name ends in a letter or digit, and not in .git")
-    return repo, match["revision"]
+    return repo, named.revision
 
 
 repository_options = in_order(
@@ -109,6 +108,7 @@ def command(
 ) -> None:
     """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
 
+    REPO is owner/name[@branch], hf://owner/name or the URL of its page.
     Only the files of the adapter or model are pushed. The README is yours, completed with the metadata that the Hub
     needs. The same content again makes no commit. The token is that of `hf auth login`, HF_TOKEN, or OIDC in CI.
     """

@@ -27,6 +27,7 @@ from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
 from lora_tool.display import as_options
 from lora_tool.errors import LoraToolError
+from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.report.model import Report, Unread, joined
@@ -40,7 +41,9 @@ _LONG = 1 << 30
 
 @click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
 @click.argument("paths", nargs=-1, type=FolderOrId(), metavar="[PATH]...")
-@base_option("Base model to compare with.  [default: what adapter_config.json names, if it is on this disk]")
+@base_option(
+    f"Base model to compare with: {ANYWHERE}, never downloaded.  [default: what adapter_config.json names, if on this disk]"
+)
 @click.option(
     "--adapter",
     "adapters",
@@ -72,10 +75,11 @@ _LONG = 1 << 30
 @quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
 @click.pass_context
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
-    """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter's Hub id.
+    """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
-    PATH is this folder by default. Files are read, never changed, and no code in them is run. A Hub id given as PATH
-    is downloaded to huggingface_hub's cache (adapters are small); the base model never is.
+    PATH is this folder by default. Files are read, never changed, and no code in them is run. An adapter on the Hub,
+    owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters
+    are small); the base model never is.
     """
     paths = paths or (".",)
     if options["reward"] and options["num_labels"] not in (None, 1):

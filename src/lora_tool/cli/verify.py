@@ -27,6 +27,7 @@ from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, wants_colour
 from lora_tool.display import printable
 from lora_tool.errors import require_packages
+from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
@@ -42,9 +43,9 @@ if TYPE_CHECKING:
     type=FolderOrId(),
     multiple=True,
     metavar="ADAPTER",
-    help="Adapter that was merged: path or Hub id.  [default: what lora_tool.json names]",
+    help=f"Adapter that was merged: {ANYWHERE}.  [default: what lora_tool.json names]",
 )
-@base_option("Base model: path or Hub id.  [default: what lora_tool.json, the adapter or config.json names]")
+@base_option(f"Base model: {ANYWHERE}.  [default: what lora_tool.json, the adapter or config.json names]")
 @click.option("--sample", is_flag=True, help="Compare samples from everywhere instead of every value.")
 @click.option("--logits", is_flag=True, help="Run both models, too, and compare their answers.")
 @click.option(

@@ -101,6 +101,6 @@ def _layers(text: Fields) -> int | None:
 def _quantization(fields: Fields) -> str | None:
     value = fields.table.get("quantization_config")
     if not value:
-        return None
+        return "mlx" if isinstance(fields.table.get("quantization"), dict) else None
     method = value.get("quant_method") if isinstance(value, dict) else None
     return method if isinstance(method, str) else "unknown"

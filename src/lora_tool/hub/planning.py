@@ -24,6 +24,7 @@ from lora_tool.hub.remote import read_licence, read_remote
 from lora_tool.hub.secrets import require_no_secrets
 from lora_tool.hub.section import section_text
 from lora_tool.hub.session import Session, session
+from lora_tool.hub_client.failures import PLANNING
 from lora_tool.progress import Progress
 from lora_tool.report import Report, Severity
 from lora_tool.validation.validating import validate
@@ -66,7 +67,7 @@ def plan_push(
     _require_not_found_wrong(checkpoint, written)
     contents, left_out = selected(checkpoint, include)
     local_readme = read_readme(checkpoint)
-    with session(repo, progress=False) as opened:
+    with session(repo, progress=False, doing=PLANNING) as opened:
         full_name = _with_owner(opened, repo)
         remote = read_remote(opened, full_name, revision, tags=tag is not None)
         _require_room(checkpoint, remote, private=private, tag=tag, create_pr=create_pr)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint, open_model
 from lora_tool.errors import CheckpointError
+from lora_tool.formats.quantised import quantised_by_name
 from lora_tool.hub_cache import may_hold
 from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import local_folder, resolve
@@ -25,7 +26,8 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
     try:
         near_by = local_folder(config.base_model, near) is not None
         if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
-            return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache"
+            by_name = quantised_by_name(config.base_model)
+            return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache{by_name}"
         return open_model(resolve(config.base_model, near=near, revision=config.revision).path), ""
     except CheckpointError as error:
         return None, f"no base model (--base): {error}"

@@ -14,6 +14,7 @@ from typing import Any
 from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
+from lora_tool.hub_names import ANYWHERE
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
 from lora_tool.report.findings import Severity
@@ -56,7 +57,7 @@ class MergeOptions:
         None, "Folder to write.  [default: a `-merged` sibling]", name="output", short=("-o",), metavar="PATH"
     )
     base: Reference | None = option(
-        None, "Base model: path or Hub id.  [default: what adapter_config.json names]", metavar="MODEL"
+        None, f"Base model: {ANYWHERE}.  [default: what adapter_config.json names]", metavar="MODEL"
     )
     task: Task | str = option(
         Task.AUTO,

@@ -11,17 +11,49 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from http.client import responses
 from typing import Any
 
+from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 
 from lora_tool.display import printable
-from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable
-from lora_tool.hub.redaction import redacted
+from lora_tool.errors import HubConflict, HubError, HubRefused, HubUnreachable, LoraToolError
+from lora_tool.hub_client.redaction import redacted
 
 Failure = tuple[type[HubError], str, str]
-"""What an error means: its class, what happened, what to do."""
+"""What an error means: its class, what happened, what to do, in which `{again}` is a sentence of what is `Doing`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """The next steps that depend on what was asked of the Hub."""
+
+    again: str = "run the same command again"
+    later: str = "run the same command again later"
+    permit: str = "use a token with write access to this repository: https://huggingface.co/settings/tokens"
+    online: str = "unset HF_HUB_OFFLINE to push"
+    revision: str = "name a branch: --revision main"
+    look: str = "lora-tool push … --dry-run shows what would be sent"
+
+
+PLANNING = Doing()
+PUSHING = Doing(again="run the same command again: what is uploaded already is not sent twice")
+
+
+def downloading(repo: str, revision: str | None) -> Doing:
+    """Return the next steps after a download of `repo` that failed, at `revision` (None for main)."""
+    fetch = f"hf download {repo}" + (f" --revision {revision}" if revision else "")
+    page = f"{constants.ENDPOINT}/{repo}"
+    return Doing(
+        again="run the same command again: what is downloaded already is kept",
+        permit="use a token with read access to this repository: https://huggingface.co/settings/tokens",
+        online=f"unset HF_HUB_OFFLINE, or on a machine with a connection and the same cache: {fetch}",
+        revision=f"its branches and tags are listed at {page}",
+        look=f"look at {page}",
+    )
+
 
 _TRANSPORT = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "ssl", "socket")
 _XET = re.compile(r"network|cas |xet|reqwest", re.IGNORECASE)
@@ -31,9 +63,8 @@ _QUOTA = re.compile(r"storage (?:limit|quota)|quota|limit reached|exceeded", re.
 _SIGNED = re.compile(r"[?&](?:X-Amz-Signature|Signature|sig)=")
 _LONGEST = 200
 _CARD_REFUSED = "Invalid metadata in README.md"
-_AGAIN = "run the same command again: what is uploaded already is not sent twice"
+_CONNECTION = "check the connection to {endpoint}, then {again}"
 _LOG_IN = "hf auth login, or set HF_TOKEN; in CI set HF_OIDC_RESOURCE"
-_LOOK = "lora-tool push … --dry-run shows what would be sent"
 
 _TOO_MANY, _FORBIDDEN = 429, 403
 _FREE_STORAGE = "free storage at https://huggingface.co/settings/storage, or push with --public"
@@ -43,28 +74,44 @@ _MOVED: Failure = (
     "look at the new commit, then run the same command again",
 )
 _BY_STATUS: dict[int, Failure] = {
-    **dict.fromkeys((408, 425, *range(500, 600)), (HubUnreachable, "{status}", _AGAIN)),
+    **dict.fromkeys((408, 425, *range(500, 600)), (HubUnreachable, "{status}", "{again}")),
     401: (HubRefused, "the Hub does not accept the token ({status})", _LOG_IN),
     402: (HubRefused, "{status}", _FREE_STORAGE),
     _FORBIDDEN: (
         HubRefused,
         "the token may not do this ({status})",
-        "use a token with write access to this repository: https://huggingface.co/settings/tokens",
+        "{permit}",
     ),
     409: _MOVED,
     412: _MOVED,
-    _TOO_MANY: (HubUnreachable, "{status}", "run the same command again later"),
+    _TOO_MANY: (HubUnreachable, "{status}", "{later}"),
 }
 _BY_CLASS: dict[type, Failure] = {
-    hub_errors.GatedRepoError: (HubRefused, "access is gated, and this token was not let in", "ask for it on its page"),
+    hub_errors.GatedRepoError: (
+        HubRefused,
+        "access is gated, and this token was not let in ({status})",
+        "ask for access on its page: {page}",
+    ),
     hub_errors.RepositoryNotFoundError: (
         HubRefused,
         "no such repository, or the token may not see it ({status})",
         "check the name and `hf auth whoami`; a private repository needs a token of its owner",
     ),
-    hub_errors.RevisionNotFoundError: (HubRefused, "no such revision ({status})", "name a branch: --revision main"),
-    hub_errors.OfflineModeIsEnabled: (HubUnreachable, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE to push"),
+    hub_errors.RevisionNotFoundError: (HubRefused, "no such revision ({status})", "{revision}"),
+    hub_errors.OfflineModeIsEnabled: (HubUnreachable, "HF_HUB_OFFLINE is set", "{online}"),
     hub_errors.LocalTokenNotFoundError: (HubRefused, "no token", _LOG_IN),
+}
+_WITHOUT_TOKEN: dict[type, Failure] = {
+    hub_errors.GatedRepoError: (
+        HubRefused,
+        "access is gated, and no token was sent ({status})",
+        "ask for access on its page, {page}, then: hf auth login, or set HF_TOKEN",
+    ),
+    hub_errors.RepositoryNotFoundError: (
+        HubRefused,
+        "no such repository, or it is private, and no token was sent ({status})",
+        "check the name; for a private one: hf auth login, or set HF_TOKEN",
+    ),
 }
 
 
@@ -77,16 +124,36 @@ class WaitTooLong(Exception):
         self.status = status
 
 
-def translated(error: BaseException, repo: str) -> HubError:
-    """Return the error as one of ours: one line of cause and one of remedy, without tokens or signed URLs."""
+class NoAnswer(Exception):
+    """The Hub gave no good answer for longer than we try. `seconds` is how long that was."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"no answer for {seconds} s")
+        self.seconds = seconds
+
+
+def translated(error: BaseException, repo: str, doing: Doing = PUSHING, *, named: str | None = None) -> HubError:
+    """Return the error as one of ours: one line of cause and one of remedy, without tokens or signed URLs.
+
+    `repo` is the repository that was asked for, `doing` what was asked, `named` what the user called it.
+    """
     if isinstance(error, HubError):
         return error
     # the client says with a RuntimeError that an upload failed
     what = "" if isinstance(error, RuntimeError) else "the Hub's answer could not be understood: "
-    unknown = HubUnreachable, f"{what}{_said(error)}", _AGAIN
-    found = (meaning(cause) for meaning in (_from_answer, _without_answer) for cause in causes_of(error))
+    unknown = HubUnreachable, f"{what}{_said(error)}", "{again}"
+    causes = [cause for cause in causes_of(error) if not isinstance(cause, hub_errors.LocalEntryNotFoundError)]
+    found = (meaning(cause) for meaning in (_given_up, _from_answer, _without_answer) for cause in causes)
     kind, what, hint = next((failure for failure in found if failure is not None), unknown)
-    return kind(f"{repo}: {what}", hint=hint)
+    page = f"{constants.ENDPOINT}/{repo}"
+    return kind(f"{named or repo}: {what}", hint=hint.format(page=page, endpoint=constants.ENDPOINT, **asdict(doing)))
+
+
+def as_ours(error: Exception, repo: str, doing: Doing = PUSHING, *, named: str | None = None) -> Exception:
+    """Return `error` as `translated` does. One of this machine, a file's or a mistake of ours, stays what it is."""
+    local = isinstance(error, OSError) and error.filename and not hasattr(error, "response")
+    known = isinstance(error, LoraToolError | AssertionError | ImportError)
+    return error if local or known else translated(error, repo, doing, named=named)
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
@@ -99,34 +166,48 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
+def _given_up(error: BaseException) -> Failure | None:
+    """Return what it means that we stopped asking, None for another error."""
+    if isinstance(error, WaitTooLong):
+        what = f"the Hub answers {error.status} and asks to wait {error.seconds} s"
+        return HubUnreachable, what, f"run the same command again in {error.seconds} s"
+    if isinstance(error, NoAnswer):
+        return HubUnreachable, f"the Hub gave no good answer for {error.seconds} s", _CONNECTION
+    return None
+
+
 def _from_answer(error: BaseException) -> Failure | None:
     """Return what an answer of the Hub or of its storage means, or an error of known class; None for another."""
     if str(error).startswith(_CARD_REFUSED):
         return HubRefused, f"the Hub refuses the model card: {_said(error)}", "correct README.md's metadata"
-    if isinstance(error, WaitTooLong):
-        what = f"the Hub answers {error.status} and asks to wait {error.seconds} s"
-        return HubUnreachable, what, f"run the same command again in {error.seconds} s"
     response: Any = getattr(error, "response", None)
     status = 0 if response is None else int(response.status_code)
-    known = next((_BY_CLASS[each] for each in type(error).__mro__ if each in _BY_CLASS), None)
+    table = _BY_CLASS if response is None or _had_token(response) else _BY_CLASS | _WITHOUT_TOKEN
+    known = next((table[each] for each in type(error).__mro__ if each in table), None)
     if known is not None:
-        return known[0], known[1].format(status=status), known[2]
-    if not isinstance(error, hub_errors.HfHubHTTPError):
+        return known[0], known[1].format(status=_with_phrase(status)), known[2]
+    if not isinstance(error, hub_errors.HfHubHTTPError) or response is None:
         return None
     if _SIGNED.search(str(response.url)):  # a storage host's, not the Hub's
         kind = HubUnreachable if _from_status(status)[0] is HubUnreachable else HubRefused
-        return kind, f"the storage did not take an upload ({_with_phrase(status)}); nothing was committed", _AGAIN
+        if response.request.method == "GET":
+            return kind, f"the storage did not give a file ({_with_phrase(status)})", "{again}"
+        return kind, f"the storage did not take an upload ({_with_phrase(status)}); nothing was committed", "{again}"
     said = _said(error.server_message or response.headers.get("x-error-message") or "")
     return _from_status(status, said, response.headers.get("retry-after") or "")
 
 
 def _from_status(status: int, said: str = "", retry_after: str = "") -> Failure:
-    kind, what, hint = _BY_STATUS.get(status, (HubRefused, "{status}", _LOOK))
+    kind, what, hint = _BY_STATUS.get(status, (HubRefused, "{status}", "{look}"))
     if status == _FORBIDDEN and _QUOTA.search(said):
         what, hint = "{status}", _FREE_STORAGE
     if status == _TOO_MANY and retry_after.isdigit():
         hint = f"run the same command again in {retry_after} s"
     return kind, what.format(status=_with_phrase(status)) + (f": {said}" if said else ""), hint
+
+
+def _had_token(response: Any) -> bool:  # noqa: ANN401 - the HTTP library's, whichever it is
+    return "authorization" in response.request.headers
 
 
 def _with_phrase(status: int) -> str:
@@ -145,11 +226,16 @@ def _without_answer(error: BaseException) -> Failure | None:  # noqa: PLR0911 - 
         status = _XET_STATUS.search(str(error))
         if status is not None:
             return _from_status(int(status["status"]))
-        return HubUnreachable, f"no connection to the Hub: {said}", _AGAIN
+        silent = isinstance(error, TimeoutError) or name.endswith("Timeout")
+        return (
+            HubUnreachable,
+            f"{'the Hub does not answer' if silent else 'no connection to the Hub'}: {said}",
+            _CONNECTION,
+        )
     if isinstance(error, json.JSONDecodeError):
-        return HubUnreachable, f"the Hub's answer is not JSON: {said}", _AGAIN
+        return HubUnreachable, f"the Hub's answer is not JSON: {said}", "{again}"
     if isinstance(error, ValueError) and "LFS batch" in str(error):
-        return HubRefused, said, _LOOK
+        return HubRefused, said, "{look}"
     return None
 
 

@@ -1,0 +1,276 @@
+"""A Hub that misbehaves while something is taken from it: the cause, the next step, the exit code, and an end in time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from lora_tool.hub_client import downloading
+from tests.cli.calling import FIXTURES, Caller
+from tests.hub.conftest import environment
+from tests.hub.server import Hub
+
+ADAPTER = "me/adapter"
+INFO = "^GET /api/models/me/adapter(/revision/[^/]+)?$"
+ALWAYS = 99
+
+
+def published(hub: Hub, name: str, folder: Path, **changed: bytes) -> None:
+    """Put the files of a folder on the Hub."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    hub.repo(name).commit_files(files | changed)
+    hub.stored |= {hashlib.sha256(data).hexdigest(): data for data in files.values()}
+
+
+@pytest.fixture
+def offered(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    """A Hub with a reward adapter and its base, in an empty working directory."""
+    published(hub, ADAPTER, FIXTURES / "reward-qwen2" / "adapter")
+    published(hub, "me/base", FIXTURES / "reward-qwen2" / "base")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return hub
+
+
+def closed_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of the Hub, the exit code, and what error and hint say. `prepare` does what is no fault of a request."""
+
+    code: int
+    error: str
+    hint: str
+    fault: dict[str, Any] | None = None
+    on: str = INFO
+    prepare: Callable[[Hub, pytest.MonkeyPatch], object] = lambda _hub, _patch: None
+    reference: str = ADAPTER
+    times: int = ALWAYS
+
+
+def endpoint(url: Callable[[Hub], str]) -> Callable[[Hub, pytest.MonkeyPatch], None]:
+    """Return what sends the client to another address."""
+    return lambda hub, patch: patch.setattr(constants, "ENDPOINT", url(hub))
+
+
+def no_token(_hub: Hub, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("HF_TOKEN")
+
+
+def error(status: int, **headers: str) -> dict[str, Any]:
+    return {"status": status, "headers": {name.replace("_", "-"): value for name, value in headers.items()}}
+
+
+CASES = {
+    "gated": Case(
+        4,
+        "me/adapter (not a folder here): access is gated, and this token was not let in (403 Forbidden)",
+        "ask for access on its page: http://127.0.0.1:PORT/me/adapter",
+        error(403, X_Error_Code="GatedRepo"),
+    ),
+    "gated, no token": Case(
+        4,
+        "access is gated, and no token was sent (401 Unauthorized)",
+        "/me/adapter, then: hf auth login, or set HF_TOKEN",
+        error(401, X_Error_Code="GatedRepo"),
+        prepare=no_token,
+    ),
+    "a token that is none": Case(
+        4,
+        "the Hub does not accept the token (401 Unauthorized)",
+        "hf auth login, or set HF_TOKEN",
+        prepare=lambda _, patch: patch.setenv("HF_TOKEN", "hf_" + "x" * 34),
+    ),
+    "no such repository": Case(
+        4,
+        "me/other (not a folder here): no such repository, or the token may not see it (404 Not Found)",
+        "check the name and `hf auth whoami`",
+        reference="me/other",
+    ),
+    "no such repository, no token": Case(
+        4,
+        "no such repository, or it is private, and no token was sent (401 Unauthorized)",
+        "for a private one: hf auth login",
+        prepare=no_token,
+        reference="hf://me/other",
+    ),
+    "no such revision": Case(
+        4,
+        "me/adapter@v9 (not a folder here): no such revision (404 Not Found)",
+        "its branches and tags are listed at http://127.0.0.1:PORT/me/adapter",
+        reference="me/adapter@v9",
+    ),
+    "offline variable": Case(
+        7,
+        "me/adapter (not a folder here, not in the Hub cache): HF_HUB_OFFLINE is set",
+        "unset HF_HUB_OFFLINE, or on a machine with a connection and the same cache: hf download me/adapter",
+        prepare=lambda _, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True),
+    ),
+    "refused connection": Case(
+        7,
+        "no connection to the Hub: [Errno 111] Connection refused",
+        "check the connection to http://127.0.0.1:",
+        prepare=endpoint(lambda _: f"http://127.0.0.1:{closed_port()}"),
+    ),
+    "no such host": Case(
+        7,
+        "no connection to the Hub: [Errno -",
+        "check the connection to http://nowhere.invalid, then run the same command again",
+        prepare=endpoint(lambda _: "http://nowhere.invalid"),
+    ),
+    "no TLS there": Case(
+        7,
+        "no connection to the Hub: [SSL",
+        "check the connection to https://127.0.0.1:PORT",
+        prepare=endpoint(lambda hub: f"https://127.0.0.1:{hub.port}"),
+    ),
+    "silent": Case(7, "the Hub does not answer: ", "check the connection to", {"delay": 5}, times=1),
+    "silent on the list of files": Case(
+        7, "the Hub gave no good answer for 2 s", "check the connection to", {"delay": 5}, "/tree/"
+    ),
+    "429": Case(7, "429 Too Many Requests: slow down", "again later", error(429, X_Error_Message="slow down")),
+    "429, come back in an hour": Case(
+        7, "the Hub answers 429 and asks to wait 3600 s", "in 3600 s", error(429, Retry_After="3600")
+    ),
+    "500": Case(7, "500 Internal Server Error", "run the same command again", error(500)),
+    "503 on the list of files": Case(
+        7, "503 Service Unavailable", "what is downloaded already is kept", error(503), "/tree/"
+    ),
+    "hangs up": Case(7, "no connection to the Hub", "check the connection", {"drop": "before"}),
+    "a page for people to log in": Case(
+        7, "the Hub's answer is not JSON", "run the same command again", {"status": 200, "body": b"<html>Wi-Fi</html>"}
+    ),
+    "the storage lost the weights": Case(
+        7, "the storage did not give a file (500 Internal Server Error)", "is kept", error(500), "^GET /cdn/"
+    ),
+    "hangs up in the weights": Case(7, "no connection to the Hub", "check the connection", {"drop": "after"}, "/cdn/"),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_each_fault_is_said_in_time(
+    case: Case, offered: Hub, call: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    monkeypatch.setattr(downloading, "PATIENCE", 2)
+    case.prepare(offered, monkeypatch)
+    said = []
+    for command in (("merge",), ("validate",), ("validate", "--json")):
+        offered.faults.clear()
+        shutil.rmtree(tmp_path / "hub-cache", ignore_errors=True)
+        if case.fault is not None:
+            offered.fault(case.on, times=case.times, **case.fault)
+        begun = time.monotonic()
+        called = call(*command, case.reference)
+        assert time.monotonic() - begun < 5
+        assert called.code == case.code, called.err
+        said.append([line for line in called.err.splitlines() if line.startswith(("error:", "hint:"))])
+        if "--json" in command:
+            (unread,) = json.loads(called.out)["unread"]
+            assert unread["message"] in called.err
+            assert unread["hint"] in called.err
+    assert said[0] == said[1] == said[2]
+    problem, hint = said[0]
+    assert case.error in problem
+    assert case.hint.replace("PORT", str(offered.port)) in hint
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_silent_server_is_named_at_once(offered: Hub, tmp_path: Path) -> None:
+    offered.fault(INFO, times=ALWAYS, delay=30)
+    settings = environment(offered, tmp_path, HF_HUB_ETAG_TIMEOUT="1")
+    words = [sys.executable, "-m", "lora_tool", "merge", ADAPTER]
+    begun = time.monotonic()
+    with subprocess.Popen(words, env=settings, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert running.stderr.readline() == "asking the Hub for me/adapter …\n"
+        assert time.monotonic() - begun < 5
+        assert "the Hub does not answer" in running.stderr.read()
+        assert running.wait() == 7
+
+
+def test_what_the_cache_holds_is_taken_where_the_hub_does_not_answer(offered: Hub, call: Caller) -> None:
+    assert call("validate", ADAPTER).code == 0
+    for fault in (error(500), error(429, Retry_After="3600"), {"drop": "before"}):
+        offered.fault(INFO, times=1, **fault)
+        called = call("validate", ADAPTER)
+        assert called.code == 0, called.err
+        assert "the Hub does not answer: me/adapter is taken from the cache, commit " in called.err
+
+
+def test_offline_the_cache_is_taken_without_asking(offered: Hub, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("validate", ADAPTER).code == 0
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(offered.log)
+    called = call("validate", ADAPTER)
+    assert (called.code, called.err) == (0, "")
+    assert len(offered.log) == asked
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "me/adapter@v2",
+        "hf://me/adapter@v2",
+        "https://huggingface.co/me/adapter/tree/v2",
+        "https://huggingface.co/me/adapter/blob/v2/adapter_config.json?download=true",
+        "huggingface.co/me/adapter/tree/v2/",
+    ],
+)
+def test_every_way_to_write_it_is_understood(reference: str, offered: Hub, call: Caller) -> None:
+    repo = offered.repo(ADAPTER)
+    repo.tags["v2"] = repo.head.oid
+    repo.commit_files({"adapter_config.json": b"{}"})
+    called = call("merge", reference, "--base", "https://huggingface.co/me/base", "--rm", "-q")
+    assert called.code == 0, called.err
+    assert "asking" not in called.err
+    recorded = json.loads(Path("adapter-merged/lora_tool.json").read_text())["inputs"]
+    assert recorded["adapter"]["hub_id"] == ADAPTER
+    assert recorded["base"]["hub_id"] == "me/base"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "how", "hint"),
+    [
+        ("me/base-bnb-4bit", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "4-bit bitsandbytes", "me/base"),
+        ("me/base-FP8-dynamic", {"quant_method": "compressed-tensors"}, "compressed-tensors", "me/base"),
+        ("me/odd", {"quant_method": "gptq", "bits": 4}, "4-bit gptq", "some/original"),
+    ],
+)
+def test_a_quantised_base_is_refused_before_its_weights_are_fetched(
+    name: str, config: dict[str, Any], how: str, hint: str, offered: Hub, call: Caller
+) -> None:
+    base = FIXTURES / "reward-qwen2" / "base"
+    table = json.loads((base / "config.json").read_text()) | {"quantization_config": config}
+    card = b"---\nbase_model:\n- some/original\n---\n"
+    published(offered, name, base, **{"config.json": json.dumps(table).encode(), "README.md": card})
+    called = call("merge", FIXTURES / "reward-qwen2" / "adapter", "--base", name)
+    assert called.code == 3
+    assert f"error: {name}: the base is quantised ({how})" in called.err
+    assert f"it was made from: --base {hint}" in called.err
+    assert "some/original" in called.err
+    assert not offered.asked("/cdn/")
+
+
+def test_a_repository_of_gguf_files_is_called_what_it_is(offered: Hub, call: Caller) -> None:
+    offered.repo("me/base-Q4_K_M-GGUF").commit_files({"base.Q4_K_M.gguf": b"GGUF" * 10, "README.md": b"# it"})
+    called = call("merge", FIXTURES / "reward-qwen2" / "adapter", "--base", "me/base-Q4_K_M-GGUF")
+    assert called.code == 3
+    assert "by its name the weights are quantised" in called.err
+    assert "--base me/base" in called.err
