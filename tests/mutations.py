@@ -1515,4 +1515,23 @@ def _served_alora(folder: Path) -> None:
     _set(folder, alora_invocation_tokens=[1, 2])
 
 
+@_breaks("LT812", CAUSAL, servers=["vllm"], with_base=True)
+def _served_text_names(folder: Path) -> None:
+    _plain(folder)
+    base = folder.parent / "base"
+    with fields(base, "config.json") as config:
+        text = {**config, "model_type": "llama4_text"}
+        config.update(model_type="llama4", architectures=["Llama4ForConditionalGeneration"], text_config=text)
+    with fields(base, "model.safetensors.index.json") as index:
+        index["weight_map"] = {f"language_model.{name}": file for name, file in index["weight_map"].items()}
+        index["weight_map"]["vision_model.norm.weight"] = next(iter(index["weight_map"].values()))
+    for path in base.glob("*.safetensors"):
+        with tensors(base, path.name) as table:
+            held = {f"language_model.{name}": tensor for name, tensor in table.items()}
+            table.clear()
+            table.update(held)
+            if path.name == index["weight_map"]["vision_model.norm.weight"]:
+                table["vision_model.norm.weight"] = raw(16)
+
+
 from tests import mutations_merged  # noqa: E402, F401 - registers the injuries of merged models
