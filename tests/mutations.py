@@ -898,6 +898,24 @@ def _three_labels(folder: Path) -> None:
     edit.as_classifier(folder, labels=3)
 
 
+@_breaks("LT308 bias", MODEL)
+def _bias_of_another_head(folder: Path) -> None:
+    edit.as_classifier(folder, labels=3, rows=3)
+    with tensors(folder, "model.safetensors") as table:
+        table["score.bias"] = raw(2, dtype="BF16")
+    with fields(folder, "config.json") as config:
+        config["architectures"] = ["Qwen2ForTokenClassification"]
+
+
+@_breaks("LT308 answers", MODEL)
+def _one_row_for_answers(folder: Path) -> None:
+    edit.as_classifier(folder)
+    with tensors(folder, "model.safetensors") as table:
+        table["qa_outputs.weight"] = table.pop("score.weight")
+    with fields(folder, "config.json") as config:
+        config["architectures"] = ["Qwen2ForQuestionAnswering"]
+
+
 @_breaks("LT312", MODEL, task="reward")
 def _causal_asked_as_reward(folder: Path) -> None:
     assert open_model(folder).config is not None  # as it is: a causal LM
@@ -1495,6 +1513,25 @@ def _served_regex(folder: Path) -> None:
 def _served_alora(folder: Path) -> None:
     _plain(folder)
     _set(folder, alora_invocation_tokens=[1, 2])
+
+
+@_breaks("LT812", CAUSAL, servers=["vllm"], with_base=True)
+def _served_text_names(folder: Path) -> None:
+    _plain(folder)
+    base = folder.parent / "base"
+    with fields(base, "config.json") as config:
+        text = {**config, "model_type": "llama4_text"}
+        config.update(model_type="llama4", architectures=["Llama4ForConditionalGeneration"], text_config=text)
+    with fields(base, "model.safetensors.index.json") as index:
+        index["weight_map"] = {f"language_model.{name}": file for name, file in index["weight_map"].items()}
+        index["weight_map"]["vision_model.norm.weight"] = next(iter(index["weight_map"].values()))
+    for path in base.glob("*.safetensors"):
+        with tensors(base, path.name) as table:
+            held = {f"language_model.{name}": tensor for name, tensor in table.items()}
+            table.clear()
+            table.update(held)
+            if path.name == index["weight_map"]["vision_model.norm.weight"]:
+                table["vision_model.norm.weight"] = raw(16)
 
 
 from tests import mutations_merged  # noqa: E402, F401 - registers the injuries of merged models

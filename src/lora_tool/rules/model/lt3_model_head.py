@@ -27,6 +27,10 @@ _NO_CLASSIFIER = re.compile(
 """Classes of transformers that have no head with labels. A reward model of other code may be called anything else."""
 
 
+_ANSWERS = re.compile(r"ForQuestionAnswering\Z")
+_ANSWERING = "qa_outputs.weight"
+
+
 @rule("LT306", Severity.WARNING, on=Subject, needs=_WHOLE)
 def no_pad_token(subject: Subject) -> Iterator[Fault]:
     """A reward model without a pad token.
@@ -105,7 +109,8 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
 def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     """The config names another number of labels than the head has rows.
 
-    What it does: Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head.
+    What it does: Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head, and
+    the head's bias with them. A head that answers questions has two: where the answer begins and where it ends.
 
     Why it matters: Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there.
     Where the config names no labels, transformers assumes two: a reward model has one.
@@ -117,6 +122,14 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     """
     model = subject.checkpoint
     weight, told = head_weight(subject.tensors), labels_of(model)
+    answers = model.config is not None and any(map(_ANSWERS.search, model.config.architectures))
+    if answers and (answering := subject.tensors.get(_ANSWERING)) and answering.shape[:1] != (2,):
+        message = f"is {list(answering.shape)}, expected a row for where an answer begins and one for where it ends"
+        yield Fault(subject=answering.name, message=message, path=str(answering.path))
+    bias = subject.tensors.get(f"{weight.name.removesuffix('weight')}bias") if weight and told else None
+    if weight and bias and bias.shape != weight.shape[:1]:
+        message = f"is {list(bias.shape)}, `{weight.name}` has {counted(weight.shape[0], 'row')}"
+        yield Fault(subject=bias.name, message=message, path=str(bias.path))
     if weight is None or told is None or model.config is None or told == weight.shape[0]:
         return
     rows = f"`{weight.name}` in {weight.path.name} has {weight.shape[0]}"

@@ -310,3 +310,24 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
     for _ in _asked(subject, Server.PEFT):
         message = f"PEFT needs AutoModelForSequenceClassification.from_pretrained(BASE, num_labels={weight.shape[0]})"
         yield _fault(subject, weight.name, message)
+
+
+@rule("LT812", Severity.ERROR, on=AdapterSubject, needs=_WHOLE | {Need.BASE})
+def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter of the text model alone, on a server that loads the whole.
+
+    What it does: Looks for an adapter with the names of the text class that `AutoModelForCausalLM` makes of a
+    multimodal base (Qwen3.5, Llama 4, Mllama), for vLLM, which loads the whole model.
+
+    Why it matters: vLLM finds none of the adapter's modules under their names: it serves the base, and says nothing.
+
+    Example: LoRA on `model.layers.0.mlp.up_proj`, and the base has `model.language_model.layers.0.mlp.up_proj`.
+
+    What to do: Merge it into the whole model, and serve that: `lora-tool merge ADAPTER`.
+    """
+    match = subject.matched
+    moved = [layer.target for layer in subject.layers if match.outside and match.name(layer.target) != layer.target]
+    for _ in _asked(subject, Server.VLLM) if moved else ():
+        message = f"vLLM loads the whole of {match.base.root}, where `{moved[0]}` is `{match.name(moved[0])}`"
+        message += ": it finds none of the adapter's modules, and serves the base without a word"
+        yield _fault(subject, moved[0], message)
