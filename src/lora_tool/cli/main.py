@@ -87,6 +87,12 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "help":  # `help merge` is `merge --help`
+            name, *_ = (*args[1:], None)
+            if name is None:
+                click.echo(ctx.get_help())
+                ctx.exit()
+            args = [name, "--help"]
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -126,7 +132,13 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     epilog="Example: lora-tool validate my-adapter/",
 )
 @click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
+    "-V",
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the version.",
 )
 def cli() -> None:
     """Check, merge and publish LoRA checkpoints.
