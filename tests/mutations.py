@@ -1224,7 +1224,9 @@ def _output_bias_without_place(folder: Path) -> None:
 @_breaks("LT215 bias", CAUSAL, with_base=True, quiet=True)
 def _bias_of_lora_without_place(folder: Path) -> None:
     with tensors(folder) as table:
-        table[f"{Q_PROJ}.lora_B.bias"] = raw(16)
+        for name, tensor in list(table.items()):
+            if name.endswith(".lora_B.weight"):
+                table[name.removesuffix("weight") + "bias"] = raw(tensor.shape[0])
     with fields(folder) as config:
         config["lora_bias"] = True
 

@@ -134,7 +134,7 @@ def test_modules_json_names_bare_folders_only(path: str, inputs: Path) -> None:
     write_json(inputs / "base" / "modules.json", [{"path": "", "type": "x"}, {"path": path, "type": "y"}])
     plan = planned(inputs)
     assert "modules.json" not in sources(plan)
-    assert any("no plain name" in warning for warning in plan.warnings)
+    assert any("not a plain name" in warning for warning in plan.warnings)
     assert any("1_Pooling/" in note and "modules.json" in note for note in plan.notes)
 
 

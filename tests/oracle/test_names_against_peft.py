@@ -17,7 +17,6 @@ from transformers import AutoModel, PreTrainedModel
 
 from lora_tool.errors import FindingsFound, MissingDependency, UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.merge import read_base
 from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.peft_merge import (
     Table,
@@ -295,7 +294,7 @@ def test_the_code_that_a_config_names_is_neither_run_nor_named_again(tmp_path: P
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
-    monkeypatch.setattr(read_base, "find_spec", lambda package: None if package == "transformers" else read_base)
+    monkeypatch.setattr("lora_tool.errors.find_spec", lambda package: None if package == "transformers" else package)
     with pytest.raises(MissingDependency, match="transformers is not installed") as caught:
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")
     assert "[merge]'" in str(caught.value.hint)

@@ -49,7 +49,8 @@ def target_without_tensors(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=f"target_modules: {config.target_modules}", message=message, path=subject.config_path)
     else:
         # "all-linear" also names the layers inside a head that is saved whole
-        held = {*(layer.target for layer in subject.layers), *_saved_whole(subject)}
+        carried = {name.rpartition(".")[0] for name in subject.view.frozen}  # whose lost LoRA is LT505's
+        held = {*(layer.target for layer in subject.layers), *_saved_whole(subject), *carried}
         entries = config.target_modules or ()
         seen = {suffix for path in held for suffix in _suffixes(path)}.intersection(entries)
         for entry in entries:

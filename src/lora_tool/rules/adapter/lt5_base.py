@@ -159,7 +159,8 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
         needed = _delta_shape(match, layer, pair, bare=not subject.config.targets(layer.target))
         rows_only = weight is match.tensor(layer.target) and is_end(layer.target)
         rows_only = rows_only and needed[1:] == weight.shape[1:]
-        comparable = MATRIX in (len(needed), len(weight.shape))  # a kernel's inputs may be in groups
+        # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
+        comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
         if comparable and needed != weight.shape and not rows_only:
             whose = "the base's" if weight is held else "the adapter's own"
             message = f"lora_B·lora_A is {list(needed)}, {whose} `{weight.name}` is {list(weight.shape)}"

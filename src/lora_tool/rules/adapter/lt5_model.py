@@ -332,7 +332,10 @@ def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, li
     """Return the base's class, and its parameters that are nowhere; a causal LM has no pooler, a classifier no output."""
     config, arch = match.base.config, match.arch
     known = None if subject.stored_base is None else subject.stored_base.class_tensors
-    if config is None or known is None or known.class_name not in {arch.causal_lm, arch.sequence_classification, None}:
+    if config is None or known is None:
+        return "", []
+    own = ({arch.causal_lm, arch.sequence_classification} - {None}) if config.architectures else {None}
+    if known.class_name not in own:
         return "", []
     other = {*_by_base_names(match, {**subject.view.frozen, **subject.view.saved})}
     other |= set() if subject.has_output_layer else set(arch.causal_only)
