@@ -93,6 +93,8 @@ PAGES = {
     "never-moved": "At the end every trained parameter has its first value. Use a learning_rate above 0 and more steps than "
     "warmup_steps.",
     "bad-result": "What was saved cannot be opened as an adapter or model. It is kept in rejected/.",
+    "not-saved": "The first checkpoint lacks the LoRA weights, or holds one rank's rows of them: PEFT 0.21 under FSDP1 "
+    "saves none. Train with `fsdp_version: 2`, gather when saving, or use another PEFT; `lora-tool validate` says more.",
     "merge-output": "`after: merge:` would fail when training has ended, because its output exists. Name another output or "
     "set overwrite: true.",
     "peft-off": "TRL reads its lora_ options only with use_peft: true; without it the whole model is trained.",

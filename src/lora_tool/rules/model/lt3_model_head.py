@@ -123,7 +123,11 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     model = subject.checkpoint
     weight, told = head_weight(subject.tensors), labels_of(model)
     answers = model.config is not None and any(map(_ANSWERS.search, model.config.architectures))
-    if answers and (answering := subject.tensors.get(_ANSWERING)) and answering.shape[:1] != (2,):
+    allowed = {
+        2,
+        max(2, (model.config.num_labels or 0) if model.config else 0),
+    }  # some classes have a row for each label, and use two
+    if answers and (answering := subject.tensors.get(_ANSWERING)) and not allowed & {*answering.shape[:1]}:
         message = f"is {list(answering.shape)}, expected a row for where an answer begins and one for where it ends"
         yield Fault(subject=answering.name, message=message, path=str(answering.path))
     bias = subject.tensors.get(f"{weight.name.removesuffix('weight')}bias") if weight and told else None
