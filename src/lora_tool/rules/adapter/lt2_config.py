@@ -281,7 +281,7 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT226", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
-    """Trained tokens that are not those of the config.
+    """Trained tokens do not match the config.
 
     What it does: Compares `trainable_token_indices` with the rows that were trained by themselves: there is one for
     each index, an index is not negative and stands there once, and the embedding has no LoRA and is not in
@@ -315,7 +315,7 @@ def tokens_disagree(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT221", Severity.WARNING, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
 def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
-    """LoRA on fused experts whose order of columns nobody says.
+    """Fused-expert LoRA whose column order is not recorded.
 
     What it does: Looks for a `lora_B_layout` in the config of adapters that Unsloth trained on fused experts. One that
     names no order that there is, is an error.

@@ -81,7 +81,7 @@ def _of_other_length(layer: LoraLayer, beside: Iterable[StoredTensor]) -> Iterat
 
 @rule("LT203", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS, Need.CONFIG}, unmergeable=True)
 def rank_not_as_configured(subject: AdapterSubject) -> Iterator[Fault]:
-    """Another rank than the config's.
+    """The rank differs from the config's.
 
     What it does: Compares each layer's rank with `r`, or with the first `rank_pattern` that matches its module.
 
@@ -183,7 +183,7 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
 
 @rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
 def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
-    """LoRA tensors of a type that is no float.
+    """LoRA tensors that are not floats.
 
     What it does: Checks that LoRA tensors, and the weights of modules that are saved whole, are F32, BF16, F16 or F64.
 

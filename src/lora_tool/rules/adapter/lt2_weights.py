@@ -24,7 +24,7 @@ _ABSURD = 65536.0
 
 @rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
 def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
-    """The adapter is as untrained: every lora_B is zero.
+    """The adapter looks untrained: every lora_B is zero.
 
     What it does: Reads each layer's `lora_B` (of an embedding: its `lora_embedding_A`), which is zero before training.
     All of them being zero is an error, single ones are noted.
@@ -50,7 +50,7 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT227", Severity.ERROR, on=AdapterSubject, deep=True)
 def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
-    """The adapter holds the rows of one rank alone.
+    """The adapter holds the rows of only one rank.
 
     What it does: Looks whether every `lora_B` has values in its first rows only, the same share 1/N of each, and zeros
     behind them.
