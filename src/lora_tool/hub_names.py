@@ -47,6 +47,12 @@ def hub_name(reference: str) -> HubName | None:
     return HubName(id=match["id"], revision=match["revision"]) if match else None
 
 
+def hub_id_of(reference: str) -> str | None:
+    """Return `owner/name` where `reference` names such a repository if no such folder is here; None for a mere path."""
+    named = hub_name(reference)
+    return named.id if named is not None and named.has_owner else None
+
+
 def _of_page(address: str) -> HubName | None:
     """Return the repository whose page it is: `/owner/name`, `/owner/name/tree/REVISION`, or of a file in it."""
     page = urlsplit(address if _has_scheme(address) else f"https://{address}")

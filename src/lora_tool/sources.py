@@ -78,12 +78,6 @@ def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> 
     return source_of(checkpoint.root)
 
 
-def hub_id_of(reference: str) -> str | None:
-    """Return the repository on the Hub that `reference` names if no such folder is here; None for a mere path."""
-    named = hub_name(reference)
-    return named.id if named is not None and named.has_owner else None
-
-
 def several(checkpoints: Reference | Sequence[Reference]) -> tuple[Reference, ...]:
     """Return one or several references as a tuple."""
     if isinstance(checkpoints, Sequence) and not isinstance(checkpoints, str):
@@ -219,7 +213,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
 
     def look(folder: Path) -> None:
         with contextlib.suppress(BrokenFile, OSError):  # what cannot be read is said by those who open it
-            refuse_quantised(read_model_config(folder / "config.json"), hub_id)
+            refuse_quantised(read_model_config(folder / CONFIG), hub_id)
 
     try:
         path = fetch(

@@ -32,6 +32,9 @@ ADDED_BY_PEFT: Mapping[str, frozenset[str]] = MappingProxyType(
 
 CLASSIFICATION_TASKS = frozenset({"SEQ_CLS", "TOKEN_CLS"})
 
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How the names of classes end that write text, and have no head with labels."""
+
 LAST_LAYERS = ("", ".out_proj", ".summary", ".linear_out")
 """Where in a head its last layer is, whose rows are the labels: RoBERTa's and BART's is `out_proj`, XLM's `summary`."""
 

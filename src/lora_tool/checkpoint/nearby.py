@@ -34,7 +34,7 @@ def training_state_near(root: Path) -> Path | None:
 
 
 def _is_another_run(state: Path, near: Path, root: Path) -> bool:
-    """Whether the rank files lie in a folder beside `root` that has an adapter's config of its own, and is no step."""
+    """Whether the rank files belong to another run: their folder, beside `root`, has its own adapter_config.json."""
     beside = near / state.relative_to(near).parts[0] if state != near else near
     own = beside in (near, root.resolve()) or beside.name.startswith("checkpoint-")
     return not own and is_file(beside / ADAPTER_CONFIG)

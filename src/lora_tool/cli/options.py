@@ -72,7 +72,7 @@ def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
-    """Add ``-q``: less output; each command says what is left."""
+    """Add ``-q``; the `help_text` says what the command still prints."""
     return click.option("-q", "--quiet", is_flag=True, help=help_text)
 
 

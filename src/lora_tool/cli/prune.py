@@ -28,7 +28,8 @@ def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: 
     """Show which checkpoint-N folders under ROOT (by default this folder) could go, and with --apply remove them.
 
     Of every run the last and the best valid ones stay, what is newer than the last valid one, and everything where
-    nothing is valid; valid is what `validate` finds no error in, under the same lora-tool.toml. Finished weights, adapters and models are never touched, nor links and what they lead to.
+    nothing is valid; valid is what `validate` finds no error in, under the same lora-tool.toml. Finished weights,
+    adapters and models are never touched, nor links and what they lead to.
     """
     from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
     from lora_tool.execution.folder import remove, require_room  # noqa: PLC0415

@@ -117,7 +117,7 @@ def _print_plan(run: RunConfig) -> None:
 
 
 def _report(run: RunConfig, settings: dict[str, Any], outcome: TrainingOutcome) -> dict[str, Any]:
-    """Return what is told of a run, by --json and in its folder."""
+    """Return the report of a run, which ``--json`` prints and the run's folder keeps."""
     return {
         **report_json(Report(findings=outcome.findings)),
         "method": run.method.name,

@@ -117,7 +117,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
 
 
 def _reporting(ctx: click.Context, configured: Configuration, fail_on: Severity) -> Reporting:
-    """Return what is asked of the report, by the configuration where the command line is silent."""
+    """Return how to report: each setting from the command line, else from the configuration."""
     options = ctx.params
 
     def chosen(name: str, setting: Any) -> Any:  # noqa: ANN401 - of the option's own type

@@ -133,7 +133,7 @@ def command(
 
 
 def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
-    """Return if what is asked for can be drawn, or nothing is. Raises `click.UsageError` and `MissingDependency`."""
+    """Raise `click.UsageError` or `MissingDependency` if the plot cannot be drawn; nothing to draw is fine."""
     if plot is None:
         return
     if pairs is None:
@@ -141,7 +141,7 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
     if plot.suffix not in (".png", ".html"):
         raise click.BadParameter(f"{plot} ends neither in .png nor in .html", param_hint="--plot")
     if not plot.parent.is_dir():
-        raise click.BadParameter(f"{plot.parent} is no folder", param_hint="--plot")
+        raise click.BadParameter(f"{plot.parent} is not a folder", param_hint="--plot")
     require_packages(("matplotlib", "jinja2"), extra="plot")
 
 

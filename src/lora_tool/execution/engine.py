@@ -51,8 +51,8 @@ def execute(
 
     It appears under that name complete and flushed to disk, or not at all. `engine` writes the weight files, by default
     a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole. `progress` is
-    called with the bytes of weights that were written. `resume` takes over the files that a killed run of the
-    same plan had finished, and leaves its own after a failure. `plan.values` are looked at while the files are written, because
+    called with the bytes of weights that were written. `resume` takes over the files that a killed run of the same plan
+    had finished, and leaves its own after a failure. `plan.values` are looked at while the files are written, because
     the one waits for the processor and the other for the disk; errors among them refuse the folder. `check` may look at
     it before it gets its name, and refuses it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`,
     `ExecutionError`, `FindingsFound`, and what `check` raises.

@@ -166,7 +166,8 @@ class AdapterConfig:
     def saves(self, module: str) -> bool:
         """Return whether the module is, or lies in, one that PEFT saves whole: its path ends with one of the names.
 
-        The ends of the text are compared, so "norm" means `input_layernorm` too (peft 0.21, `other.py::_set_trainable`).
+        The ends of the text are compared, so "norm" means `input_layernorm` too (peft 0.21,
+        `other.py::_set_trainable`).
         """
         return any(f"{name}." in f"{module}." for name in self.modules_to_save)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import CorruptFile
-from lora_tool.formats.files import read_json
+from lora_tool.errors import BrokenFile
+from lora_tool.formats.files import read_object
 from lora_tool.formats.model_config import ModelConfig
 
 FILE_NAME = "generation_config.json"
@@ -16,10 +16,9 @@ FILE_NAME = "generation_config.json"
 def read_generation_config(root: Path) -> Mapping[str, Any]:
     """Return the generation config in the folder `root`; empty where there is none, or none that can be read."""
     try:
-        loaded = read_json(root / FILE_NAME)
-    except CorruptFile:
+        return read_object(root / FILE_NAME)
+    except BrokenFile:
         return {}  # that it cannot be read is a finding of its own
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def ends_of(config: ModelConfig, generation: Mapping[str, Any]) -> tuple[int, ...]:

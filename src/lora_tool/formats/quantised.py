@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.hub_names import hub_name
+from lora_tool.hub_names import hub_id_of
 
 _BITS = (
     r"bnb|nf4|[2-8](?:\.\d+)?-?(?:bit|bpw)|gptq|awq|(?:nv|mx)?fp[48]|gguf|exl[23]|hqq|aqlm|int[48]|i?q[2-8](?:_\w+)?"
@@ -30,8 +30,7 @@ def full_precision_name(name: str) -> str | None:
 
 def quantised_by_name(name: str) -> str:
     """Return the end of a sentence about a model of this name that is not here; "" where it says nothing."""
-    named = hub_name(name)
-    better = full_precision_name(named.id) if named is not None and named.has_owner else None
+    better = full_precision_name(hub_id_of(name) or "")
     return f"; by its name it is quantised, and {better} is the model that it was made from" if better else ""
 
 
@@ -62,10 +61,8 @@ def give_full_precision(hub_id: str | None, config: ModelConfig | None, folder: 
 def _recorded(config: ModelConfig | None) -> str | None:
     """Return the Hub id under which the config says that the model was loaded, if that one is not quantised, too."""
     name = config.raw.get("_name_or_path") if config is not None else None
-    found = hub_name(name) if isinstance(name, str) else None
-    if found is None or not found.has_owner:
-        return None
-    return full_precision_name(found.id) or found.id
+    found = hub_id_of(name) if isinstance(name, str) else None
+    return found and (full_precision_name(found) or found)
 
 
 def _of_card(folder: Path) -> str | None:

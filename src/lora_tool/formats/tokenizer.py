@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class SpecialToken:
     path: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept
 class Tokenizer:
     """What the small files of a tokenizer say. Those that cannot be read are in `problems`."""
 
@@ -75,24 +76,34 @@ class Tokenizer:
         """Return the id of a token, None where no file tells it."""
         found: object = self.added.get(token)
         if found is None:
-            found = _id_in_fast(_object(self.folder / FAST, self.problems) if FAST in self.names else {}, token)
-        if found is None and "vocab.json" in self.names:
-            found = _object(self.folder / "vocab.json", self.problems).get(token)
+            found = _id_in_fast(self._fast, token)
+        if found is None:
+            found = self._vocabulary.get(token)
         return found if type(found) is int else None
 
-    @property
+    @cached_property
+    def _fast(self) -> Mapping[str, Any]:
+        return _object(self.folder / FAST, self.problems) if FAST in self.names else {}
+
+    @cached_property
+    def _vocabulary(self) -> Mapping[str, Any]:
+        name = "vocab.json"
+        return _object(self.folder / name, self.problems) if name in self.names else {}
+
+    @cached_property
     def added(self) -> dict[str, int]:
         """The tokens that the files list by themselves, as special ones are, with their ids."""
         listed = {name: held for name, held in self.tables.get(ADDED, {}).items() if type(held) is int}
-        return listed | {text: number for text, number, _ in self._entries()}
+        return listed | {text: number for text, number, _ in self._entries}
 
-    @property
+    @cached_property
     def control(self) -> dict[str, int]:
         """Those of the added tokens that are no text, which a template sets around what is said."""
-        return {text: number for text, number, is_text in self._entries() if not is_text}
+        return {text: number for text, number, is_text in self._entries if not is_text}
 
-    def _entries(self) -> Iterator[tuple[str, int, bool]]:
-        """Yield text, id and whether it is text of each added token of `tokenizer.json` and of the config."""
+    @cached_property
+    def _entries(self) -> tuple[tuple[str, int, bool], ...]:
+        """Text, id and whether it is text of each added token of `tokenizer.json` and of the config."""
         fast = _listed_first(self.folder / FAST) if FAST in self.names else None
         decoder = self.tables.get(CONFIG, {}).get("added_tokens_decoder")
         decoded = decoder.items() if isinstance(decoder, dict) else ()
@@ -100,10 +111,11 @@ class Tokenizer:
             (entry.get("id"), entry) for entry in (fast if isinstance(fast, list) else ()) if type(entry) is dict
         ]
         entries += [(int(key), entry) for key, entry in decoded if key.isdecimal() and len(key) <= _DIGITS]
-        for number, entry in entries:
-            text = _content(entry)
-            if text and type(number) is int:
-                yield text, number, isinstance(entry, dict) and entry.get("special") is False
+        return tuple(
+            (text, number, isinstance(entry, dict) and entry.get("special") is False)
+            for number, entry in entries
+            if (text := _content(entry)) and type(number) is int
+        )
 
     @property
     def chat_template(self) -> str | None:

@@ -53,11 +53,11 @@ def plan_push(
     """Return the plan that publishes `folder` as the model repository `repo`. Reads both, changes neither.
 
     The folder is validated first, an adapter beside its base where that is on this disk: `select` and `ignore` are the
-    rules, findings of severity `fail_on` or worse refuse. It is searched for secrets. `private` None means
-    private where the repository is created. `revision` is the branch, `create_pr` makes a pull request instead of a
-    commit on it, `tag` and `message` are the commit's. `include` are patterns of files that are not sent otherwise,
-    `readme` says whose text wins where both have one. Local files are hashed only where the Hub has one of the same name and
-    size; `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
+    rules, findings of severity `fail_on` or worse refuse. It is searched for secrets. `private` None means private
+    where the repository is created. `revision` is the branch, `create_pr` makes a pull request instead of a commit on
+    it, `tag` and `message` are the commit's. `include` are patterns of files that are not sent otherwise, `readme` says
+    whose text wins where both have one. Local files are hashed only where the Hub has one of the same name and size;
+    `progress` is called with the bytes. Raises `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
     readme = Readme(readme)
     checkpoint = pushable(open_checkpoint(folder))

@@ -33,9 +33,10 @@ class _Landed:
 def push(plan: PushPlan, *, check: PushCheck | str = PushCheck.TREE, progress: bool = False) -> Pushed:
     """Carry out `plan` and return what was done. `progress` shows huggingface_hub's bars on stderr.
 
-    One commit is made, on the parent that the plan was made from, or none where nothing changes; then every file of
-    the plan is compared at that commit: its hash in the tree, or with `check` "download" its bytes. Raises
-    `SourceChanged`, `HubError`, and `VerificationFailed` where the Hub holds something else than was sent. Ctrl-C leaves the repository as it was, or with the whole commit.
+    One commit is made, on the parent that the plan was made from, or none where nothing changes; then every file of the
+    plan is compared at that commit: its hash in the tree, or with `check` "download" its bytes. Raises `SourceChanged`,
+    `HubError`, and `VerificationFailed` where the Hub holds something else than was sent. Ctrl-C leaves the repository
+    as it was, or with the whole commit.
     """
     check = PushCheck(check)
     _require_unchanged(plan)

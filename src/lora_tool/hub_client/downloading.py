@@ -88,8 +88,9 @@ def download(
     """Return the folder in the cache with `repo` at `revision` (None for main), downloaded as far as it is not there.
 
     The files `beside` the weights come first, and `look` is given their folder, before those of the first pattern of
-    `weights` that has any. Where the Hub does not answer, what the cache holds is taken, and that is told. `absent`
-    is said of the repository in an error: where else it was looked for. Raises `HubRefused`, `HubUnreachable`, `NotACheckpoint`, and what `look` raises.
+    `weights` that has any. Where the Hub does not answer, what the cache holds is taken, and that is told. `absent` is
+    said of the repository in an error: where else it was looked for. Raises `HubRefused`, `HubUnreachable`,
+    `NotACheckpoint`, and what `look` raises.
     """
     answers, fetch = _Answers(), partial(snapshot_download, repo, ignore_patterns=_UNWANTED)
     in_words = partial(_in_our_words, repo, revision, absent)

@@ -137,7 +137,8 @@ class Conversion:
     def _by_form(self, group: _Group, shapes: Shapes, known: dict[Any, _Form]) -> dict[str, RowMapping]:
         """Return what the group's tensors become; once for all layers that differ in their numbers alone.
 
-        Not where a rule looks at a number: converting gets a layer's name, and may look at the layer's other parameters.
+        Not where a rule looks at a number: converting gets a layer's name, and may look at the layer's other
+        parameters.
         """
         numbers = tuple(_NUMBER.finditer(group.target)) if self._plain else ()
         if not numbers:

@@ -25,8 +25,9 @@ def draw(
 ) -> Path:
     """Write the pictures of an adapter, with its run's curves where it holds a `trainer_state.json`, and return `path`.
 
-    Of a run folder the adapter is that of its latest checkpoint. A `path` that ends in ``.html`` becomes a page, any other a PNG. It appears complete or not at all, and replaces a file of that name. Raises
-    `NotACheckpoint` where there is nothing to draw, `OSError` where weights cannot be read, `ExecutionError`.
+    Of a run folder the adapter is that of its latest checkpoint. A `path` that ends in ``.html`` becomes a page, any
+    other a PNG. It appears complete or not at all, and replaces a file of that name. Raises `NotACheckpoint` where
+    there is nothing to draw, `OSError` where weights cannot be read, `ExecutionError`.
     """
     with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
         adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint

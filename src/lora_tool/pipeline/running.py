@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint import (
     TRAINED_MODEL,
     AdapterDir,
@@ -34,7 +35,7 @@ from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
 from lora_tool.pipeline.writing import Written, farthest, write
-from lora_tool.plan.base.task import Task
+from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
 from lora_tool.progress import StageWatch, unwatched
@@ -45,9 +46,6 @@ from lora_tool.validation.validating import validate
 
 if TYPE_CHECKING:
     from lora_tool.verification.verifying import Verification
-
-_CLASSIFIER = "ForSequenceClassification"
-_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def run(
@@ -260,10 +258,8 @@ class _Running:
             return
         asked, config = Task(self._job.options.task), opened.config
         name = config.architectures[0] if config and config.architectures else ""
-        generates = name.endswith(_GENERATORS) or not (name or head_weight(opened.tensors))
-        if (asked in (Task.REWARD, Task.SEQ_CLS) and generates) or (
-            asked is Task.CAUSAL_LM and name.endswith(_CLASSIFIER)
-        ):
+        generates = name.endswith(LANGUAGE_MODELS) or not (name or head_weight(opened.tensors))
+        if (asked in CLASSIFIERS and generates) or (asked is Task.CAUSAL_LM and names_classifier((name,))):
             what = f"is a {name}" if name else "has no classification head"
             raise UnsupportedCheckpoint(
                 f'{opened.root} {what}, and `task="{asked}"` was asked for',

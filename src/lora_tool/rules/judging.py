@@ -183,9 +183,9 @@ class Judge:
             return False
         if Need.OUTPUTS in rule.needs and (not isinstance(subject, MergedSubject) or subject.outputs is None):
             return False
-        has_values = bool(subject.tensors) or rule.on is ShardedSubject
         if Need.PAIRS in rule.needs and (not isinstance(subject, MergedSubject) or subject.pairs is None):
             return False
+        has_values = bool(subject.tensors) or rule.on is ShardedSubject
         return not rule.deep or (self.deep is not False and has_values)
 
     def _why_not(self, rule: Rule, subject: Subject) -> str | None:

@@ -21,8 +21,8 @@ _OF_TIED = "LT514"
 class MergeJudge:
     """What is asked of a merge, and of the rules that judge it. Codes are checked by the first question.
 
-    `task` and `num_labels` are what was asked for, None where adapter and base say it; `untie` that tied ends become two
-    matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
+    `task` and `num_labels` are what was asked for, None where adapter and base say it; `untie` that tied ends become
+    two matrices. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None

@@ -148,7 +148,8 @@ _EXPONENTS: Mapping[DType, _Exponent] = {
 def _is_finite(block: bytearray, first: int, last: int, dtype: DType) -> bool:
     """Return whether all elements in bytes `first` to `last` are finite.
 
-    Without numpy, which takes longer to import than an adapter to check; a slice with a step is a copy at the speed of C.
+    Without numpy, which takes longer to import than an adapter to check; a slice with a step is a copy at the speed of
+    C.
     """
     if dtype not in _EXPONENTS:
         return True

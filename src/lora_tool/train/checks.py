@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import BadRunConfig, CheckpointError
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.report import Finding
 from lora_tool.train.config import RunConfig
 from lora_tool.train.traps import trap
-
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How classes end that have no head for a reward."""
 
 _HALF = ("float16", "fp16", "half", "torch.float16")
 
@@ -80,7 +78,7 @@ def _models(run: RunConfig) -> Iterator[Finding]:
         classes = read_model_config(judge / "config.json").architectures if judge else ()
     except (CheckpointError, OSError):
         return  # transformers says what is wrong with it
-    if classes and all(name.endswith(_LANGUAGE_MODELS) for name in classes):
+    if classes and all(name.endswith(LANGUAGE_MODELS) for name in classes):
         line = run.line("reward_model_name_or_path", "REWARD_MODEL")
         hint = f"{line} (lora-tool merge --rm makes one of an adapter)"
         yield trap("reward-head", hint, subject="reward_model_name_or_path", model=classes[0])

@@ -110,7 +110,8 @@ def leak(model: Any, collator: Any, *, packing: bool, sharded: bool) -> str | No
 
     It is found by behaviour: names of attentions and models tell too little. Two rows differ in their first document
     alone; if the logits of the second differ, it sees the first. Mask-aware models give differences of 1e-6, leaking
-    ones of 1 and more. A model that cannot be run here, as its weights are `sharded` or its code fails, is known by type.
+    ones of 1 and more. A model that cannot be run here, as its weights are `sharded` or its code fails, is known by
+    type.
     """
     training, why_not = model.training, "its weights are sharded"
     if not sharded:

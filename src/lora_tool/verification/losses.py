@@ -8,11 +8,10 @@ from typing import Any
 from lora_tool.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.progress import Progress, StageWatch
+from lora_tool.progress import StageWatch
 from lora_tool.verification.batches import Batches
-from lora_tool.verification.models import Models, asking
+from lora_tool.verification.models import TextModels, asking
 from lora_tool.verification.pairs import at_line
-from lora_tool.verification.prompts import tokenizer_in
 from lora_tool.verification.texts import LossEvidence, Texts
 
 try:
@@ -38,7 +37,7 @@ def prepare(provenance: Provenance, plan: Plan | None, texts: Texts) -> Callable
     return lambda watch: asking(lambda: reading.evidence(watch), root, "--text")
 
 
-class _Reading(Models):
+class _Reading(TextModels):
     """One comparison: the windows of all texts, and a run for each model."""
 
     def __init__(self, provenance: Provenance, plan: Plan | None, texts: Texts) -> None:
@@ -46,14 +45,9 @@ class _Reading(Models):
         root = provenance.merged.root
         if self._classifier:
             raise UnsupportedAdapter(f"{root} is a classifier: --text measures the loss of language models")
-        tokenizer = tokenizer_in(self._folders)
-        if tokenizer is None:
-            raise UnsupportedAdapter(f"{root} has no tokenizer that transformers can load, nor has base or adapter")
+        tokenizer, self._window = self._tokenizer(WINDOW)
         text = self._config.get_text_config()
-        room = (WINDOW, getattr(text, "max_position_embeddings", None), tokenizer.model_max_length)
-        self._window = min(length for length in room if length and length > 0)
         self._texts = texts
-        self._advance: Progress = lambda _: None
         ids = [window for line, words in texts.rows for window in self._windows(tokenizer, words)]
         if not ids:
             raise at_line(texts.path, texts.rows[0][0], "expected two tokens or more, of which one can be predicted")
@@ -63,7 +57,6 @@ class _Reading(Models):
         pad = getattr(text, "pad_token_id", None) or 0
         self._batches = Batches(ids, pad=pad, most=max(self._window, _LOGITS // text.vocab_size))
         self._tokens = sum(len(window) - 1 for window in ids)
-        text.use_cache = False
 
     def _windows(self, tokenizer: Any, words: str) -> Iterator[torch.Tensor]:  # noqa: ANN401
         """Yield the token ids of a text in windows; a last token alone predicts nothing."""
@@ -92,11 +85,6 @@ class _Reading(Models):
         known = self._most < config.get_text_config().vocab_size
         base = self._plain(alone, config, streamed=streamed) if known else None
         return base, self._unmerged(None, streamed=streamed), self._merged(streamed=streamed)
-
-    def _base_config(self) -> Any:  # noqa: ANN401
-        config = super()._base_config()
-        config.get_text_config().use_cache = False
-        return config
 
     def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
         """Return the mean loss of all tokens that can be predicted."""

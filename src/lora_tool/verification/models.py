@@ -16,6 +16,7 @@ from lora_tool.plan.base.task import Task, names_classifier
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
 from lora_tool.plan.merge.read_base import plain_row
+from lora_tool.progress import Progress
 from lora_tool.verification.elements import Files
 from lora_tool.verification.layers import (
     Noise,
@@ -27,6 +28,7 @@ from lora_tool.verification.layers import (
     stream,
     with_adapters,
 )
+from lora_tool.verification.prompts import tokenizer_in
 
 try:
     import torch
@@ -163,6 +165,33 @@ class Models(ABC):
         if self._classifier:
             config.num_labels = self._config.num_labels
         config.get_text_config().pad_token_id = self._config.get_text_config().pad_token_id
+        return config
+
+
+class TextModels(Models):
+    """Models that are given whole texts: as the tokenizer beside them splits those, nothing kept between two batches."""
+
+    def __init__(self, provenance: Provenance, plan: Plan | None, option: str) -> None:
+        super().__init__(provenance, plan, option)
+        self._config.get_text_config().use_cache = False
+        self._advance: Progress = lambda _: None
+
+    def _tokenizer(self, longest: int) -> tuple[Any, int]:
+        """Return the tokenizer, and how many tokens it and the model take at once: at most `longest`.
+
+        Raises `UnsupportedAdapter` where there is none.
+        """
+        tokenizer = tokenizer_in(self._folders)
+        if tokenizer is None:
+            root = self._provenance.merged.root
+            raise UnsupportedAdapter(f"{root} has no tokenizer that transformers can load, nor has base or adapter")
+        positions = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        room = (longest, positions, tokenizer.model_max_length)
+        return tokenizer, min(length for length in room if length and length > 0)
+
+    def _base_config(self) -> Any:  # noqa: ANN401
+        config = super()._base_config()
+        config.get_text_config().use_cache = False
         return config
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lora_tool.errors import BadConfig, Defect, MissingDependency, Problem
+from lora_tool.errors import BadConfig, Defect, MissingDependency
 from lora_tool.formats.files import is_file, parse_json, read_text
 from lora_tool.formats.tokenizer import FILE_NAMES
+from lora_tool.verification.pairs import at_line
 
 try:
     import torch
@@ -56,7 +57,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     json_lines = path.suffix in (".jsonl", ".json", ".ndjson")
     prompts = tuple(_of_json(line, number, path) if json_lines else line for number, line in enumerate(lines, 1))
     if not prompts:
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), message="holds no prompt"))
+        raise BadConfig.of(path, Defect.BAD_FIELD, "holds no prompt")
     return prompts
 
 
@@ -74,7 +75,7 @@ def _of_json(line: str, number: int, path: Path) -> str:
         text = next((entry[name] for name in _FIELDS if isinstance(entry.get(name), str)), spoken or None)
     if text is None:
         message = f"expected a text, or an object with one of {', '.join(_FIELDS)} or `messages`; found {json.dumps(entry)[:40]}"
-        raise BadConfig(Problem(defect=Defect.BAD_FIELD, path=str(path), subject=f"line {number}", message=message))
+        raise at_line(path, number, message)
     return text
 
 

@@ -9,12 +9,11 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance
-from lora_tool.progress import Progress, StageWatch, unwatched
+from lora_tool.progress import StageWatch, unwatched
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.verification.batches import Batches
-from lora_tool.verification.models import Models, asking
+from lora_tool.verification.models import TextModels, asking
 from lora_tool.verification.pairs import Pair, Pairs, Text, at_line
-from lora_tool.verification.prompts import tokenizer_in
 
 try:
     import torch
@@ -43,7 +42,7 @@ def rank_alone(model: ModelDir, pairs: Pairs, watch: StageWatch = unwatched) -> 
     return prepare(Provenance(merged=model, base=model, adapters=()), None, pairs)(watch)
 
 
-class _Ranking(Models):
+class _Ranking(TextModels):
     """One comparison: the token ids of both texts of every pair, and a run for each model."""
 
     def __init__(self, provenance: Provenance, plan: Plan | None, pairs: Pairs) -> None:
@@ -52,20 +51,14 @@ class _Ranking(Models):
         if not self._classifier or self._config.num_labels != 1:
             has = f"has {self._config.num_labels} labels" if self._classifier else "has no head"
             raise UnsupportedAdapter(f"{root} {has}: --pairs ranks texts by the one reward of a reward model")
-        tokenizer = tokenizer_in(self._folders)
-        if tokenizer is None:
-            raise UnsupportedAdapter(f"{root} has no tokenizer that transformers can load, nor has base or adapter")
+        tokenizer, self._longest = self._tokenizer(LONGEST)
         text = self._config.get_text_config()
-        room = (LONGEST, getattr(text, "max_position_embeddings", None), tokenizer.model_max_length)
-        self._longest = min(length for length in room if length and length > 0)
         self._pairs = pairs
         self._cut = 0
         known: dict[bytes, int] = {}
-        self._advance: Progress = lambda _: None
         sides = [(pair, side) for pair in pairs.rows for side in (pair.chosen, pair.rejected)]
         self._ids: list[torch.Tensor] = []
         self._at = [self._place(self._tokens(tokenizer, *side, text.vocab_size), known) for side in sides]
-        text.use_cache = False
         if getattr(text, "pad_token_id", None) is None:
             # padding begins after the last token that is not this one: it must not be what a text ends with
             ends = {int(ids[-1]) for ids in self._ids}
@@ -124,11 +117,6 @@ class _Ranking(Models):
     def _both(self, streamed: bool) -> tuple[torch.Tensor | None, torch.Tensor]:  # noqa: FBT001
         unmerged = self._unmerged(None, streamed=streamed) if self._provenance.adapters else None
         return unmerged, self._merged(streamed=streamed)
-
-    def _base_config(self) -> Any:  # noqa: ANN401
-        config = super()._base_config()
-        config.get_text_config().use_cache = False
-        return config
 
     def _answers(self, model: Any) -> torch.Tensor:  # noqa: ANN401
         """Return the rewards of all texts, chosen and rejected in turn, in float32."""

@@ -68,8 +68,6 @@ _TASK_TYPES = {
 }
 _CLASSIFIER = "ForSequenceClassification"
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-GENERATING_CLASSES = (*_CAUSAL, "ForConditionalGeneration")
-"""How the names of classes that write text end."""
 
 
 def names_classifier(class_names: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.files import json_bytes
 from lora_tool.formats.generation_config import FILE_NAME, ends_of, ids, read_generation_config
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.plan.core.steps import SideFile
 
@@ -39,21 +40,40 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
     named = {f"{role}_id": tokenizer.special(role) for role in ("bos_token", "eos_token", "pad_token")}
     special = {name: token.id for name, token in named.items() if token is not None}
     old = read_generation_config(base.root)
-    ends, end, note = ends_of(base.config, old), turn_end(tokenizer), None
+    ends, end = ends_of(base.config, old), turn_end(tokenizer)
     more = [special[_EOS]] if _EOS in special else []
-    if end is not None and ends and not end.ids & {*ends}:
+    note = None
+    if end is not None and ends and end.ids.isdisjoint(ends):
         more.append(end.token.id)
-        note = (
-            f"generation stops at `{end.token.token}` ({end.token.id}) as well: {end.token.path} ends turns with it, "
-            f"and the base stops at {', '.join(map(str, ends))} alone"
-        )
-    raw, place, inner = base.config.raw, base.config.raw, base.config.raw.get("text_config")
-    if isinstance(inner, dict) and not special.keys() & raw.keys():
-        place = inner
-    known = ids(place.get(_EOS))
-    stored = _changed(place, special, [*known, *more] if not old else known if {*more[:1]} <= {*known} else more[:1])
-    changes = {"text_config": stored} if place is not raw and stored else stored
-    return Generation(config=changes, file=_file(old, special, more), notes=(note,) if note else ())
+        stops = f"the base stops only at {', '.join(map(str, ends))}"
+        text = f"`{end.token.token}` ({end.token.id}) as well: {end.token.path} ends turns with it, and {stops}"
+        note = f"generation stops at {text}"
+    return Generation(
+        config=_config_changes(base.config, special, more, alone=not old),
+        file=_file(old, special, more),
+        notes=(note,) if note else (),
+    )
+
+
+def _config_changes(
+    config: ModelConfig, special: Mapping[str, int], more: Sequence[int], *, alone: bool
+) -> dict[str, Any]:
+    """Return what `config.json` must say, in its `text_config` where that says it now.
+
+    It names the tokenizer's end where `generation_config.json` has the others, and all of them where it stands `alone`.
+    """
+    inner = config.raw.get("text_config")
+    if isinstance(inner, dict) and not special.keys() & config.raw.keys():
+        changes = _changed(inner, special, _config_ends(inner, more, alone=alone))
+        return {"text_config": changes} if changes else {}
+    return _changed(config.raw, special, _config_ends(config.raw, more, alone=alone))
+
+
+def _config_ends(table: Mapping[str, Any], more: Sequence[int], *, alone: bool) -> Sequence[int]:
+    known = ids(table.get(_EOS))
+    if alone:
+        return (*known, *more)
+    return known if not more or more[0] in known else more[:1]
 
 
 def _file(old: Mapping[str, Any], special: Mapping[str, int], more: Iterable[int]) -> SideFile | None:

@@ -61,10 +61,10 @@ def plan_consolidate(
     are LoRA tensors. `tag` is the saved step, by default the one that the checkpoint points at, `adapter_config` the
     file of that name or its folder, where it does not lie near the checkpoint. `dtype` None keeps each tensor's own:
     float32 for trained ones, the model's for frozen ones. `max_shard_bytes` None cuts files at 5 GB; `ignore` are the
-    codes of faults, or their beginnings, to go on in spite of: they are among the plan's findings. Whoever executes the plan looks once at every byte that it uses (CRC32, NaN,
-    all-zero parts, rounding), unless all of that is ignored. Raises `FindingsFound` for faults that are errors, as the
-    execution does for those of the values; `UnknownRule` for a code that no rule has; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together
-    at all.
+    codes of faults, or their beginnings, to go on in spite of: they are among the plan's findings. Whoever executes the
+    plan looks once at every byte that it uses (CRC32, NaN, all-zero parts, rounding), unless all of that is ignored.
+    Raises `FindingsFound` for faults that are errors, as the execution does for those of the values; `UnknownRule` for
+    a code that no rule has; `UnsupportedCheckpoint` and `CheckpointError` for what cannot be put together at all.
     """
     ignored = _rules(codes(ignore))
     dtype = None if dtype is None else float_type(dtype)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.actions import TensorAction
+from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.checkpoint import ModelDir
 from lora_tool.display import counted
 from lora_tool.formats.fingerprint import fingerprint
@@ -27,7 +28,7 @@ from lora_tool.plan.base.side_files import (
     pad_token,
     vocabulary_changes,
 )
-from lora_tool.plan.base.task import CLASSIFIERS, GENERATING_CLASSES, Task
+from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.base.turn_ends import Generation, generation_of
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.manifest import describe_input, input_name
@@ -141,7 +142,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
 def _generates(merge: MergeContext) -> bool:
     """Whether the merged model writes text: a causal LM, or another class that does."""
     name = merge.facts.class_name if merge.facts else ""
-    return merge.task is Task.CAUSAL_LM or name.endswith(GENERATING_CLASSES)
+    return merge.task is Task.CAUSAL_LM or name.endswith(LANGUAGE_MODELS)
 
 
 def _left_out_notes(leftovers: Sequence[InputRecord], base: ModelDir) -> Iterator[str]:

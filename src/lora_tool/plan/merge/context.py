@@ -65,9 +65,9 @@ def merge_context(
 ) -> MergeContext:
     """Return what the steps are made from, with the head and the ends of the model settled.
 
-    `modules` are those of all `adapted` together. `num_labels` is what the user asked for, `untie` gives tied embeddings
-    two matrices. Raises `UnsupportedAdapter` where the architecture has no class for the task or adapters hold tied
-    tensors with different values, `WrongValue` where its class has no labels.
+    `modules` are those of all `adapted` together. `num_labels` is what the user asked for, `untie` gives tied
+    embeddings two matrices. Raises `UnsupportedAdapter` where the architecture has no class for the task or adapters
+    hold tied tensors with different values, `WrongValue` where its class has no labels.
     """
     head, labels = _head_and_labels(view, modules, asked=num_labels)
     ends, adapted, modules = settled_ends(view, adapted, modules, classifies=head is not None, untie=untie)

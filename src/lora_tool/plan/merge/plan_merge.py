@@ -50,14 +50,16 @@ def plan_merge(
     """Return the plan that merges `adapter`, or several of them, into `base`. The rules judge the adapters first, as
     `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
 
-    Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task` "reward" means one label. `dtype` None keeps
-    every tensor's own; `num_labels` are the labels that a head must have, and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only` makes the text model of a multimodal base alone. `max_shard_bytes` None keeps
-    the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does
-    not. Every tensor of all inputs is in the plan, as a step or as a leftover with its reason. What lies in the Hub's
-    cache has its Hub id and commit in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored
-    rule refuses all the same where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises
-    `FindingsFound` for the others, `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase`
-    where transformers finds no place for a tensor.
+    Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task`
+    "reward" means one label. `dtype` None keeps every tensor's own; `num_labels` are the labels that a head must have,
+    and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only`
+    makes the text model of a multimodal base alone. `max_shard_bytes` None keeps the base's grouping into files.
+    `expert_layout` says how a fused lora_B of experts is packed, where its config does not. Every tensor of all inputs
+    is in the plan, as a step or as a leftover with its reason. What lies in the Hub's cache has its Hub id and commit
+    in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored rule refuses all the same
+    where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the
+    others, `UnsupportedAdapter` for a feature that cannot be merged exactly, `IncompatibleBase` where transformers
+    finds no place for a tensor.
     """
     base = opened_model(base)
     adapters = tuple(map(opened_adapter, several(adapter)))

@@ -39,8 +39,8 @@ def read_base(
 
     `asked` is the task that the user names, or `Task.AUTO`. `exact` takes no name for the model's that only looks like
     one, `text_only` the text model of a multimodal base for the whole. Raises `UnsupportedAdapter` where the task, the
-    adapters and the base contradict each other or no class is found, `IncompatibleBase` where the base does not fit its class, `MissingDependency` where transformers must be asked
-    and is not installed.
+    adapters and the base contradict each other or no class is found, `IncompatibleBase` where the base does not fit its
+    class, `MissingDependency` where transformers must be asked and is not installed.
     """
     if text_only:
         require_transformers()

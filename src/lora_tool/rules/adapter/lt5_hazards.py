@@ -13,10 +13,11 @@ from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
 from lora_tool.formats import training_record
 from lora_tool.formats.files import inside
 from lora_tool.formats.training_record import TrainingRecord, read_training_record
+from lora_tool.hub_names import hub_id_of
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.sources import hub_id_of, resolve, source_of
+from lora_tool.sources import local_folder, resolve, source_of
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
@@ -75,11 +76,13 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     base, named = subject.base, subject.config.base_model
     if base is None or not named or any(problem.fatal for problem in base.problems):
         return
-    given = source_of(base.root)
+    given, near, hub_id = source_of(base.root), subject.checkpoint.root, hub_id_of(named)
     try:
-        found = resolve(named, near=subject.checkpoint.root)
+        if hub_id is not None and hub_id == given.hub_id and local_folder(named, near) is None:
+            return  # without asking the cache, which takes a while
+        found = resolve(named, near=near)
     except CheckpointError:
-        if given.hub_id is not None and hub_id_of(named) not in (None, given.hub_id):
+        if given.hub_id is not None and hub_id not in (None, given.hub_id):
             message = f"is {named}, and the base is {given.hub_id}"
             yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
         return  # of a folder that is not here nobody can tell

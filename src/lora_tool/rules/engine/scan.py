@@ -56,7 +56,8 @@ class Scans:
 def scan(tensor: StoredTensor, opened: Opener = open_regular) -> WeightScan:
     """Return what the tensor's values are like; types other than F16, BF16, F32 and F64 have only zeros looked for.
 
-    `opened` gives its files, which stay open where many tensors of one are scanned. A tensor without elements is not all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
+    `opened` gives its files, which stay open where many tensors of one are scanned. A tensor without elements is not
+    all zero. Raises `CorruptFile` or `SourceChanged` if its file went away.
     """
     layout = LAYOUTS.get(tensor.dtype)
     width = layout.nbytes if layout else 1

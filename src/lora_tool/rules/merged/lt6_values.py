@@ -296,15 +296,15 @@ def other_answers(subject: MergedSubject) -> Iterator[Fault]:
 def ranks_too_few_right(subject: MergedSubject) -> Iterator[Fault]:
     """The merged model ranks fewer pairs right than was asked.
 
-    What it does: Counts the pairs whose chosen text gets the higher reward, a tie as half, and compares their share with
-    `--min-accuracy`. `lora-tool verify --pairs FILE --min-accuracy 0.7`, and so in `ci`.
+    What it does: Counts the pairs whose chosen text gets the higher reward, a tie as half, and compares their share
+    with `--min-accuracy`. `lora-tool verify --pairs FILE --min-accuracy 0.7`, and so in `ci`.
 
     Why it matters: Every tensor may be right, and the model not worth its training.
 
     Example: A reward model that was trained on swapped columns ranks 0.3 of 200 held-out pairs right.
 
-    What to do: Where base + adapter rank better than the merged model, look at the other findings; else train longer, or
-    look at the data: `chosen`, `rejected`, and the chat template.
+    What to do: Where base + adapter rank better than the merged model, look at the other findings; else train longer,
+    or look at the data: `chosen`, `rejected`, and the chat template.
     """
     found = subject.pairs
     if found is None or found.enough:

@@ -9,9 +9,7 @@ from pathlib import Path
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import CLASSIFICATION_HEADS, VALUE_HEADS, head_of
 from lora_tool.display import counted
-from lora_tool.errors import CorruptFile
 from lora_tool.formats import tokenizer
-from lora_tool.formats.files import inside, read_json
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
@@ -63,16 +61,8 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
 
 def _names_pad_token(root: Path, names: tuple[str, ...]) -> bool:
     """Whether a small tokenizer file names a pad token; its id would need the large ones."""
-    for name in (tokenizer.CONFIG, tokenizer.SPECIAL_MAP):
-        if name not in names or not inside(root, root / name):
-            continue
-        try:
-            loaded = read_json(root / name)
-        except CorruptFile:
-            continue
-        if isinstance(loaded, dict) and loaded.get("pad_token"):
-            return True
-    return False
+    tables = tokenizer.read_tokenizer(root, names).tables
+    return any(tables.get(name, {}).get("pad_token") for name in (tokenizer.CONFIG, tokenizer.SPECIAL_MAP))
 
 
 @rule("LT307", Severity.ERROR, on=ModelSubject, needs=_WHOLE)

@@ -87,8 +87,8 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     What it does: Compares the names in the weights with those that the class in `config.json` has, for the model types
     that are stored as they are in memory: what is there under every config, and what comes together, as the biases of
     one attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that
-    are otherwise like it have, for embeddings, an output layer and the last norm, and for a projection that no layer has
-    beside those that go with it.
+    are otherwise like it have, for embeddings, an output layer and the last norm, and for a projection that no layer
+    has beside those that go with it.
 
     Why it matters: transformers initialises what is missing at random, on every load anew, with a log line only.
 

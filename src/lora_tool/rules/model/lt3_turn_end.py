@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.architectures.heads import LANGUAGE_MODELS
 from lora_tool.formats import generation_config
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
@@ -11,7 +12,6 @@ from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})
 
 
@@ -37,7 +37,7 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault]:
     if (
         config is None
         or not _was_trained(subject)
-        or not any(name.endswith(_GENERATES) for name in config.architectures)
+        or not any(name.endswith(LANGUAGE_MODELS) for name in config.architectures)
     ):
         return
     generation = read_generation_config(model.root)

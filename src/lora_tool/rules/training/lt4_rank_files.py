@@ -172,7 +172,8 @@ def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
     What it does: Looks for LoRA among the tensors of a PEFT model, and for any tensor at all.
 
     Why it matters: What was trained is not in it, and resuming from it begins with a new adapter. PEFT 0.21 under FSDP1
-    takes none of the adapter's tensors for the adapter's: the save ends well, and the folder holds nothing, or the head.
+    takes none of the adapter's tensors for the adapter's: the save ends well, and the folder holds nothing, or the
+    head.
 
     Example: `pytorch_model_fsdp_0` of a LoRA run holds `base_model.model.score.weight` and nothing else.
 
