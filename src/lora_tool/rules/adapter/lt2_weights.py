@@ -52,13 +52,13 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
 def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter holds the rows of only one rank.
 
-    What it does: Looks whether every `lora_B` has values in its first rows only, the same share 1/N of each, and zeros
-    behind them.
+    What it does: Looks whether every `lora_B` is zero but for the rows that one rank of N would hold, the same rank of
+    the same N in all modules.
 
     Why it matters: Under FSDP each rank holds some rows of a matrix. One that saves without gathering, or loads its own
     part into a fresh adapter, keeps what it has: the rest of every module is as before training.
 
-    Example: In all 224 modules rows 512 to 4,095 of `lora_B` are exactly zero, after training on 8 GPUs.
+    Example: In all 224 modules only rows 0 to 511 of 4,096 in `lora_B` are not zero, after training on 8 GPUs.
 
     What to do: Save it from the training state again: `lora-tool consolidate CHECKPOINT`, of a sharded checkpoint.
     """
