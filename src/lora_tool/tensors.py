@@ -195,8 +195,13 @@ class StoredTensor:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its matrices lie transposed in the file, so that its bytes are not the file's."""
+        """Whether its matrices lie transposed in the file."""
         return any(isinstance(span, TransposedSpan) for span in self.spans)
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether its bytes are the file's: what lies transposed or quantised is made from them."""
+        return all(type(span) is Span for span in self.spans)
 
     def part(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""
