@@ -1,4 +1,4 @@
-"""The GitHub action, the pre-commit hook and the README's CI jobs: valid by their schemas, and their scripts run."""
+"""The GitHub action, the pre-commit hook and the documentation's CI jobs: valid by their schemas, and their scripts run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ ACTION = ROOT / ".github" / "actions" / "lora-tool" / "action.yml"
 
 
 def jobs() -> dict[str, str]:
-    """The README's YAML blocks by what they are for."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The YAML blocks of the page on CI by what they are for."""
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```$",
+        (ROOT / ".github" / "docs" / "tasks" / "ci-step.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     found: dict[str, str] = {}
     for block in blocks:
         table = yaml.safe_load(block)
@@ -52,7 +56,7 @@ def test_the_action_is_one() -> None:
 
 
 @pytest.mark.parametrize(("kind", "schema"), [("github", "vendor.github-workflows"), ("gitlab", "vendor.gitlab-ci")])
-def test_the_readmes_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
+def test_the_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
     text = jobs()[kind]
     (tmp_path / "job.yml").write_text(text if kind == "gitlab" else f"on: push\n{text}")
     check(schema, tmp_path / "job.yml")
