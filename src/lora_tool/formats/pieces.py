@@ -7,6 +7,7 @@ format says where each piece begins and which bytes it is; `assembled` says wher
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -119,7 +120,7 @@ def _bands(size: int, parts: Sequence[_Part], at: int) -> Iterator[tuple[int, in
     cuts = sorted({0, size, *edges, *(stop for _, stop in ranges)})
     if len(cuts) * len(parts) > _MOST_CUTS:
         raise _Uncovered(f"its {len(parts):,} parts are in no order")
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         inside = [
             part
             for part in parts
