@@ -84,7 +84,7 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
     read = configuration(str(tmp_path / "lora-tool.toml"), [])
     assert read.servers == ("vllm",)
     assert list(read.ignore) == ["LT803"]
-    assert read.ci == {"output": "reward-model", "rm": True}
+    assert read.tables["ci"] == {"output": "reward-model", "rm": True}
 
 
 def test_both_ci_commands_are_there_and_pinned() -> None:
