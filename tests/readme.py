@@ -99,7 +99,7 @@ def _printed(line: str, folder: Path, environment: Mapping[str, str] | None) -> 
     return as_shown(done.stdout, folder, (environment or {}).get("HF_ENDPOINT", HUB))
 
 
-def as_shown(printed: str, folder: Path, endpoint: str) -> str:
+def as_shown(printed: str, folder: Path, endpoint: str = HUB) -> str:
     """Return what a command printed as a reader sees it: no paths of this machine, and the Hub's own address."""
     return printed.replace(f"{folder}/", "").replace(endpoint, HUB)
 
