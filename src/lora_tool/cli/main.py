@@ -35,6 +35,7 @@ COMMANDS = {
     "diff": "Compare two adapters, or two models, module by module.",
     "ls": "List all checkpoints under a folder: step, metric, sizes, verdict.",
     "prune": "Remove the checkpoints of a run that are neither the last nor the best.",
+    "init": "Print a commented run.yaml for `train`, which trains as it stands.",
     "train": "Train with TRL, and stop runs that cannot end well.",
     "guard": "Attach the guards of `train` to any TRL or transformers command.",
     "rules": "List the rules of `validate`, or explain one.",
