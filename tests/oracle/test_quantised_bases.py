@@ -56,7 +56,8 @@ def delta(adapter: Path, module: str) -> torch.Tensor:
     """Return scaling·(B·A) of a module in float64."""
     table, config = saved_tensors(adapter), json.loads((adapter / "adapter_config.json").read_text())
     factors = [table[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "BA"]
-    return (factors[0] @ factors[1]) * (config["lora_alpha"] / config["r"])
+    scaled: torch.Tensor = (factors[0] @ factors[1]) * (config["lora_alpha"] / config["r"])
+    return scaled
 
 
 def assert_rounded(found: torch.Tensor, exact: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_into
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
-from lora_tool.tensors import StoredTensor, TransposedSpan
+from lora_tool.tensors import StoredTensor, TiledSpan, TransposedSpan
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -53,12 +53,15 @@ def fill(
     filled = 0
     for span in tensor.part(start, len(buffer)):
         part = buffer[filled : filled + span.nbytes]
-        if isinstance(span, TransposedSpan):
-            part[:] = _read_transposed(span, partial(read, span.path)).data
-        elif isinstance(span, QuantisedSpan):
-            part[:] = _read_quantised(span, read, decode).data
-        else:
-            read(span.path, span.offset, part)
+        match span:
+            case TransposedSpan():
+                part[:] = _read_transposed(span, partial(read, span.path)).data
+            case TiledSpan():
+                _read_tiles(span, part, read)
+            case QuantisedSpan():
+                part[:] = _read_quantised(span, read, decode).data
+            case _:
+                read(span.path, span.offset, part)
         filled += span.nbytes
 
 
@@ -93,6 +96,23 @@ def _read_quantised(
     first, last = span.start // row_bytes, -(-(span.start + span.nbytes) // row_bytes)
     rows = (decode or decoded)(span.encoding, first, last, bytes_of)
     return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)[span.start - first * row_bytes :][: span.nbytes]
+
+
+def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:
+    """Fill `buffer` with the bytes of the span: of each tile the rows that it needs are read, and laid side by side."""
+    import numpy as np  # noqa: PLC0415 - for few checkpoints
+
+    first, last = span.rows
+    begin = first * span.row_bytes
+    is_whole = (span.start, span.nbytes) == (begin, (last - first) * span.row_bytes)
+    rows = np.frombuffer(buffer, np.uint8) if is_whole else np.empty((last - first) * span.row_bytes, np.uint8)
+    rows = rows.reshape(last - first, span.row_bytes)
+    for tile, place in zip(span.tiles, span.places, strict=True):
+        held = np.empty(place.nbytes, np.uint8)
+        read(place.path, place.offset, held.data)
+        rows[:, tile.begin : tile.begin + tile.width] = held.reshape(last - first, tile.width)
+    if not is_whole:
+        buffer[:] = rows.reshape(-1)[span.start - begin :][: span.nbytes].data
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

@@ -125,6 +125,11 @@ class QuantisedSpan(Span):
         """Return the `nbytes` bytes from byte `start` of the span."""
         return replace(self, start=self.start + start, nbytes=nbytes)
 
+    @property
+    def places(self) -> tuple[Span, ...]:
+        """The codes and scales of the whole matrix."""
+        return tuple(span for part in parts(self.encoding) for span in part.spans)
+
 
 def dequantised(encoding: Encoding) -> StoredTensor:
     """Return the matrix that an encoding stands for, as a tensor that is decoded when it is read."""
