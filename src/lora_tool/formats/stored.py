@@ -126,3 +126,19 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
         read_part(one, at, min(_READ_BYTES, one.nbytes - at)) == read_part(other, at, min(_READ_BYTES, one.nbytes - at))
         for at in range(0, one.nbytes, _READ_BYTES)
     )
+
+
+def same_transposed(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether the matrix `other` is `one` transposed, byte by byte in one type.
+
+    `other` is in memory whole, a row of `one` at a time. Raises as `read_part`.
+    """
+    is_matrix = len(one.shape) == len(other.shape) == 2 and one.nbytes and not one.dtype.bits % 8  # noqa: PLR2004
+    if not is_matrix or one.dtype is not other.dtype or one.shape != other.shape[::-1]:
+        return False
+    import numpy as np  # noqa: PLC0415 - for few adapters
+
+    width = one.dtype.bits // 8
+    columns = np.frombuffer(read_part(other, 0, other.nbytes), f"V{width}").reshape(other.shape).T
+    row = width * one.shape[1]
+    return all(read_part(one, at * row, row) == columns[at].tobytes() for at in range(one.shape[0]))

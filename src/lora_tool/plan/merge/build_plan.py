@@ -73,7 +73,7 @@ def build_plan(
         inputs=_stamps(merge, side_files),
         precision=precision,
         warnings=warnings,
-        notes=(_task_note(merge), *_left_out_notes(leftovers, base), *notes),
+        notes=(_task_note(merge), *_one_delta_note(merge), *_left_out_notes(leftovers, base), *notes),
         # the tensors of one adapter need no telling apart
         input_names={each.root: name for name, each in {"base": base, **adapters}.items()}
         if adapters.keys() - {"adapter"}
@@ -160,6 +160,16 @@ def _left_out_notes(leftovers: Sequence[InputRecord], base: ModelDir) -> Iterato
     for reason, names in by_reason.items():
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"left out of the base: {names[0]}{others}: {reason}"
+
+
+def _one_delta_note(merge: MergeContext) -> Iterator[str]:
+    tied = merge.ends.tied
+    if tied is not None and merge.ends.trained_as_one:
+        output, embedding = (name.removesuffix(".weight") for name in (tied.output, tied.embedding.name))
+        yield (
+            f"`{output}` and `{embedding}` are one matrix and were trained with one ΔW, which is added once: PEFT's merge "
+            "adds it for each of them"
+        )
 
 
 def _task_note(merge: MergeContext) -> str:

@@ -38,7 +38,7 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
     # a matrix with as many rows by chance is no end: only embeddings have an embedding's LoRA
     modules = {tied.output.removesuffix(".weight"), *merge.modules.embeddings} & merge.modules.lora.keys()
     touched = sorted(tied.names & {f"{module}.weight" for module in modules})
-    if touched:
+    if touched and not merge.ends.trained_as_one:
         tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{touched[0]}`, which this base ties to the other end of the "
