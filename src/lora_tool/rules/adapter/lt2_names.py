@@ -31,6 +31,8 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
 
     What to do: Save the unwrapped model (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
+
+    `lora-tool validate --fix` takes such prefixes out of the names of a safetensors file; its weights stay as they are.
     """
     if subject.config.peft_type not in (None, *KNOWN_TYPES):
         return  # LT217 says so; a prompt's embeddings belong to no module
