@@ -1148,8 +1148,9 @@ def _base_that_is_not_named(folder: Path) -> None:
 
 @_breaks("LT521", CAUSAL)
 def _base_that_moved(folder: Path) -> None:
+    shutil.copytree(folder.parent / "base", folder.parent / "llama")
     with fields(folder) as config:
-        config["base_model_name_or_path"] = "/where/it/was/trained/base"
+        config["base_model_name_or_path"] = "/where/it/was/trained/llama"
 
 
 @_breaks("LT507 unreadable", CAUSAL)

@@ -187,8 +187,9 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
 
 
 def moved_to(reference: str, near: Path) -> Path | None:
-    """Return where the model lies that a path which leads to nothing meant: in the one folder of that name, in, beside
-    or above the folder `near` or the working directory. None where there is none or several, and for names of the Hub.
+    """Return where the model lies that a path which leads to nothing meant: in the one folder of that name in or beside
+    the folder `near`, beside the one above it, or in the working directory. None where there is none or several, and
+    for names of the Hub.
 
     As much of the path's end as possible is looked for. Nobody has compared it with the model that was meant.
     """
@@ -196,7 +197,8 @@ def moved_to(reference: str, near: Path) -> Path | None:
     if is_address(reference) or hub_id_of(reference) is not None or is_folder(path):
         return None
     parts = [part for part in path.parts if part not in (path.anchor, "..")]
-    places = (near, *Path(os.path.abspath(near)).parents, Path())  # noqa: PTH100 - links stay as named
+    above = Path(os.path.abspath(near)).parents[:2]  # noqa: PTH100 - links stay as named
+    places = (near, *above, Path())
     for at in range(len(parts)):
         folders = [place.joinpath(*parts[at:]) for place in places]
         found = {os.path.realpath(folder): folder for folder in folders if is_file(folder / CONFIG)}

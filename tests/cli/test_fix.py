@@ -188,15 +188,16 @@ def test_a_head_of_several_rows_needs_somebody_to_say_what_it_is(tmp_path: Path)
 def test_a_base_of_that_name_that_does_not_fit_is_not_taken(tmp_path: Path, call: Caller) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     break_(folder, "LT521")
-    as_classifier(folder.parent / "base")
-    with weights(folder.parent / "base", "model.safetensors") as table:
+    base = folder.parent / "llama"
+    as_classifier(base)
+    with weights(base, "model.safetensors") as table:
         for name in [name for name in table if ".layers.1." in name]:
             del table[name]
     report = validate(folder)
     assert {finding.code for finding in report.findings} == {"LT521"}
     assert not planned_changes(report)
-    assert f"hint: lora-tool merge {folder} --base {folder.parent / 'base'}\n" in call("merge", folder).err
-    shutil.copytree(folder.parent / "base", tmp_path / "base")  # two of that name: nobody can tell
+    assert f"hint: lora-tool merge {folder} --base {base}\n" in call("merge", folder).err
+    shutil.copytree(base, tmp_path / "llama")  # two of that name: nobody can tell
     assert not validate(folder).findings
 
 

@@ -98,7 +98,7 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The base is no longer where the adapter says.
 
     What it does: Where `base_model_name_or_path` is a path that leads to nothing and no `--base` is given, looks for a
-    model in a folder of that name in, beside or above the adapter's folder, or in the working directory.
+    model in a folder of that name: in or beside the adapter's folder, beside the one above it, or in the working directory.
 
     Why it matters: PEFT writes the path as it was typed when training. On another machine, or from another folder, it
     leads nowhere, and loading the adapter fails although the base is there.
