@@ -22,6 +22,7 @@ from lora_tool.cli.options import (
     json_option,
     pair_options,
     pairs_asked,
+    plot_option,
     quiet_option,
     report_option,
     rule_options,
@@ -58,9 +59,7 @@ if TYPE_CHECKING:
     help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
 )
 @pair_options
-@click.option(
-    "--plot", type=UserPath(dir_okay=False), metavar="FILE", help="Draw the margins of --pairs: .png or .html."
-)
+@plot_option("Draw the margins of --pairs")
 @click.option(
     "--text",
     type=UserPath(exists=True, dir_okay=False),
@@ -149,8 +148,6 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
         return
     if pairs is None:
         raise click.UsageError("--plot draws the margins of --pairs")
-    if plot.suffix not in (".png", ".html"):
-        raise click.BadParameter(f"{plot} ends neither in .png nor in .html", param_hint="--plot")
     if not plot.parent.is_dir():
         raise click.BadParameter(f"{plot.parent} is not a folder", param_hint="--plot")
     require_packages(("matplotlib", "jinja2"), extra="plot")

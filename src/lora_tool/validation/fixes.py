@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lora_tool.adapter.naming import drift
 from lora_tool.adapter.targeting import trained_for
-from lora_tool.adapter.view import drift, view_of
+from lora_tool.adapter.view import view_of
 from lora_tool.architectures.heads import CLASSIFICATION_TASKS, PEFT_CLASSIFIERS, head_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_checkpoint
 from lora_tool.errors import CheckpointError, LoraToolError
 from lora_tool.formats.generation_config import ends_of, read_generation_config
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
+from lora_tool.keys import PREFIX
 from lora_tool.report import Finding, Report, Severity
 from lora_tool.rules.model.lt3_vocabulary import embedding_rows
 from lora_tool.rules.shared.heads import head_weight
@@ -109,15 +111,18 @@ def _task_type(checkpoint: Checkpoint, findings: Sequence[Finding], task: str | 
 
 
 def _names(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | None) -> Iterator[Change]:
-    """Yield names without what torch.compile, FSDP and DistributedDataParallel put into them."""
+    """Yield names without what torch.compile, FSDP and DistributedDataParallel put into them.
+
+    Where PEFT's own beginning is lost, its place has to be found out: that is what `convert` does.
+    """
     if not isinstance(checkpoint, AdapterDir):
         return
     paths = view_of(checkpoint).paths
     right = {name: replace(key, module=paths[key.module]).canonical for name, key in checkpoint.keys.items()}
     count = Counter(right.values())
-    for name in dict.fromkeys(finding.subject for finding in findings):
+    for name in dict.fromkeys(finding.subject for finding in findings if finding.subject in right):
         # two tensors for one name: which is meant, nobody can tell
-        if name in right and name is not None and drift(checkpoint.keys[name]) and count[right[name]] == 1:
+        if name is not None and PREFIX in name and drift(checkpoint.keys[name]) and count[right[name]] == 1:
             yield NameChange(path=checkpoint.tensors[name].path, old=name, new=right[name])
 
 
