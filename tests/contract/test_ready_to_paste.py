@@ -1,10 +1,11 @@
-"""The GitHub action, the pre-commit hook and the README's CI jobs: valid by their schemas, and their scripts run."""
+"""The GitHub action, the pre-commit hook and the documentation's CI jobs: valid by their schemas, and their scripts run."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,17 @@ from lora_tool.checkpoint import open_model
 from lora_tool.cli import ci
 
 ROOT = Path(__file__).parents[2]
-ACTION = ROOT / ".github" / "actions" / "lora-tool" / "action.yml"
+GITHUB = ROOT / ".github"
+ACTION = GITHUB / "actions" / "lora-tool" / "action.yml"
 
 
 def jobs() -> dict[str, str]:
-    """The README's YAML blocks by what they are for."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The YAML blocks of the page on CI by what they are for."""
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```$",
+        (ROOT / ".github" / "docs" / "tasks" / "ci-step.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     found: dict[str, str] = {}
     for block in blocks:
         table = yaml.safe_load(block)
@@ -56,10 +62,44 @@ def test_the_action_is_one() -> None:
 
 
 @pytest.mark.parametrize(("kind", "schema"), [("github", "vendor.github-workflows"), ("gitlab", "vendor.gitlab-ci")])
-def test_the_readmes_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
+def test_the_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
     text = jobs()[kind]
     (tmp_path / "job.yml").write_text(text if kind == "gitlab" else f"on: push\n{text}")
     check(schema, tmp_path / "job.yml")
+
+
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [
+        ("vendor.github-workflows", "workflows/tests.yml"),
+        ("vendor.github-workflows", "workflows/release.yml"),
+        ("vendor.github-issue-forms", "ISSUE_TEMPLATE/fault.yml"),
+        ("vendor.github-issue-forms", "ISSUE_TEMPLATE/kind.yml"),
+        ("vendor.github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_the_projects_own_files_are_valid(schema: str, file: str) -> None:
+    check(schema, GITHUB / file)
+
+
+def test_the_workflow_of_the_light_install_runs(tmp_path: Path) -> None:
+    """All but its installation, on the tree that is tested here."""
+    job = yaml.safe_load((GITHUB / "workflows" / "tests.yml").read_text())["jobs"]["light"]
+    install, *script = job["steps"][-1]["run"].splitlines()
+    assert install == "python -m pip install --quiet ."
+    shutil.copytree(ROOT / "fixtures", tmp_path / "fixtures")
+    for line in script:
+        program, *arguments = shlex.split(line)
+        assert program == "lora-tool"
+        subprocess.run([sys.executable, "-m", "lora_tool", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_no_secret_is_kept_and_no_event_is_a_part_of_a_script() -> None:
+    for workflow in (GITHUB / "workflows").glob("*.yml"):
+        assert "secrets." not in workflow.read_text()
+        for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+            for step in job["steps"]:
+                assert "${{" not in step.get("run", "")
 
 
 def test_no_input_is_a_part_of_a_script() -> None:
