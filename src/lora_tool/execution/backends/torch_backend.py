@@ -20,7 +20,18 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
+from lora_tool.plan.core.ops import (
+    BiasDelta,
+    Cast,
+    Copy,
+    Dequantise,
+    DoraDelta,
+    LoraDelta,
+    LowRank,
+    Precision,
+    ReplaceRows,
+    RowOp,
+)
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import FLOAT_NAMES, StoredTensor
 
@@ -79,7 +90,7 @@ class TorchBackend:
     def _values(self, op: RowOp, dtype: torch.dtype) -> torch.Tensor:
         weight = self._load(op.source).to(dtype)
         match op:
-            case Copy() | Cast():
+            case Copy() | Cast() | Dequantise():
                 return weight
             case BiasDelta():
                 for bias in op.terms:
@@ -109,7 +120,7 @@ class TorchBackend:
         """Return what PEFT's `DoraLinearVariant.merge_unsafe` computes, in its order of operations."""
         delta = self._delta(op, op.term, weight)
         unmerged = weight.T + delta.T if op.transposed else weight + delta
-        norms = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
+        norms: torch.Tensor = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
         factor = (self._factor(op.magnitude, weight) / norms).view(-1, 1)
         merged = (factor.T if op.transposed else factor) * (weight + delta)
         self._sample = (_sampled(weight), _sampled(merged))
@@ -173,9 +184,9 @@ def _residual(weight: torch.Tensor, op: LoraDelta) -> torch.Tensor:
     else:
         q, r = torch.linalg.qr(wide)
         a, b = r[: term.rank].contiguous(), q[:, : term.rank].contiguous()
-    wide = wide - term.scaling * b @ a
-    return (wide.T if op.transposed else wide).to(weight.dtype)
+    residual: torch.Tensor = wide - term.scaling * b @ a
+    return (residual.T if op.transposed else residual).to(weight.dtype)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    return values.reshape(-1).view(torch.uint8).numpy().data
