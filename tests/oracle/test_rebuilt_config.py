@@ -27,7 +27,7 @@ RUN = FIXTURES / "fsdp2-reward"
 
 
 @dataclass
-class LlavaArguments(TrainingArguments):
+class LlavaArguments(TrainingArguments):  # type: ignore[misc] # transformers is not typed here
     """A Trainer's arguments with those of LoRA among them, as LLaVA has them."""
 
     lora_enable: bool = True
@@ -40,11 +40,17 @@ def _llava(path: Path) -> None:
 
 
 def _as_json(**fields: Any) -> Callable[[Path], None]:
-    return lambda path: path.write_text(json.dumps(fields)) and None
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(fields))
+
+    return write
 
 
 def _as_yaml(**fields: Any) -> Callable[[Path], None]:
-    return lambda path: path.write_text(yaml.safe_dump(fields)) and None
+    def write(path: Path) -> None:
+        path.write_text(yaml.safe_dump(fields))
+
+    return write
 
 
 RECIPES: Mapping[str, tuple[str, Callable[[Path], None], Mapping[str, Any]]] = {
