@@ -1,4 +1,4 @@
-"""What of the README the program knows itself, tables and transcripts; `python -m tests.readme` writes it anew."""
+"""What of README and documentation the program knows itself, table and transcripts; `python -m tests.readme` writes it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.exit_codes import MEANINGS
 from lora_tool.cli.main import COMMANDS, cli
-from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import RULES, Rule
-from lora_tool.validation.validating import validate
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCUMENTATION = ROOT / ".github" / "docs"
+PAGES = (README, *sorted(DOCUMENTATION.rglob("*.md")))
+"""Whatever a user reads: each transcript in it is typed, each command held against the program's own."""
+TUTORIAL = DOCUMENTATION / "tasks" / "zero3-reward-model.md"
+"""The whole way from training to a model that is loaded from the Hub; a test of its own, in tests/hub, travels it."""
 
 
 def command_table() -> str:
@@ -36,87 +38,51 @@ def command_table() -> str:
     return "\n".join(lines)
 
 
-FAMILIES = {
-    "LT1": "the files themselves",
-    "LT2": "an adapter",
-    "LT3": "the head of a classifier or reward model",
-    "LT4": "rank files of DeepSpeed and FSDP",
-    "LT5": "an adapter against its base",
-    "LT6": "a merged model",
-    "LT7": "a training run",
-    "LT8": "an adapter for a server, with `--for`",
-}
-"""How the codes of a family begin → what its rules judge."""
-
-
-def rule_table() -> str:
-    """Return every rule with its title, by family; those that are no errors say so."""
-    assert validate.__module__ == "lora_tool.validation.validating"  # importing it registers every rule
-    lines = ["| about | rules |", "|---|---|"]
-    for family, about in FAMILIES.items():
-        rules = [rule for code, rule in sorted(RULES.items()) if code.startswith(family)]
-        lines.append(f"| {about} | {' · '.join(map(_rule, rules))} |")
-    assert sum(text.count("**LT") for text in lines) == len(RULES), "a family is missing"
-    return "\n".join(lines)
-
-
-def _rule(rule: Rule) -> str:
-    mark = "" if rule.severity is Severity.ERROR else f" ({rule.severity.value})"
-    return f"**{rule.code}** {rule.title}{mark}"
-
-
-def exit_code_table() -> str:
-    """Return every exit code with its meaning, as `lora-tool --help` has it."""
-    rows = [f"| {code} | {meaning} |" for code, meaning in MEANINGS.items()]
-    return "\n".join(["| exit code | means |", "|---|---|", *rows])
-
-
-TABLES = {"commands": command_table, "exit codes": exit_code_table, "rules": rule_table}
+TABLES = {"commands": command_table}
 
 
 def rewritten(text: str) -> str:
-    """Return the README with its generated tables as they should be."""
+    """Return a page with its generated tables as they should be."""
     for name, table in TABLES.items():
         begin, end = f"<!-- table: {name} -->\n", "\n<!-- end -->"
-        assert text.count(begin) == 1, name
+        if begin not in text:
+            continue
         head, _, rest = text.partition(begin)
         text = head + begin + table() + end + rest.partition(end)[2]
     return text
 
 
-JOURNEY = "<!-- journey -->\n"
-"""Stands before the transcript of the whole way, from training to a model that is loaded from the Hub."""
 _BLOCK = re.compile(r"(^```console\n.*?^```$)", re.MULTILINE | re.DOTALL)
 HUB = "https://huggingface.co"
 
 
 def transcripts(text: str) -> list[list[tuple[str, str]]]:
-    """Return for each transcript, the journey's first, its commands and what they print."""
-    parts = _BLOCK.split(text)
-    blocks = [(not before.endswith(JOURNEY), block) for before, block in zip(parts[::2], parts[1::2], strict=False)]
+    """Return for each transcript of a page its commands and what they print."""
     split = [
         re.split(r"^\$ (.+)\n", block[len("```console\n") : -len("```")], flags=re.MULTILINE)
-        for _, block in sorted(blocks, key=lambda pair: pair[0])
+        for block in _BLOCK.findall(text)
     ]
     return [list(zip(lines[1::2], lines[2::2], strict=True)) for lines in split]
 
 
-def with_transcripts(text: str) -> str:
-    """Return the README with what its commands print now, run one after the other beside a copy of the fixtures."""
-    parts = _BLOCK.split(text)
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(README.parent / "fixtures", Path(folder, "fixtures"))
+def with_transcripts(page: Path) -> str:
+    """Return a page with what its commands print now, run one after the other beside a copy of the fixtures."""
+    parts = _BLOCK.split(page.read_text())
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _hub(Path(folder)) if page == TUTORIAL else nullcontext() as environment,
+    ):
+        shutil.copytree(ROOT / "fixtures", Path(folder, "fixtures"))
         for at in range(1, len(parts), 2):
             lines = re.findall(r"^\$ (.+)$", parts[at], re.MULTILINE)
-            # loopback Hub and pytest are for the journey alone, and only when it is travelled
-            with _hub(Path(folder)) if parts[at - 1].endswith(JOURNEY) else nullcontext() as environment:
-                printed = [f"$ {line}\n{_printed(line, Path(folder), environment)}" for line in lines]
+            printed = [f"$ {line}\n{_printed(line, Path(folder), environment)}" for line in lines]
             parts[at] = f"```console\n{''.join(printed)}```"
     return "".join(parts)
 
 
 @contextmanager
 def _hub(folder: Path) -> Iterator[Mapping[str, str]]:
+    # loopback Hub and pytest are for the tutorial alone
     from tests.hub.conftest import environment
     from tests.hub.server import Hub
 
@@ -133,10 +99,11 @@ def _printed(line: str, folder: Path, environment: Mapping[str, str] | None) -> 
     return as_shown(done.stdout, folder, (environment or {}).get("HF_ENDPOINT", HUB))
 
 
-def as_shown(printed: str, folder: Path, endpoint: str) -> str:
+def as_shown(printed: str, folder: Path, endpoint: str = HUB) -> str:
     """Return what a command printed as a reader sees it: no paths of this machine, and the Hub's own address."""
     return printed.replace(f"{folder}/", "").replace(endpoint, HUB)
 
 
 if __name__ == "__main__":
-    README.write_text(with_transcripts(rewritten(README.read_text())))
+    for page in PAGES:
+        page.write_text(rewritten(with_transcripts(page)))

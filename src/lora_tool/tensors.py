@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from lora_tool.choices import TextEnum, wrong_value
 
@@ -92,6 +93,11 @@ class Span:
         """Return the `nbytes` bytes from byte `start` of the span."""
         return Span(path=self.path, offset=self.offset + start, nbytes=nbytes)
 
+    @property
+    def places(self) -> tuple[Span, ...]:
+        """The bytes of files that hold it, in any order: what has to be read for it, and whose files it needs."""
+        return (self,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransposedSpan(Span):
@@ -113,6 +119,51 @@ class TransposedSpan(Span):
     def part(self, start: int, nbytes: int) -> Span:
         """Return the `nbytes` bytes from byte `start` of the span."""
         return replace(self, start=self.start + start, nbytes=nbytes)
+
+    @property
+    def places(self) -> tuple[Span, ...]:
+        """The whole matrix in the file."""
+        return (Span(path=self.path, offset=self.offset, nbytes=self.stored_bytes),)
+
+
+class Tile(NamedTuple):
+    """Bytes `begin` to `begin + width` of every row of some rows: one row after the other, from `offset` of `path`."""
+
+    path: Path
+    offset: int
+    begin: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledSpan(Span):
+    """Bytes of rows that lie in pieces side by side: a matrix that tensor parallelism cut along its columns.
+
+    The tiles fill each row of `row_bytes`, in order; `path` and `offset` are those of the first. The span is the
+    `nbytes` bytes from byte `start` of the rows.
+    """
+
+    tiles: tuple[Tile, ...]
+    row_bytes: int
+    start: int = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row that it needs, and the one after its last."""
+        return self.start // self.row_bytes, -(-(self.start + self.nbytes) // self.row_bytes)
+
+    def part(self, start: int, nbytes: int) -> Span:
+        """Return the `nbytes` bytes from byte `start` of the span."""
+        return replace(self, start=self.start + start, nbytes=nbytes)
+
+    @property
+    def places(self) -> tuple[Span, ...]:
+        """The rows that it needs of each tile."""
+        first, last = self.rows
+        return tuple(
+            Span(path=tile.path, offset=tile.offset + first * tile.width, nbytes=(last - first) * tile.width)
+            for tile in self.tiles
+        )
 
 
 def is_tensor_name(text: str) -> bool:
@@ -197,6 +248,11 @@ class StoredTensor:
     def is_transposed(self) -> bool:
         """Whether its matrices lie transposed in the file, so that its bytes are not the file's."""
         return any(isinstance(span, TransposedSpan) for span in self.spans)
+
+    @property
+    def places(self) -> tuple[Span, ...]:
+        """The bytes of files that hold it, in any order; see `Span.places`."""
+        return tuple(place for span in self.spans for place in span.places)
 
     def part(self, start: int, nbytes: int) -> Iterator[Span]:
         """Yield the spans of the `nbytes` bytes from byte `start`, or of those that there are."""

@@ -1,9 +1,11 @@
-"""The GitHub action, the pre-commit hook and the README's CI jobs: valid by their schemas, and their scripts run."""
+"""The GitHub action, the pre-commit hook and the documentation's CI jobs: valid by their schemas, and their scripts run."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,13 +15,21 @@ from typing import Any
 import pytest
 import yaml
 
+from lora_tool.checkpoint import open_model
+from lora_tool.cli import ci
+
 ROOT = Path(__file__).parents[2]
-ACTION = ROOT / ".github" / "actions" / "lora-tool" / "action.yml"
+GITHUB = ROOT / ".github"
+ACTION = GITHUB / "actions" / "lora-tool" / "action.yml"
 
 
 def jobs() -> dict[str, str]:
-    """The README's YAML blocks by what they are for."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    """The YAML blocks of the page on CI by what they are for."""
+    blocks = re.findall(
+        r"^```yaml\n(.*?)^```$",
+        (ROOT / ".github" / "docs" / "tasks" / "ci-step.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     found: dict[str, str] = {}
     for block in blocks:
         table = yaml.safe_load(block)
@@ -52,10 +62,44 @@ def test_the_action_is_one() -> None:
 
 
 @pytest.mark.parametrize(("kind", "schema"), [("github", "vendor.github-workflows"), ("gitlab", "vendor.gitlab-ci")])
-def test_the_readmes_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
+def test_the_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
     text = jobs()[kind]
     (tmp_path / "job.yml").write_text(text if kind == "gitlab" else f"on: push\n{text}")
     check(schema, tmp_path / "job.yml")
+
+
+@pytest.mark.parametrize(
+    ("schema", "file"),
+    [
+        ("vendor.github-workflows", "workflows/tests.yml"),
+        ("vendor.github-workflows", "workflows/release.yml"),
+        ("vendor.github-issue-forms", "ISSUE_TEMPLATE/fault.yml"),
+        ("vendor.github-issue-forms", "ISSUE_TEMPLATE/kind.yml"),
+        ("vendor.github-issue-config", "ISSUE_TEMPLATE/config.yml"),
+    ],
+)
+def test_the_projects_own_files_are_valid(schema: str, file: str) -> None:
+    check(schema, GITHUB / file)
+
+
+def test_the_workflow_of_the_light_install_runs(tmp_path: Path) -> None:
+    """All but its installation, on the tree that is tested here."""
+    job = yaml.safe_load((GITHUB / "workflows" / "tests.yml").read_text())["jobs"]["light"]
+    install, *script = job["steps"][-1]["run"].splitlines()
+    assert install == "python -m pip install --quiet ."
+    shutil.copytree(ROOT / "fixtures", tmp_path / "fixtures")
+    for line in script:
+        program, *arguments = shlex.split(line)
+        assert program == "lora-tool"
+        subprocess.run([sys.executable, "-m", "lora_tool", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+
+def test_no_secret_is_kept_and_no_event_is_a_part_of_a_script() -> None:
+    for workflow in (GITHUB / "workflows").glob("*.yml"):
+        assert "secrets." not in workflow.read_text()
+        for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+            for step in job["steps"]:
+                assert "${{" not in step.get("run", "")
 
 
 def test_no_input_is_a_part_of_a_script() -> None:
@@ -64,31 +108,39 @@ def test_no_input_is_a_part_of_a_script() -> None:
         assert step["shell"] == "bash"
 
 
-def run_action(tmp_path: Path, **inputs: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run the action's last script as the runner does, with lora-tool where the first step installs it."""
+def program(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def run_step(at: int, tmp_path: Path, inputs: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a script of the action as the runner does, with these `inputs` and the defaults of the others."""
     action: dict[str, Any] = yaml.safe_load(ACTION.read_text())
-    step = action["runs"]["steps"][-1]
-    program = tmp_path / "lora-tool" / "bin" / "lora-tool"
-    program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m lora_tool "$@"\n')
-    program.chmod(0o755)
+    step = action["runs"]["steps"][at]
     values = {name: str(entry.get("default", "")) for name, entry in action["inputs"].items()} | inputs
     env = {
         variable: values[re.fullmatch(r"\$\{\{ inputs\.([a-z-]+) \}\}", expression)[1]]  # type: ignore[index]
         for variable, expression in step["env"].items()
     }
-    outputs = tmp_path / "outputs"
-    more = {"RUNNER_TEMP": str(tmp_path), "GITHUB_ACTIONS": "true", "GITHUB_OUTPUT": str(outputs)}
-    summary = {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
-    done = subprocess.run(
+    more = {"RUNNER_TEMP": str(tmp_path), "GITHUB_ACTIONS": "true", "GITHUB_OUTPUT": str(tmp_path / "outputs")}
+    more |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"), "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
+    return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
         cwd=ROOT,
-        env={**os.environ, **env, **more, **summary},
+        env={**os.environ, **env, **more},
         capture_output=True,
         text=True,
         check=False,
     )
-    return done, outputs
+
+
+def run_action(tmp_path: Path, **inputs: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run the action's last script, with lora-tool where the first one installs it."""
+    program(tmp_path / "lora-tool" / "bin" / "lora-tool", f'exec "{sys.executable}" -m lora_tool "$@"')
+    return run_step(
+        -1, tmp_path, {name.replace("_", "-"): value for name, value in inputs.items()}
+    ), tmp_path / "outputs"
 
 
 def test_the_action_makes_a_model(tmp_path: Path) -> None:
@@ -97,13 +149,54 @@ def test_the_action_makes_a_model(tmp_path: Path) -> None:
         checkpoint="fixtures/reward-qwen2/adapter",
         output=str(tmp_path / "out put; rm -rf x"),
         task="reward",
+        dtype="float32",
+        precision="float64",
         junit=str(tmp_path / "junit.xml"),
+        sarif=str(tmp_path / "found.sarif"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert outputs.read_text() == f"output={tmp_path / 'out put; rm -rf x'}\n"
-    assert (tmp_path / "out put; rm -rf x" / "lora_tool.json").is_file()
+    manifest = json.loads((tmp_path / "out put; rm -rf x" / "lora_tool.json").read_text())
+    assert manifest["precision"] == "float64"
+    model = open_model(tmp_path / "out put; rm -rf x")
+    assert {str(tensor.dtype) for tensor in model.tensors.values()} == {"F32"}
+    assert json.loads((tmp_path / "found.sarif").read_text())["version"] == "2.1.0"
     assert (tmp_path / "junit.xml").is_file()
     assert (tmp_path / "summary.md").is_file()
+
+
+def told(tmp_path: Path, **inputs: str) -> list[str]:
+    """What the action has lora-tool do, given these inputs."""
+    program(tmp_path / "lora-tool" / "bin" / "lora-tool", 'printf "%s\\n" "$@"')
+    done = run_step(
+        -1, tmp_path, {name.replace("_", "-"): value for name, value in {"checkpoint": "c", **inputs}.items()}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_input_is_an_option_and_an_empty_one_is_left_to_the_configuration(tmp_path: Path) -> None:
+    assert told(tmp_path) == ["ci", "--", "c"]
+    assert told(tmp_path, private="true", create_pr="true") == ["ci", "--private", "--create-pr", "--", "c"]
+    assert told(tmp_path, private="false", create_pr="false") == ["ci", "--public", "--", "c"]
+    assert run_step(-1, tmp_path, {"checkpoint": "c", "private": "yes"}).returncode == 2
+    given = dict.fromkeys(yaml.safe_load(ACTION.read_text())["inputs"], "true")
+    typed = told(tmp_path, **{**given, "checkpoint": "c"})
+    known = {option for param in ci.command.params for option in param.opts}
+    assert {word.partition("=")[0] for word in typed[1:-2]} <= known
+    assert len(typed) == len(given) - 3 + 3  # checkpoint, version and extras are no options; `ci -- c` are no inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "installed"),
+    [({}, "lora-tool"), ({"version": "lora-tool==0.1.0", "extras": "merge"}, "lora-tool==0.1.0 lora-tool[merge]")],
+    ids=["light", "extras"],
+)
+def test_the_action_installs_what_is_asked_for(tmp_path: Path, inputs: dict[str, str], installed: str) -> None:
+    pip = 'mkdir -p "$3/bin" && printf "#!/bin/sh\\necho \\$*\\n" > "$3/bin/pip" && chmod +x "$3/bin/pip"'
+    program(tmp_path / "path" / "python3", pip)
+    done = run_step(0, tmp_path, inputs)
+    assert done.stdout.strip() == f"install --quiet {installed}", done.stderr
 
 
 def test_the_action_fails_with_annotations(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The whole way, as the README shows it: from training under ZeRO-3, saved wrongly, to a model loaded from the Hub."""
+"""The whole way, as the tutorial shows it: from training under ZeRO-3, saved wrongly, to a model loaded from the Hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from tests.cli.calling import REPOSITORY, Caller
 from tests.hub.server import Hub
 from tests.oracle.test_deepspeed_itself import require_truth
-from tests.readme import README, as_shown, transcripts
+from tests.readme import TUTORIAL, as_shown, transcripts
 
 TRAINED = Path("runs/stage3-reward")
 
@@ -31,12 +31,12 @@ def rough(text: str) -> str:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
-def test_the_readmes_journey(
+def test_the_tutorials_journey(
     call: Caller, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(REPOSITORY / "fixtures", tmp_path / "fixtures")
     monkeypatch.chdir(tmp_path)
-    commands, *_ = transcripts(README.read_text())
+    (commands,) = transcripts(TUTORIAL.read_text())
     assert [shlex.split(line)[1] for line, _ in commands] == [
         "fixtures/make_zero.py", "validate", "consolidate", "merge", "verify", "push", "fixtures/rewards.py",
     ]  # fmt: skip

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# the README's journey trains stage3-reward in this environment, and is held against the same truth
+# the tutorial trains stage3-reward in this environment, and is held against the same truth
 NAMES = ["stage2-full-3"] if sys.executable == PYTHON else ["stage2-full-3", "stage3-reward"]
 
 

@@ -16,9 +16,9 @@ from matplotlib.image import imread
 from lora_tool.checkpoint import AdapterDir, open_checkpoint
 from lora_tool.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
+from lora_tool.inspection.curves import training_curves
 from lora_tool.inspection.spectra import Spectrum, spectra
 from lora_tool.pictures.drawing import draw
-from lora_tool.pictures.figures import training_curves
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
 
@@ -92,7 +92,7 @@ def test_page_fetches_and_runs_nothing(tmp_path: Path) -> None:
 def test_names_from_files_are_escaped() -> None:
     nasty = "</td><script>alert(1)</script>\u202e$x$"
     items = [spectrum(nasty, 1.0, target=nasty)]
-    text = page(nasty, [("base model", nasty)], grids(items), items, {nasty: [(1.0, 2.0)]})
+    text = page(nasty, [("base model", nasty)], grids(items), items, {nasty: ((1.0, 2.0),)})
     assert "<script>" not in text
     assert "\u202e" not in text
 
@@ -121,7 +121,7 @@ def test_picture_shows_something(tmp_path: Path) -> None:
 def test_curves_are_what_was_logged() -> None:
     history = json.loads((TRAINED / "trainer_state.json").read_text())["log_history"]
     curves = training_curves(read_trainer_state(TRAINED / "trainer_state.json"))
-    assert curves["loss"] == [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    assert list(curves["loss"]) == [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     assert next(iter(curves)) == "loss"
     assert not {"step", "epoch"} & curves.keys()
 

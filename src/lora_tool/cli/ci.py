@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.ci_table import apply_table
-from lora_tool.cli.configuration import RuleChoice, configuration, rule_choice
+from lora_tool.cli.command_table import Configured, configured
+from lora_tool.cli.configuration import RuleChoice, rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.options import (
     UserPath,
@@ -46,7 +46,9 @@ _COLOURS = {
 }
 
 
-@click.command("ci", epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml")
+@click.command(
+    "ci", cls=Configured, epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml"
+)
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
 @merge_options(MergeOptions)
 @pair_options
@@ -71,11 +73,10 @@ def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's o
     from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right
 
     options = ctx.params
-    configured = configuration(options["config_file"], [str(options["checkpoint"])])
-    apply_table(ctx, configured)
-    rules = rule_choice(ctx, configured)
-    files = report_files(options["reports"], configured)
-    job = _job(options, rules, files, configured.criteria)
+    settings = configured(ctx)
+    rules = rule_choice(ctx, settings)
+    files = report_files(options["reports"], settings)
+    job = _job(options, rules, files, settings.criteria)
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,

@@ -1,4 +1,4 @@
-"""`lora-tool.toml`, or `[tool.lora-tool]` of `pyproject.toml`: what a project always asks of the rules."""
+"""`lora-tool.toml`, or `[tool.lora-tool]` of `pyproject.toml`: what a project always asks of the rules, and of commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 FILE_NAME = "lora-tool.toml"
 PYPROJECT = "pyproject.toml"
-KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format", "ci")
+TABLES = ("ci", "merge", "push", "verify")
+"""Commands whose options may stand in a table of their own."""
+KEYS = ("select", "ignore", "fail-on", "for", "report", "strict", "format", *TABLES)
 _MAX_BYTES = 1 << 20
 
 
@@ -43,8 +45,8 @@ class Configuration:
     reports: tuple[str, ...] = ()
     strict: bool | None = None
     form: str | None = None
-    ci: Mapping[str, Any] = field(default_factory=dict)
-    """Options of `lora-tool ci` by their names, as they stand in the file."""
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Command → its options by their names, as they stand in the file."""
 
     @property
     def criteria(self) -> Criteria:
@@ -147,7 +149,7 @@ def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
         reports=fields.listed("report"),
         strict=fields.optional_boolean("strict"),
         form=fields.choice("format", [form.value for form in Form]),
-        ci=fields.inner("ci").table,
+        tables={name: fields.inner(name).table for name in TABLES},
     )
     fields.require(_Wrong)
     return read
@@ -184,7 +186,7 @@ def rule_choice(ctx: click.Context, configured: Configuration) -> RuleChoice:
     select = options.get("select") or configured.select
     _meant(select)
     silent = ctx.get_parameter_source("fail_on") in (ParameterSource.DEFAULT, None)
-    configured_level = silent and "fail-on" not in configured.ci and configured.fail_on
+    configured_level = silent and configured.fail_on
     return RuleChoice(
         select=tuple(select),
         ignored=tuple(Ignored(code=code, reason=reason) for code, reason in sorted(reasons.items())),

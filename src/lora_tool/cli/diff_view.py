@@ -13,7 +13,7 @@ from rich.table import Table
 from lora_tool.cli.tables import new_table, print_all, ranges
 from lora_tool.display import number
 from lora_tool.inspection.comparison import Comparison, Difference, ModuleChange
-from lora_tool.inspection.folders import short_names
+from lora_tool.inspection.naming import short_names
 from lora_tool.keys import split_layer
 
 

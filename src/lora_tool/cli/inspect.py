@@ -1,48 +1,64 @@
-"""`lora-tool inspect`: what a folder is and holds."""
+"""`lora-tool inspect`: what a folder is and holds, or several side by side."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from lora_tool.cli.options import FolderOrId, UserPath, base_option, json_option
-from lora_tool.cli.terminal import print_json
-from lora_tool.display import printable
+from lora_tool.cli.options import FolderOrId, base_option, json_option, plot_option
+from lora_tool.display import json_data, json_text, printable
 from lora_tool.inspection.folders import inspect_checkpoint
+from lora_tool.inspection.model import Inspection
 from lora_tool.sources import opened, opened_model
 
 
 @click.command("inspect", epilog="Example: lora-tool inspect fixtures/reward-qwen2/adapter")
-@click.argument("path", type=FolderOrId(), default=".")
+@click.argument("paths", nargs=-1, type=FolderOrId(), metavar="[PATH]...")
 @click.option("--norms/--no-norms", default=None, help="Norms of A, B and ΔW.  [default: for adapters up to 512 MiB]")
-@click.option("--plot", type=UserPath(dir_okay=False), metavar="FILE", help="Draw it: .png or .html.")
+@plot_option("Draw it")
 @base_option("The base, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one the adapter names, if it is here]")
 @json_option
-def command(path: str, norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
+def command(paths: tuple[str, ...], norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """Show what PATH is: an adapter, model, checkpoint or run folder (by default this one), or an adapter on the Hub:
-    owner/name[@revision], hf://owner/name or the URL of its page.
+    owner/name[@revision], hf://owner/name or the URL of its page. Several are shown side by side.
 
-    For an adapter: its targets with rank, scaling, sizes and norms, its head, its base. ΔW is scaling·B·A. With
-    --plot, pictures of it: how far each module moved and in how many directions, singular values, training curves.
+    For an adapter: its targets with rank, scaling, sizes and norms, its head, its base, and what made it. ΔW is
+    scaling·B·A. With --plot, pictures of it: how far each module moved and in how many directions, singular values,
+    training curves. With --json, the numbers of every module.
     """
-    if plot is not None and plot.suffix not in (".png", ".html"):
-        raise click.BadParameter(f"{plot} ends neither in .png nor in .html", param_hint="--plot")
-    checkpoint = opened(path)
-    inspection = inspect_checkpoint(checkpoint, norms=norms)
+    if plot is not None and len(paths) > 1:
+        raise click.UsageError("--plot draws one folder; lora-tool diff A B --plot FILE draws what differs between two")
+    checkpoints = [opened(path) for path in paths or (".",)]
+    inspections = [inspect_checkpoint(each, norms=norms, spectra=as_json) for each in checkpoints]
     if plot is not None:
         from lora_tool.pictures.drawing import draw  # noqa: PLC0415 - matplotlib, only for pictures
         from lora_tool.validation.bases import named_base  # noqa: PLC0415
 
+        (checkpoint,), (inspection,) = checkpoints, inspections
         root = checkpoint.folder.root
         model = opened_model(base, near=root, download=False) if base else named_base(checkpoint)[0]
         draw(checkpoint, plot, base=model, facts=inspection.facts())
         click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
-        print_json(**dataclasses.asdict(inspection))
+        click.echo(_json(inspections))
+        return
+    if len(inspections) > 1:
+        from lora_tool.cli.inspect_several import show_several  # noqa: PLC0415 - rich, only for people
+
+        show_several(inspections, sys.stdout)
         return
     from lora_tool.cli.inspect_view import show_inspection  # noqa: PLC0415 - rich, only for people
 
-    show_inspection(inspection, sys.stdout)
+    show_inspection(inspections[0], sys.stdout)
+
+
+def _json(inspections: Sequence[Inspection]) -> str:
+    """Return the inspections as JSON, `inspection/inspect.schema.json`: a module, a tensor, a checkpoint is a line."""
+    tables = [dataclasses.asdict(inspection) for inspection in inspections]
+    if len(tables) == 1:
+        return json_text(json_data({"schema_version": 1, **tables[0]}), spread=2)
+    return json_text(json_data({"schema_version": 1, "folders": tables}), spread=4)

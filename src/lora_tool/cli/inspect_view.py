@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
@@ -9,8 +10,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import new_table, print_all, ranges
-from lora_tool.display import counted, number, printable, size
+from lora_tool.cli.tables import new_table, print_all, ranges, spanning, sparkline
+from lora_tool.display import counted, number, printable, shortened, size
+from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
@@ -20,10 +22,12 @@ from lora_tool.inspection.model import (
     Spread,
     Target,
 )
+from lora_tool.inspection.naming import place
 
 _SHOWN = 8
 """Rows of lists that may be long: shards, whole tensors, problems."""
-_ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "o_proj", "gate_proj", "up_proj", "down_proj")
+_CURVES = 12
+"""Rows of what a run logged."""
 _MATRIX = 2
 
 
@@ -45,12 +49,14 @@ def _facts(lines: Iterable[tuple[str, str]]) -> Table:
 
 def _tables(inspection: Inspection) -> Iterator[Table]:
     if isinstance(inspection, AdapterInspection) and inspection.targets:
-        targets = sorted(inspection.targets, key=_conventional)
-        columns = ("target", "×>", "layers", "rank>", "scaling>", "in → out", "dtype", "parameters>")
+        targets = sorted(inspection.targets, key=lambda target: place(target.name))
+        columns = ("target", "×>", "layers", "rank>", "alpha>", "scaling>", "in → out", "dtype", "parameters>")
         yield new_table(columns, map(_target, targets))
-        if any(target.norms for target in targets):
-            norms = (f"{norm}\n{what}>" for norm in ("‖A‖", "‖B‖", "‖ΔW‖") for what in ("min", "med", "max"))
-            yield new_table(("\ntarget", *norms), _norms(targets))
+        rows = list(_norms(targets))
+        if rows:
+            norms = ("target", *(("min>", "med>", "max>") * 3))
+            spans = {"‖A‖": range(1, 4), "‖B‖": range(4, 7), "‖ΔW‖": range(7, 10)}
+            yield new_table(spanning(norms, rows, spans), rows)
     if isinstance(inspection, ModelInspection) and len(inspection.files) > 1:
         more = len(inspection.files) - _SHOWN
         files = [(name, size(nbytes)) for name, nbytes in inspection.files[:_SHOWN]]
@@ -61,11 +67,17 @@ def _tables(inspection: Inspection) -> Iterator[Table]:
     if inspection.checkpoints:
         headers = ("checkpoint", "step>", "epoch>", "loss>", "kind", "size>", "")
         yield new_table(headers, map(_checkpoint, inspection.checkpoints))
+    if inspection.curves:
+        yield new_table(("logged", "×>", "first>", "last>", "min>", "max>", ""), _curves(inspection.curves))
 
 
-def _conventional(target: Target) -> int:
-    last = target.name.partition(" ")[0].rpartition(".")[2]
-    return _ORDER.index(last) if last in _ORDER else len(_ORDER)
+def _curves(curves: Curves) -> Iterator[tuple[str, ...]]:
+    for name, points in itertools.islice(curves.items(), _CURVES):
+        values = [value for _, value in points]
+        numbers = map(number, (values[0], values[-1], min(values), max(values)))
+        yield shortened(name, 60), f"{len(values):,}", *numbers, sparkline(values) if len(values) > 1 else ""
+    if len(curves) > _CURVES:
+        yield f"and {len(curves) - _CURVES} more", *("",) * 6
 
 
 def _target(target: Target) -> tuple[str | Text, ...]:
@@ -74,6 +86,7 @@ def _target(target: Target) -> tuple[str | Text, ...]:
         str(len(target.modules)),
         ranges(target.layers),
         _rank(target),
+        "?" if target.alpha is None else f"{target.alpha:.4g}",
         "?" if target.scaling is None else f"{target.scaling:.4g}",
         _sizes(target),
         target.dtype,

@@ -8,14 +8,15 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.configuration import configuration, rule_choice
+from lora_tool.cli.command_table import Configured, configured
+from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.options import FolderOrId, config_option
 from lora_tool.cli.writing import asked, carry_out, merge_options, run_options
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments
 
 
-@click.command("merge", epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
+@click.command("merge", cls=Configured, epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
 @click.argument("adapters", nargs=-1, type=FolderOrId(), metavar="[ADAPTER]...")
 @merge_options(MergeArguments)
 @config_option
@@ -26,19 +27,19 @@ def command(
     /,
     adapters: tuple[str, ...],
     *,
-    config_file: Path | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
-    **typed: Any,  # noqa: ANN401 - the declared options
+    **typed: Any,  # noqa: ANN401 - the declared options, and --config
 ) -> None:
     """Merge ADAPTER into its base model.
 
     ADAPTER is a folder (by default this one), or on the Hub owner/name[@revision], hf://owner/name or a page's URL.
     If several are given, their ΔW are summed. The result is of the class that the adapter is for: a causal LM, a
     classifier, whatever its config says. The output folder appears only when it is complete.
+    Options can be set in the [merge] table of lora-tool.toml.
     """
-    rules = rule_choice(ctx, configuration(config_file, adapters or (".",)))
+    rules = rule_choice(ctx, configured(ctx))
     options = replace(asked(MergeArguments, typed), **rules.arguments())
     from lora_tool.pipeline.merging import meant_instead, merge_inputs, planned  # noqa: PLC0415 - after the options
 

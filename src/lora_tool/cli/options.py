@@ -30,6 +30,23 @@ class UserPath(click.Path):
         return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
 
 
+PICTURES = (".png", ".svg", ".pdf", ".html")
+"""What a picture can be, by the end of its file's name."""
+
+
+class PicturePath(UserPath):
+    """The file of a picture, whose name says what it becomes."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
+        path = super().convert(value, param, ctx)
+        if path.suffix not in PICTURES:
+            self.fail(f"{path} ends in none of {', '.join(PICTURES)}", param, ctx)
+        return path
+
+
 class FolderOrId(click.types.StringParamType):
     """A folder or a Hub id, taken as it is typed; shells complete it as a folder."""
 
@@ -69,6 +86,11 @@ def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 def base_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--base``: a model's path or Hub id."""
     return click.option("--base", type=FolderOrId(), metavar="MODEL", help=help_text)
+
+
+def plot_option(help_text: str) -> Callable[[Decorated], Decorated]:
+    """Add ``--plot``; the `help_text` says what is drawn."""
+    return click.option("--plot", type=PicturePath(), metavar="FILE", help=f"{help_text}: .png, .svg, .pdf or .html.")
 
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:

@@ -12,7 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from lora_tool.cli.configuration import configuration, rule_choice
+from lora_tool.cli.command_table import Configured, configured
+from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.exit_codes import INTERRUPTED
 from lora_tool.cli.options import (
     UserPath,
@@ -62,7 +63,7 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
     return name, revision or branch
 
 
-@click.command("push", epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
+@click.command("push", cls=Configured, epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
 @click.argument("folder", type=UserPath())
 @click.argument("repo", type=repository)
 @repository_options
@@ -101,7 +102,7 @@ def command(
     readme: str,
     check: str,
     dry_run: bool,
-    config_file: Path | None,
+    config_file: Path | None,  # noqa: ARG001 - read before
     as_json: bool,
     quiet: bool,
     **asked: Any,  # noqa: ANN401 - other arguments of `plan_push`
@@ -111,13 +112,14 @@ def command(
     REPO is owner/name[@branch], hf://owner/name or the URL of its page.
     Only the files of the adapter or model are pushed. The README is yours, completed with the metadata that the Hub
     needs. The same content again makes no commit. The token is that of `hf auth login`, HF_TOKEN, or OIDC in CI.
+    Options can be set in the [push] table of lora-tool.toml.
     """
     name, branch = pushed_to(repo, "REPO", revision)
     if asked["tag"] is not None and asked["create_pr"]:
         raise click.UsageError("--tag with --create-pr: a pull request has no commit to tag before it is merged")
     if asked["message"] is not None and not asked["message"].strip():
         raise click.UsageError("--message is empty")
-    asked |= rule_choice(ctx, configuration(config_file, [str(folder)])).arguments()
+    asked |= rule_choice(ctx, configured(ctx)).arguments()
     from lora_tool.hub.card import Readme  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.hub.hashing import with_hashes  # noqa: PLC0415
     from lora_tool.hub.model import MAIN, PushCheck  # noqa: PLC0415

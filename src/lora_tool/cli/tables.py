@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TextIO
 
 from rich.cells import cell_len
@@ -78,6 +80,35 @@ def new_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> T
     for row in listed:
         table.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for at in kept for cell in [row[at]]))
     return table
+
+
+def spanning(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], spans: Mapping[str, range]) -> list[str]:
+    """Return the columns with a first line over them: the name of each span in its middle, with rules beside it.
+
+    Columns under no span get an empty line.
+    """
+    over = dict.fromkeys(range(len(columns)), "")
+    for name, places in spans.items():
+        for at in places:
+            title = columns[at].removesuffix(">")
+            over[at] = "─" * max(map(cell_len, (title, *(str(row[at]) for row in rows))))
+        over[places[len(places) // 2]] = name
+    return [f"{over[at]}\n{column}" for at, column in enumerate(columns)]
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 16) -> str:
+    """Return finite values as blocks from the least to the most, each the mean of its share of them."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * at // count for at in range(count + 1)]
+    means = [math.fsum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
+    least, most = min(means), max(means)
+    steps = len(SPARKS) - 1
+    return "".join(SPARKS[round((mean - least) / (most - least) * steps) if most > least else 0] for mean in means)
 
 
 def ranges(numbers: Sequence[int]) -> str:

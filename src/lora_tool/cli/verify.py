@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lora_tool.cli.command_table import Configured, configured
+from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS
 from lora_tool.cli.options import (
     FolderOrId,
     UserPath,
     base_option,
+    config_option,
     format_option,
     jobs_option,
     json_option,
     pair_options,
     pairs_asked,
+    plot_option,
     quiet_option,
     report_option,
     rule_options,
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from lora_tool.verification.verifying import Verification
 
 
-@click.command("verify", epilog="Example: lora-tool verify my-reward-model/")
+@click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")
 @click.argument("merged", type=UserPath(), metavar="MERGED")
 @click.option(
     "--adapter",
@@ -55,9 +59,7 @@ if TYPE_CHECKING:
     help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
 )
 @pair_options
-@click.option(
-    "--plot", type=UserPath(dir_okay=False), metavar="FILE", help="Draw the margins of --pairs: .png or .html."
-)
+@plot_option("Draw the margins of --pairs")
 @click.option(
     "--text",
     type=UserPath(exists=True, dir_okay=False),
@@ -70,9 +72,13 @@ if TYPE_CHECKING:
 @jobs_option
 @format_option
 @report_option
+@config_option
 @json_option
 @quiet_option("Print nothing unless there are findings.")
+@click.pass_context
 def command(
+    ctx: click.Context,
+    /,
     merged: Path,
     *,
     adapters: tuple[str, ...],
@@ -84,7 +90,8 @@ def command(
     text: Path | None,
     plot: Path | None,
     tensors: bool,
-    fail_on: str,
+    fail_on: str,  # noqa: ARG001 - the configuration may have another
+    config_file: Path | None,  # noqa: ARG001 - read before
     strict: bool,
     form: str,
     reports: tuple[str, ...],
@@ -96,13 +103,16 @@ def command(
 
     Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
     computed again. Exits with 5 where that does not hold, with 1 where --min-accuracy alone is missed.
+    Options can be set in the [verify] table of lora-tool.toml.
     """
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
 
+    rules = rule_choice(ctx, configured(ctx))
+    asked |= {"select": rules.select, "ignore": rules.ignore}
     printed = Form.JSON if as_json else Form(form)
-    told = Reporting(form=printed, files=report_files(reports), fail_on=Severity(fail_on), strict=strict)
+    told = Reporting(form=printed, files=report_files(reports), fail_on=rules.fail_on, strict=strict)
     if prompts is not None:
         if not asked["logits"]:
             raise click.UsageError("--prompts are for --logits")
@@ -138,8 +148,6 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
         return
     if pairs is None:
         raise click.UsageError("--plot draws the margins of --pairs")
-    if plot.suffix not in (".png", ".html"):
-        raise click.BadParameter(f"{plot} ends neither in .png nor in .html", param_hint="--plot")
     if not plot.parent.is_dir():
         raise click.BadParameter(f"{plot.parent} is not a folder", param_hint="--plot")
     require_packages(("matplotlib", "jinja2"), extra="plot")

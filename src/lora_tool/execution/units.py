@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_tool.actions import NEW
 from lora_tool.plan.core.ops import RowOp, row_ops
 from lora_tool.plan.core.steps import Shard
-from lora_tool.tensors import StoredTensor, TensorSpec
+from lora_tool.tensors import StoredTensor, TensorSpec, TiledSpan
 
 COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
@@ -26,6 +26,16 @@ class CopyUnit:
 
     source: Path
     offset: int
+    nbytes: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherUnit:
+    """`nbytes` bytes of a tensor from its byte `start`, which lie side by side in pieces, to byte `begin` of the file."""
+
+    source: StoredTensor
+    start: int
     nbytes: int
     begin: int
 
@@ -57,7 +67,7 @@ class ComputeUnit:
         return (self.last - self.first) * self.row_bytes
 
 
-Unit = CopyUnit | ComputeUnit
+Unit = CopyUnit | GatherUnit | ComputeUnit
 
 
 def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
@@ -75,7 +85,13 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
             out = step.out if op.source.shape == step.out.shape else replace(step.out, shape=op.source.shape)
             is_new = step.action in NEW
             if op.is_copy and not (is_new and out.dtype.is_float):
-                pending += _copies(op.source, at)
+                for unit in _copies(op.source, at):
+                    if isinstance(unit, CopyUnit):
+                        pending.append(unit)
+                    else:
+                        yield from _joined(pending)
+                        pending = []
+                        yield unit
             else:
                 yield from _joined(pending)
                 pending = []
@@ -98,10 +114,17 @@ def batches(units: Iterable[Unit]) -> Iterator[tuple[Unit, ...]]:
         yield tuple(batch)
 
 
-def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit]:
+def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:
+    start = 0
     for span in source.spans:
-        yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, begin=at)
-        at += span.nbytes
+        if isinstance(span, TiledSpan):
+            rows = max(1, _BATCH_BYTES // span.row_bytes) * span.row_bytes
+            for done in range(0, span.nbytes, rows):
+                nbytes = min(rows, span.nbytes - done)
+                yield GatherUnit(source=source, start=start + done, nbytes=nbytes, begin=at + start + done)
+        else:
+            yield CopyUnit(source=span.path, offset=span.offset, nbytes=span.nbytes, begin=at + start)
+        start += span.nbytes
 
 
 def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:

@@ -9,7 +9,7 @@ from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.units import ComputeUnit, CopyUnit, Unit, batches, units_of
+from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, Unit, batches, units_of
 from lora_tool.execution.work import Sample
 from lora_tool.exhaustive import assert_never
 from lora_tool.plan.core.ops import Precision
@@ -48,6 +48,11 @@ class Worker:
         match unit:
             case CopyUnit():
                 _copy(unit, self._sources, out)
+                return None
+            case GatherUnit():
+                gathered = memoryview(bytearray(unit.nbytes))
+                self._sources.read_into(unit.source, unit.start, gathered)
+                write_exactly(out, gathered, unit.begin)
                 return None
             case ComputeUnit():
                 retained = self._backend(unit).run(unit, out)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lora_tool.choices import Choice
 from lora_tool.errors import Problem
@@ -98,6 +99,8 @@ class AdapterConfig:
     lora_bias: bool = False
     bias: str = "none"
     fan_in_fan_out: bool = False
+    dropout: float | None = None
+    """`lora_dropout`, which training used and nothing else does; None where it is no number."""
     init_lora_weights: str = "true"
     target_modules: tuple[str, ...] | str | None = None
     target_parameters: tuple[str, ...] | None = None
@@ -116,6 +119,8 @@ class AdapterConfig:
     trained_class: str | None = None
     """The class of transformers that the adapter was trained on: PEFT writes it where there is no task type."""
     ensure_weight_tying: bool = False
+    peft_version: str | None = None
+    """The PEFT that wrote it: since 0.18 they say."""
     refused: tuple[str, ...] = ()
     """Names of the fields that are set to what we refuse."""
     unknown: tuple[str, ...] = ()
@@ -223,6 +228,7 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         lora_bias=fields.boolean("lora_bias"),
         bias=fields.text("bias", ("none", "all", "lora_only")) or "none",
         fan_in_fan_out=fields.boolean("fan_in_fan_out"),
+        dropout=_told(raw, "lora_dropout", is_number),
         init_lora_weights=_init(fields),
         target_modules=() if alone else _names_or_pattern(fields, "target_modules"),
         target_parameters=fields.names("target_parameters"),
@@ -237,10 +243,17 @@ def read_adapter_config(path: Path) -> AdapterConfig:
         by_unsloth=isinstance(raw.get("auto_mapping"), dict) and bool(raw["auto_mapping"].get("unsloth_fixed")),
         trained_class=_trained_class(raw.get("auto_mapping")),
         ensure_weight_tying=fields.boolean("ensure_weight_tying"),
+        peft_version=_told(raw, "peft_version", lambda value: isinstance(value, str)),
         refused=tuple(name for name, use in FIELD_USES.items() if use is FieldUse.REFUSED and raw.get(name)),
         unknown=tuple(name for name in raw if name not in known),
         problems=tuple(fields.problems),
     )
+
+
+def _told(raw: Mapping[str, Any], name: str, fits: Callable[[object], bool]) -> Any:  # noqa: ANN401 - what `fits` lets through
+    """Return a field that is shown and decides nothing: one of another type is no fault."""
+    value = raw.get(name)
+    return value if fits(value) else None
 
 
 def _names_or_pattern(fields: Fields, name: str) -> tuple[str, ...] | str | None:

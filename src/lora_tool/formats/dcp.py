@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats import pieces
 from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
+from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
@@ -31,7 +33,7 @@ _OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Some rows of a tensor: the archive of `nbytes` bytes at `at` in the file `filename`."""
+    """A rectangle of a tensor: the archive of `nbytes` bytes at `at` in the file `filename`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpTensor:
-    """One tensor, and the chunks that it was cut into, by their first row."""
+    """One tensor, and the chunks that it was cut into, by their offsets."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -87,8 +89,8 @@ class DcpFolder:
 def read_dcp(folder: Path) -> DcpFolder:
     """Return the structure of the checkpoint in `folder`; chunks that `.metadata` places nowhere are left out.
 
-    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1), tensors cut
-    along another dimension, and compressed chunks.
+    Raises `CorruptFile` for a broken `.metadata`, and `UnsupportedCheckpoint` for flat parameters (FSDP1) and compressed
+    chunks.
     """
     path = folder / METADATA
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
@@ -96,8 +98,8 @@ def read_dcp(folder: Path) -> DcpFolder:
         found = _interpret(folder, load(data, known=KNOWN, persistent=_no_storage))
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
-    pieces, problems = _read_pieces(found)
-    return replace(found, pieces=pieces, problems=problems)
+    held, problems = _read_pieces(found)
+    return replace(found, pieces=held, problems=problems)
 
 
 def _no_storage(_: object) -> NoReturn:
@@ -186,7 +188,7 @@ def _described(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -
         info = places.get((fqn, offsets))
         # a rank that has no row of a small tensor may write an empty chunk
         if isinstance(info, Stub) and 0 not in sizes:
-            chunks.append(_chunk(folder, fqn, shape, offsets, sizes, info))
+            chunks.append(_chunk(folder, fqn, offsets, sizes, info))
     chunks.sort(key=lambda chunk: chunk.offsets)
     return DcpTensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
 
@@ -203,39 +205,27 @@ def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
     return all(type(size) is int and size >= 0 for size in sizes)
 
 
-def _chunk(
-    folder: Path, fqn: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub
-) -> Chunk:
-    if sizes[1:] != shape[1:] or any(offsets[1:]):
-        what = (
-            f"`{fqn}` {list(shape)} is cut along more than its rows: tensor parallel checkpoints are not put together"
-        )
-        raise UnsupportedCheckpoint(f"{folder}: {what}", hint=_TO_ONE_FILE)
+def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub) -> Chunk:
     if info.get("transform_descriptors"):
         raise UnsupportedCheckpoint(f"{folder}: `{fqn}` is stored compressed ({info.get('transform_descriptors')})")
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
-    if not isinstance(name, str) or not is_bare(name) or type(at) is not int or type(nbytes) is not int:
+    if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):
         raise ValueError(f"places `{fqn}` in {name!r:.60}, which is not a file beside it")
     return Chunk(offsets=offsets, sizes=sizes, filename=name, at=at, nbytes=nbytes)
 
 
 def uncovered(tensor: DcpTensor) -> str | None:
-    """Return which of the tensor's rows are in no chunk, or in two; None where all are there once."""
-    rows, row = (tensor.shape[0] if tensor.shape else 1), 0
-    for chunk in tensor.chunks:
-        first = chunk.offsets[0] if tensor.shape else 0
-        if first > row:
-            return f"rows {row} to {first} are in no file"
-        if first < row:
-            return f"rows {first} to {row} are in two places"
-        row += chunk.sizes[0] if tensor.shape else 1
-    if row > rows:
-        return f"its parts have {row} rows, it has {rows}"
-    return None if row == rows or 0 in tensor.shape else f"rows {row} to {rows} are in no file"
+    """Return which part of the tensor is in no chunk, or in two; None where all is there once."""
+    archives = (Span(path=Path(chunk.filename), offset=chunk.at, nbytes=chunk.nbytes) for chunk in tensor.chunks)
+    return pieces.uncovered(tensor.shape, list(map(_placed, tensor.chunks, archives)))
+
+
+def _placed(chunk: Chunk, span: Span) -> Piece:
+    return Piece(chunk.offsets, chunk.sizes, span)
 
 
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
-    pieces: dict[str, tuple[StoredChunk, ...]] = {}
+    held: dict[str, tuple[StoredChunk, ...]] = {}
     problems: dict[str, Problem] = {}
     missing = set(found.missing)
     for name, tensor in found.tensors.items():
@@ -249,8 +239,8 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
                 problems[chunk.filename] = error.problem
                 break
         else:
-            pieces[name] = tuple(read)
-    return pieces, tuple(problems.values())
+            held[name] = tuple(read)
+    return held, tuple(problems.values())
 
 
 def _piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk) -> StoredChunk:
@@ -273,15 +263,23 @@ def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTe
     for name, tensor in found.tensors.items():
         if name not in wanted:
             continue
-        if name not in found.pieces or uncovered(tensor):
-            hint = "copy the .distcp files from the machines that wrote them: every node writes its own ranks"
-            raise IncompleteCheckpoint(f"{found.folder}: `{name}` {list(tensor.shape)} is not whole", hint=hint)
-        spans = tuple(span for piece in found.pieces[name] for span in piece.stored.spans)
+        if name not in found.pieces:
+            raise _not_whole(found, name, "a part of it cannot be read")
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
-        tensors[name] = StoredTensor(
-            spec=spec, spans=spans or (Span(path=found.folder / METADATA, offset=0, nbytes=0),)
-        )
+        spans = (piece.stored.spans[0] for piece in found.pieces[name])
+        held = list(map(_placed, tensor.chunks, spans))
+        nothing = Span(path=found.folder / METADATA, offset=0, nbytes=0)
+        try:
+            tensors[name] = assembled(spec, held or [Piece((0,) * len(tensor.shape), tensor.shape, nothing)])
+        except ValueError as error:
+            raise _not_whole(found, name, str(error)) from error
     return tensors
+
+
+def _not_whole(found: DcpFolder, name: str, why: str) -> IncompleteCheckpoint:
+    hint = "copy the .distcp files from the machines that wrote them: every node writes its own ranks"
+    shape = list(found.tensors[name].shape)
+    return IncompleteCheckpoint(f"{found.folder}: `{name}` {shape} is not whole: {why}", hint=hint)
 
 
 def stamps(found: DcpFolder) -> dict[Path, FileStamp]:

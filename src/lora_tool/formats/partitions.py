@@ -20,8 +20,9 @@ from typing import TypeAlias
 from lora_tool.choices import TextEnum
 from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
+from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.zero import ModelStates, ZeroTag
-from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
 _Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]
 _ALIGNED = 2
@@ -165,22 +166,20 @@ def _joined(
 ) -> StoredTensor:
     """Return the tensor made of `count` elements from element `at` of each flat tensor."""
     size = dtype.bits // 8
-    spans = []
+    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+    pieces, held = [], 0
     for flat, at, count in parts:
         (whole,) = flat.spans
         if flat.dtype is not dtype:
             raise IncompleteCheckpoint(f"{whole.path}: `{name}` is {flat.dtype} in this rank's file, {dtype} in others")
         if count and (at + count) * size > whole.nbytes:
             raise IncompleteCheckpoint(f"{whole.path}: `{name}` ends beyond the flat group of this rank")
-        if count:
-            spans.append(Span(path=whole.path, offset=whole.offset + at * size, nbytes=count * size))
-    held = sum(span.nbytes for span in spans)
-    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
-    if held != spec.nbytes:
-        raise IncompleteCheckpoint(f"`{name}` {list(shape)} needs {spec.nbytes:,} bytes, the ranks hold {held:,} of it")
-    if not spans and parts:
-        spans = [Span(path=parts[0][0].path, offset=parts[0][0].spans[0].offset, nbytes=0)]
-    return StoredTensor(spec=spec, spans=tuple(spans))
+        pieces.append(Piece((held,), (count,), whole.part(at * size if count else 0, count * size)))
+        held += count
+    if held != spec.numel:
+        message = f"needs {spec.nbytes:,} bytes, the ranks hold {held * size:,} of it"
+        raise IncompleteCheckpoint(f"`{name}` {list(shape)} {message}")
+    return assembled(spec, pieces, flat=True)
 
 
 def _others(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[str]) -> dict[str, StoredTensor]:

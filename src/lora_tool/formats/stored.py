@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_into
-from lora_tool.tensors import StoredTensor, TransposedSpan
+from lora_tool.tensors import StoredTensor, TiledSpan, TransposedSpan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,10 +38,13 @@ def fill(buffer: memoryview, tensor: StoredTensor, start: int, read: Callable[[P
     filled = 0
     for span in tensor.part(start, len(buffer)):
         part = buffer[filled : filled + span.nbytes]
-        if isinstance(span, TransposedSpan):
-            part[:] = _read_transposed(span, partial(read, span.path)).data
-        else:
-            read(span.path, span.offset, part)
+        match span:
+            case TransposedSpan():
+                part[:] = _read_transposed(span, partial(read, span.path)).data
+            case TiledSpan():
+                _read_tiles(span, part, read)
+            case _:
+                read(span.path, span.offset, part)
         filled += span.nbytes
 
 
@@ -56,6 +59,23 @@ def _read_transposed(span: TransposedSpan, read: Callable[[int, memoryview], Non
     matrix = stored.view(f"u{span.itemsize}").reshape(span.columns, span.rows)
     rows = np.ascontiguousarray(matrix[:, first:last].T).reshape(-1).view(np.uint8)
     return rows[span.start - first * row_bytes :][: span.nbytes]
+
+
+def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:
+    """Fill `buffer` with the bytes of the span: of each tile the rows that it needs are read, and laid side by side."""
+    import numpy as np  # noqa: PLC0415 - for few checkpoints
+
+    first, last = span.rows
+    begin = first * span.row_bytes
+    is_whole = (span.start, span.nbytes) == (begin, (last - first) * span.row_bytes)
+    rows = np.frombuffer(buffer, np.uint8) if is_whole else np.empty((last - first) * span.row_bytes, np.uint8)
+    rows = rows.reshape(last - first, span.row_bytes)
+    for tile, place in zip(span.tiles, span.places, strict=True):
+        held = np.empty(place.nbytes, np.uint8)
+        read(place.path, place.offset, held.data)
+        rows[:, tile.begin : tile.begin + tile.width] = held.reshape(last - first, tile.width)
+    if not is_whole:
+        buffer[:] = rows.reshape(-1)[span.start - begin :][: span.nbytes].data
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.architectures.ends import OUTPUTS
@@ -19,12 +19,15 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, Folder, ModelDir, RunDi
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.trainer_state import TrainerState
+from lora_tool.inspection.curves import Curves, trainer_state_of, training_curves
+from lora_tool.inspection.makers import versions_of
 from lora_tool.inspection.model import (
     AdapterInspection,
     CheckpointRow,
     Inspection,
     Measured,
     ModelInspection,
+    Module,
     Norms,
     RankFiles,
     RunInspection,
@@ -34,6 +37,7 @@ from lora_tool.inspection.model import (
     TensorInfo,
     TrainingProgress,
 )
+from lora_tool.inspection.naming import short_names
 from lora_tool.keys import Part, split_layer
 from lora_tool.tensors import StoredTensor, TensorTable
 
@@ -41,20 +45,21 @@ NORM_BYTES = 512 << 20
 """Adapters up to this size have their norms computed without being asked."""
 
 
-def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None) -> Inspection:
-    """Return what the checkpoint holds. `norms` True computes an adapter's norms, None only those of small adapters.
+def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None, spectra: bool = False) -> Inspection:
+    """Return what the checkpoint holds. `norms` True computes an adapter's norms, None those of small adapters.
 
-    Raises `OSError` where weights cannot be read.
+    With `spectra` the modules that have norms have singular values, too. Raises `OSError` where weights cannot be read.
     """
     match checkpoint:
         case AdapterDir():
-            return _adapter(checkpoint, norms=checkpoint.weights.nbytes <= NORM_BYTES if norms is None else norms)
+            norms = checkpoint.weights.nbytes <= NORM_BYTES if norms is None else norms
+            return _adapter(checkpoint, norms=norms, spectra=norms and spectra)
         case ModelDir():
             return _model(checkpoint)
         case ShardedDir():
             return _sharded(checkpoint)
         case RunDir():
-            return RunInspection(**_common(checkpoint))
+            return _run(checkpoint)
 
 
 class _Common(TypedDict):
@@ -62,26 +67,59 @@ class _Common(TypedDict):
     kind: str
     disk_bytes: int
     tokenizer_files: tuple[str, ...]
+    versions: Mapping[str, str]
     training: TrainingProgress | None
+    curves: Curves
     checkpoints: tuple[CheckpointRow, ...]
     problems: tuple[str, ...]
 
 
 def _common(checkpoint: Checkpoint) -> _Common:
     folder = checkpoint.folder
+    trainer = trainer_state_of(folder)
     return {
         "path": str(folder.root),
         "kind": str(checkpoint.kind),
         "disk_bytes": disk_bytes(folder.root),
         "tokenizer_files": folder.tokenizer_files,
-        "training": _training(folder.trainer),
+        "versions": versions_of(checkpoint),
+        "training": _training(trainer),
+        "curves": training_curves(trainer) if trainer else {},
         "checkpoints": tuple(_checkpoint_row(folder, name) for name in folder.checkpoints),
         "problems": tuple(map(str, checkpoint.problems)),
     }
 
 
 def _training(state: TrainerState | None) -> TrainingProgress | None:
-    return None if state is None else TrainingProgress(step=state.global_step, epoch=state.epoch, loss=state.last_loss)
+    if state is None:
+        return None
+    return TrainingProgress(
+        step=state.global_step,
+        epoch=state.epoch,
+        loss=state.last_loss,
+        max_steps=state.max_steps,
+        best_step=state.best_step,
+        best_metric=state.best_metric,
+    )
+
+
+def _run(run: RunDir) -> RunInspection:
+    latest = _latest(run)
+    common = _common(run)
+    if latest is not None:
+        common["versions"] = common["versions"] or latest.versions
+    return RunInspection(**common, latest=latest)
+
+
+def _latest(run: RunDir) -> Inspection | None:
+    for name in reversed(run.folder.checkpoints):
+        try:
+            opened = open_checkpoint(run.root / name)
+        except CheckpointError:
+            continue
+        if not isinstance(opened, RunDir):
+            return inspect_checkpoint(opened, norms=False)
+    return None
 
 
 def _checkpoint_row(folder: Folder, name: str) -> CheckpointRow:
@@ -108,7 +146,7 @@ def disk_bytes(root: Path) -> int:
     return total
 
 
-def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
+def _adapter(adapter: AdapterDir, *, norms: bool, spectra: bool) -> AdapterInspection:
     config, view = adapter.config, view_of(adapter)
     plain = {item.tensor.name: _is_head(item.module) for item in view.parts(Part.PLAIN)}
     factors = {factor.name for layer in view.layers for factor in layer.factors}
@@ -117,6 +155,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
         from lora_tool.inspection.factors import layer_norms  # noqa: PLC0415 - numpy, only for norms
 
         measured = layer_norms(view.layers)
+    rows = [(name, group) for name, groups in _grouped(view.layers, measured).items() for group in groups]
     return AdapterInspection(
         **_common(adapter),
         base_model=config.base_model if config else None,
@@ -124,7 +163,13 @@ def _adapter(adapter: AdapterDir, *, norms: bool) -> AdapterInspection:
         task_type=config.task_type if config else None,
         peft_type=config.peft_type if config else None,
         variants=tuple(_variants(config)) if config else (),
-        targets=tuple(_targets(view.layers, measured)),
+        alpha=config.lora_alpha if config else None,
+        dropout=config.dropout if config else None,
+        init=config.init_lora_weights if config else None,
+        targets=tuple(_target(name, group, config) for name, group in rows),
+        modules=tuple(
+            _module(name, layer, norms, config, spectra=spectra) for name, group in rows for layer, norms in group
+        ),
         head=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if head),
         saved=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if not head),
         others=tuple(
@@ -161,30 +206,71 @@ def _dtypes(tensors: TensorTable) -> Mapping[str, int]:
     return dict(held.most_common())
 
 
-def _targets(layers: Sequence[LoraLayer], measured: Sequence[Measured | None]) -> Iterator[Target]:
-    """Yield the modules grouped by path without its numbers, and by all that a group has in common."""
-    groups: dict[tuple[object, ...], list[tuple[LoraLayer, Measured | None]]] = defaultdict(list)
+_Measured: TypeAlias = tuple[LoraLayer, Measured | None]
+
+
+def _grouped(layers: Sequence[LoraLayer], measured: Sequence[Measured | None]) -> Mapping[str, list[list[_Measured]]]:
+    """Return the layers by the name of their row: path without its numbers, and by all that a row has in common."""
+    groups: dict[tuple[object, ...], list[_Measured]] = defaultdict(list)
     for layer, norms in zip_longest(layers, measured):
-        dtype = "/".join(dict.fromkeys(str(factor.dtype) for factor in layer.factors))
         shapes = layer.a and layer.a.shape, layer.b and layer.b.shape
         path = split_layer(layer.module)[1]
-        groups[path, layer.adapter_name, layer.rank, layer.scaling, shapes, dtype].append((layer, norms))
+        groups[path, layer.adapter_name, layer.rank, layer.scaling, shapes, _dtype(layer)].append((layer, norms))
     labels = short_names({str(key[0]) for key in groups})
+    named: dict[str, list[list[_Measured]]] = defaultdict(list)
     for key, group in groups.items():
-        first, members = group[0][0], [layer for layer, _ in group]
-        numbers = {number for member in members if (number := split_layer(member.module)[0]) is not None}
-        yield Target(
-            name=labels[str(key[0])] + (f" ({first.adapter_name})" if first.adapter_name else ""),
-            modules=tuple(member.module for member in members),
-            layers=tuple(sorted(numbers)),
-            rank=first.rank,
-            scaling=first.scaling,
-            a_shape=first.a.shape if first.a else None,
-            b_shape=first.b.shape if first.b else None,
-            dtype=str(key[-1]),
-            parameters=sum(factor.spec.numel for member in members for factor in member.factors),
-            norms=_norms([norms for _, norms in group if norms is not None]),
-        )
+        named[labels[str(key[0])] + (f" ({key[1]})" if key[1] else "")].append(group)
+    return named
+
+
+def _dtype(layer: LoraLayer) -> str:
+    return "/".join(dict.fromkeys(str(factor.dtype) for factor in layer.factors))
+
+
+def _target(name: str, group: Sequence[_Measured], config: AdapterConfig | None) -> Target:
+    first, members = group[0][0], [layer for layer, _ in group]
+    numbers = {number for member in members if (number := split_layer(member.module)[0]) is not None}
+    return Target(
+        name=name,
+        modules=tuple(member.module for member in members),
+        layers=tuple(sorted(numbers)),
+        rank=first.rank,
+        alpha=_alpha(first, config),
+        scaling=first.scaling,
+        a_shape=first.a.shape if first.a else None,
+        b_shape=first.b.shape if first.b else None,
+        dtype=_dtype(first),
+        parameters=sum(factor.spec.numel for member in members for factor in member.factors),
+        norms=_norms([norms for _, norms in group if norms is not None]),
+    )
+
+
+def _alpha(layer: LoraLayer, config: AdapterConfig | None) -> float | None:
+    return config.alpha(layer.target) if config else None
+
+
+def _module(
+    target: str, layer: LoraLayer, norms: Measured | None, config: AdapterConfig | None, *, spectra: bool
+) -> Module:
+    norm_a, norm_b, norm_delta = norms or (None, None, None)
+    found = None
+    if spectra:
+        from lora_tool.inspection.spectra import spectrum  # noqa: PLC0415 - numpy, only where asked for
+
+        found = spectrum(layer)
+    return Module(
+        module=layer.module,
+        target=target,
+        layer=split_layer(layer.module)[0],
+        rank=layer.rank,
+        alpha=_alpha(layer, config),
+        scaling=layer.scaling,
+        norm_a=norm_a,
+        norm_b=norm_b,
+        norm_delta=norm_delta,
+        effective_rank=found.effective_rank if found else None,
+        singular_values=found.singular_values if found else (),
+    )
 
 
 def _norms(values: list[Measured]) -> Norms | None:
@@ -203,21 +289,6 @@ def spread(values: list[float]) -> Spread:
     ordered = sorted(values, key=lambda value: (value != value, value))  # noqa: PLR0124 - NaN is not itself
     middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return Spread(least=ordered[0], median=sum(middle) / 2, most=ordered[-1])
-
-
-def short_names(paths: Iterable[str]) -> Mapping[str, str]:
-    """Return for each dotted path its shortest suffix that no other path ends with, keeping what a `*` numbers."""
-    listed = set(paths)
-    endings = Counter(suffix for path in listed for suffix in _suffixes(path))
-    return {path: next((suffix for suffix in _suffixes(path) if endings[suffix] == 1), path) for path in listed}
-
-
-def _suffixes(path: str) -> Iterator[str]:
-    parts = path.split(".")
-    # `experts.*.gate_proj` says more than `gate_proj`: begin before the last number that is not the layer's
-    stars = [at for at, part in enumerate(parts) if part == "*"]
-    begin = min(stars[-1] - 1, len(parts) - 1) if len(stars) > 1 else len(parts) - 1
-    yield from (".".join(parts[at:]) for at in range(max(begin, 0), -1, -1))
 
 
 def _model(model: ModelDir) -> ModelInspection:

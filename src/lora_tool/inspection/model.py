@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TypeAlias
 
 from lora_tool.display import counted, number, printable, shortened, size
+from lora_tool.inspection.curves import Curves
 
+_INITS = {"true": "PEFT's default (B = 0)", "false": "random A and B"}
+"""Words for values of `init_lora_weights` that say nothing by themselves."""
 _SHOWN = 8
 """Tensors that are named before the rest is counted."""
 
@@ -43,12 +47,37 @@ class Target:
     modules: tuple[str, ...]
     layers: tuple[int, ...]
     rank: int | None
+    alpha: float | None
+    """The config's alpha for these modules; None where the config cannot be read."""
     scaling: float | None
     a_shape: tuple[int, ...] | None
     b_shape: tuple[int, ...] | None
     dtype: str
     parameters: int
     norms: Norms | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """The numbers of one module's LoRA. What was not asked for, or cannot be computed, is None or empty.
+
+    Norms are Frobenius norms; ΔW is scaling·B·A, for DoRA before its magnitudes.
+    """
+
+    module: str
+    target: str
+    """The name of its row in the tables."""
+    layer: int | None
+    rank: int | None
+    alpha: float | None
+    scaling: float | None
+    norm_a: float | None = None
+    norm_b: float | None = None
+    norm_delta: float | None = None
+    effective_rank: float | None = None
+    """The exponential of the entropy of the singular values' shares of their sum: from 1 to the rank, 0 for zeros."""
+    singular_values: tuple[float, ...] = ()
+    """Those of ΔW, falling, as many as the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +97,19 @@ class TrainingProgress:
     step: int
     epoch: float | None
     loss: float | None
+    max_steps: int | None = None
+    """Where the run was to end."""
+    best_step: int | None = None
+    best_metric: float | None = None
+    """The value at `best_step` of the metric by which the run chose its best checkpoint."""
 
     def __str__(self) -> str:
+        of = f" of {self.max_steps:,}" if self.max_steps else ""
         epoch = "" if self.epoch is None else f", epoch {self.epoch:.3g}"
-        return f"step {self.step:,}{epoch}" + ("" if self.loss is None else f", loss {number(self.loss)}")
+        loss = "" if self.loss is None else f", loss {number(self.loss)}"
+        at = "" if self.best_step is None else f" at step {self.best_step:,}"
+        best = "" if self.best_metric is None else f"; best metric {number(self.best_metric)}{at}"
+        return f"step {self.step:,}{of}{epoch}{loss}{best}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +131,24 @@ class Inspection:
     kind: str
     disk_bytes: int
     tokenizer_files: tuple[str, ...]
+    versions: Mapping[str, str]
+    """Package → version that made it, where a file in the folder records it."""
     training: TrainingProgress | None
+    curves: Curves
+    """What the run logged that wrote this folder."""
     checkpoints: tuple[CheckpointRow, ...]
     problems: tuple[str, ...]
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield names and values of what the folder is; a value may be empty, or of several lines."""
-        yield from self._own_facts()
+        yield from self.own_facts()
+        yield "made with", ", ".join(f"{package} {version}" for package, version in self.versions.items())
         yield "training", str(self.training or "")
         yield "tokenizer", ", ".join(self.tokenizer_files)
         yield "on disk", size(self.disk_bytes)
 
-    def _own_facts(self) -> Iterator[tuple[str, str]]:
+    def own_facts(self) -> Iterator[tuple[str, str]]:
+        """Yield what folders of this kind alone have."""
         yield from ()
 
     def __str__(self) -> str:
@@ -135,7 +179,14 @@ class AdapterInspection(Inspection):
     peft_type: str | None
     variants: tuple[str, ...]
     """What is not plain LoRA about it: rsLoRA, DoRA, lora_bias, …"""
+    alpha: float | None
+    """The config's `lora_alpha`; of a module that a pattern names, see its target."""
+    dropout: float | None
+    init: str | None
+    """`init_lora_weights`: "true" is PEFT's default."""
     targets: tuple[Target, ...]
+    modules: tuple[Module, ...]
+    """Every module with LoRA, target by target."""
     head: tuple[TensorInfo, ...]
     saved: tuple[TensorInfo, ...]
     """Whole tensors that are no head: `modules_to_save`, biases."""
@@ -146,12 +197,16 @@ class AdapterInspection(Inspection):
     dtypes: Mapping[str, int]
     """dtype → number of elements."""
 
-    def _own_facts(self) -> Iterator[tuple[str, str]]:
+    def own_facts(self) -> Iterator[tuple[str, str]]:
         revision = f" @ {self.revision}" if self.revision else ""
         yield "base model", f"{self.base_model}{revision}" if self.base_model else "not named"
         yield "task", self.task_type or "not named"
         kind = "LoRA" if self.peft_type == "LORA" else self.peft_type or ""
-        yield "method", ", ".join((kind, *self.variants)) if kind else ""
+        plain = (variant for variant in self.variants if not variant.startswith("init "))
+        yield "method", ", ".join((kind, *plain)) if kind else ""
+        if kind == "LoRA":
+            yield "dropout", "" if self.dropout is None else f"{self.dropout:g}"
+            yield "init", _INITS.get(self.init or "", self.init or "")
         yield "parameters", f"{self.parameters:,}{_dtypes(self.dtypes.items())}, {size(self.nbytes)}"
         yield "head", _tensor_list(self.head)
         yield "saved", _tensor_list(self.saved)
@@ -179,7 +234,7 @@ class ModelInspection(Inspection):
     merged_from: tuple[str, ...]
     """What the manifest names as base and adapters; empty for a base model."""
 
-    def _own_facts(self) -> Iterator[tuple[str, str]]:
+    def own_facts(self) -> Iterator[tuple[str, str]]:
         yield "type", ", ".join(filter(None, (self.model_type, *self.architectures)))
         yield "layers", "" if self.layers is None else str(self.layers)
         yield "parameters", f"{self.parameters:,} in {counted(self.tensors, 'tensor')}{_dtypes(self.dtypes.items())}"
@@ -210,7 +265,15 @@ class ShardedInspection(Inspection):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunInspection(Inspection):
-    """A run folder: nothing but its checkpoints."""
+    """A run folder: nothing but its checkpoints, and what they are."""
+
+    latest: Inspection | None
+    """The latest checkpoint that can be opened, without norms."""
+
+    def own_facts(self) -> Iterator[tuple[str, str]]:
+        if self.latest is not None:
+            yield "latest", f"{PurePath(self.latest.path).name}, {self.latest.kind}"
+            yield from self.latest.own_facts()
 
 
 def _tensor_list(tensors: Sequence[TensorInfo]) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lora_tool.inspection.folders import short_names
+from lora_tool.inspection.naming import short_names
 from lora_tool.inspection.spectra import Spectrum
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from lora_tool.display import counted, printable
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.folder import replace_file
 from lora_tool.pictures.page import page
+from lora_tool.pictures.saving import save
 from lora_tool.rules.merged.pairs import PairEvidence
 
 try:
@@ -23,7 +23,7 @@ _MOST_BARS = 60
 
 
 def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
-    """Write the histogram of the margins of `found` under the `title`: a page where `path` ends in ``.html``, else a PNG.
+    """Write the histogram of the margins of `found` under the `title`: a page or a picture, as `path` ends.
 
     It appears complete or not at all, and replaces a file of that name. Raises `OSError` where it cannot be written.
     """
@@ -32,10 +32,8 @@ def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
         text = page(printable(title), _facts(found), (), (), {}, drawn=(("Margins", figure),))
         replace_file(path, text.encode())
         return
-    picture = io.BytesIO()
     figure.suptitle(printable(title).replace("$", r"\$"))
-    figure.savefig(picture, format="png", dpi=150)
-    replace_file(path, picture.getvalue())
+    save(figure, path)
 
 
 def _facts(found: PairEvidence) -> list[tuple[str, str]]:

@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 
 from lora_tool.display import four_digits, printable
 from lora_tool.errors import MissingDependency
+from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.spectra import Spectrum
-from lora_tool.pictures.figures import Curves, colour, curves_figure, spectra_figure
+from lora_tool.pictures.figures import colour, curves_figure, spectra_figure
 from lora_tool.pictures.grid import Grid
 
 try:

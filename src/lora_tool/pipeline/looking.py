@@ -12,12 +12,13 @@ from lora_tool.sources import Reference, opened
 from lora_tool.validation.validating import Criteria
 
 
-def inspect(checkpoint: Reference, *, norms: bool | None = None) -> Inspection:
+def inspect(checkpoint: Reference, *, norms: bool | None = None, spectra: bool = False) -> Inspection:
     """Return what `checkpoint`, a path, a Hub id or an opened one, is and holds.
 
-    `norms` True computes the norms of an adapter, None those of an adapter up to 512 MiB. Raises `CheckpointError`.
+    `norms` True computes the norms of an adapter, None those of an adapter up to 512 MiB; with `spectra` its modules have
+    the singular values of ΔW, too. Raises `CheckpointError`.
     """
-    return inspect_checkpoint(opened(checkpoint), norms=norms)
+    return inspect_checkpoint(opened(checkpoint), norms=norms, spectra=spectra)
 
 
 def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> tuple[Inventory, ...]:

@@ -54,7 +54,7 @@ class TrainingState(abc.ABC):
 
     def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""
-        return frozenset(span for tensor in tensors.values() for span in tensor.spans)
+        return frozenset(place for tensor in tensors.values() for place in tensor.places)
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ def check_of_files(tensors: TensorTable, records: Collection[Record | Span], *, 
         by_path[record.path].append(record)
     pieces: dict[Path, list[ValuePiece]] = defaultdict(list)
     for tensor in tensors.values():
-        for span in tensor.spans:
+        for span in tensor.places:
             piece = ValuePiece(span.offset, span.offset + span.nbytes, tensor.name, tensor.dtype)
             pieces[span.path].append(piece)
     parts = tuple(

@@ -259,6 +259,9 @@ def trl_arguments(method: Method, options: Mapping[str, Any]) -> tuple[Any, ...]
     except (ValueError, TypeError) as error:
         hint = None if method.experimental else f"trl {method.name} --help"
         if "use_cpu" in str(error):
-            hint = "torch sees no GPU here; to train on the CPU: use_cpu: true and bf16: false"
+            hint = (
+                "torch sees no GPU here; to train on the CPU: use_cpu: true and bf16: false "
+                f"(lora-tool init {method.name} --cpu)"
+            )
         raise BadRunConfig(f"TRL does not accept the options: {error}", hint=hint) from error
     return arguments

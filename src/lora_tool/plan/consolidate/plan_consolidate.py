@@ -14,6 +14,7 @@ from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, ShardedDir, open_sharded
 from lora_tool.choices import Choice, codes
+from lora_tool.display import counted
 from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
@@ -245,7 +246,7 @@ def _steps(
 
 
 def _reason(role: Role, tensor: StoredTensor) -> str:
-    pieces = "1 piece" if len(tensor.spans) == 1 else f"{len(tensor.spans)} pieces"
+    pieces = counted(len(tensor.places), "piece")
     what = "float32 master weights" if role is Role.TRAINED and tensor.dtype is DType.F32 else f"{role}, {tensor.dtype}"
     return f"{what} from {pieces}"
 
@@ -259,6 +260,6 @@ def _shards(what: What, steps: tuple[Step, ...], max_shard_bytes: int | None) ->
 def _inputs(
     state: TrainingState, tensors: Iterable[StoredTensor], side_files: Iterable[SideFile]
 ) -> tuple[FileStamp, ...]:
-    used = Counter(span.path for tensor in tensors for span in tensor.spans)
+    used = Counter(place.path for tensor in tensors for place in tensor.places)
     copied = [FileStamp.of(file.source) for file in side_files if file.source is not None]
     return (*(state.stamps[path] for path in used), *copied)

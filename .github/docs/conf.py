@@ -1,0 +1,24 @@
+"""The documentation: hand-written pages, and a reference that is read off the program."""
+
+import sys
+from pathlib import Path
+
+from lora_tool import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))  # `read_off` lies beside this file
+
+project = "lora-tool"
+author = "The lora-tool authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click", "read_off"]
+myst_heading_anchors = 3
+default_role = "code"  # docstrings are written as Markdown
+nitpicky = True  # a reference to a page or term that is not there is an error; types are named, and need no link
+nitpick_ignore_regex = [("py:.*", ".*")]
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+
+html_theme = "furo"
+html_title = f"lora-tool {version}"
+html_show_sphinx = False

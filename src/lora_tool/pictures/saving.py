@@ -1,0 +1,29 @@
+"""Writing a figure to a file, as what the file's name says."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from lora_tool.execution.folder import replace_file
+
+_SETTINGS = {"svg.hashsalt": "lora-tool", "pdf.fonttype": 42}
+"""The same figure gives the same bytes, and a PDF has fonts that can be edited."""
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+_DOTS = 150
+"""Per inch, in a PNG."""
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write `figure` as an SVG or PDF where `path` ends so, else as a PNG.
+
+    It appears complete or not at all, and replaces a file of that name. Raises `ExecutionError` where it cannot.
+    """
+    kind = path.suffix if path.suffix in _UNDATED else ".png"
+    picture = io.BytesIO()
+    with rc_context(_SETTINGS):
+        figure.savefig(picture, format=kind[1:], dpi=_DOTS, metadata=_UNDATED.get(kind))
+    replace_file(path, picture.getvalue())

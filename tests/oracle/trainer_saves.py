@@ -1,0 +1,158 @@
+"""What trainers leave behind, made by their own save functions: 4 processes on CPU, and the truth gathered in them.
+
+    python tests/oracle/trainer_saves.py OUT [NAME…]
+
+Every folder `OUT/NAME` holds what the framework wrote; `OUT/truth-fp32.safetensors` and `-bf16` the module's own state
+dict, gathered whole, `OUT/adapter-…` what PEFT saves of the same module, `OUT/base` the base model. Sizes are uneven for
+4 ranks; LoRA is on every linear layer, and the head is in `modules_to_save`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+Module = Any
+"""torch's, transformers' and PEFT's own types, which are imported in the workers alone."""
+
+
+def adapted(out: Path, dtype: str = "float32") -> Module:
+    """Return the base model in `out` with a trained adapter: every rank has the same values."""
+    import peft
+    import torch
+    import transformers as hf
+
+    model = hf.AutoModelForSequenceClassification.from_pretrained(out / "base", dtype=torch.float32)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS",
+        r=3,
+        lora_alpha=5,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    )
+    module = peft.get_peft_model(model, config).to(getattr(torch, dtype))
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    return module
+
+
+def new_base(folder: Path) -> None:
+    """Write a Qwen2 with one label whose sizes are odd."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(1)
+    config = hf.Qwen2Config(
+        vocab_size=53,
+        hidden_size=30,
+        intermediate_size=42,
+        num_hidden_layers=2,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=6,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    hf.Qwen2ForSequenceClassification(config).save_pretrained(folder)
+
+
+def sharded(module: Module, mesh: Any) -> Module:
+    """Return the module under FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in module.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def tensor_parallel(module: Module, mesh: Any) -> Module:
+    """Return the module cut as transformers and torchtitan cut it: q, k, v, gate and up by rows, o and down by columns."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    cut: dict[str, Any] = {}
+    for name, _ in module.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            cut |= {f"{name}.base_layer": ColwiseParallel(), f"{name}.lora_B.default": ColwiseParallel()}
+        elif leaf in ("o_proj", "down_proj"):
+            cut |= {f"{name}.base_layer": RowwiseParallel(), f"{name}.lora_A.default": RowwiseParallel()}
+    return parallelize_module(module, mesh, cut)
+
+
+def mesh_of(*sizes: int) -> Any:
+    """Return a mesh of all ranks: of one dimension FSDP's, of two as the maker names them."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[-len(sizes) :] if sizes[1:] else ("dp",))
+
+
+def dcp(folder: Path, state: dict[str, Any]) -> None:
+    """Save as torch does."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(state, checkpoint_id=str(folder))
+
+
+def dcp_tp(out: Path, folder: Path) -> None:
+    """Tensor parallelism alone, as a training program of one's own saves it."""
+    dcp(folder, {"model": tensor_parallel(adapted(out), mesh_of(RANKS)).state_dict()})
+
+
+def dcp_fsdp_tp(out: Path, folder: Path) -> None:
+    """FSDP2 over tensor parallelism: rows of rows, and rows of columns; flat names, as torchtitan has them."""
+    mesh = mesh_of(2, 2)
+    module = tensor_parallel(adapted(out, "bfloat16"), mesh["tp"])
+    dcp(folder, {**sharded(module, mesh["dp"]).state_dict()})
+
+
+KINDS: dict[str, Callable[[Path, Path], None]] = {
+    "dcp-tp": dcp_tp,
+    "dcp-fsdp-tp-bf16": dcp_fsdp_tp,
+}
+
+
+def work(out: Path, names: list[str]) -> None:
+    """Act as one rank."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        new_base(out / "base")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+            module = adapted(out, dtype)
+            save_file(module.state_dict(), out / f"truth-{short}.safetensors")
+            module.save_pretrained(out / f"adapter-{short}")
+    for name in names:
+        (out / name).mkdir(exist_ok=True)
+        dist.barrier()
+        KINDS[name](out, out / name)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort a normal end
+
+
+def make(out: Path, *names: str) -> None:
+    """Make the kinds that are named, by default all."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*launcher, __file__, "--worker", str(out), *(names or KINDS)], env=environment, check=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--worker":
+        work(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        make(Path(sys.argv[1]), *sys.argv[2:])
