@@ -14,7 +14,17 @@ from lora_tool.execution.native.library import TYPES, Term, kernel
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows
+from lora_tool.plan.core.ops import (
+    BiasDelta,
+    Cast,
+    Copy,
+    Dequantise,
+    DoraDelta,
+    LoraDelta,
+    LowRank,
+    Precision,
+    ReplaceRows,
+)
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
@@ -39,7 +49,7 @@ class NativeBackend(NumpyBackend):
         match unit.op:
             case _ if unit.out.dtype not in TYPES:
                 result = None
-            case Copy() | Cast():
+            case Copy() | Cast() | Dequantise():
                 result = self._converted(unit, first, last)
             case LoraDelta():
                 result = self._changed(unit, unit.op, first, last)
