@@ -7,6 +7,7 @@ from collections.abc import Callable
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.native.library import TYPES, kernel
 from lora_tool.exhaustive import assert_never
+from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Precision, RowOp
 from lora_tool.plan.core.plan import Plan
 
@@ -20,7 +21,7 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
     elif op.taken_out:
         precision = Precision.PEFT  # whatever was asked for: a decomposition is PEFT's own
     match precision:
-        case Precision.FLOAT32 if kernel() is not None and all(tensor.dtype in TYPES for tensor in op.inputs):
+        case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
             from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - see above
 
             return NativeBackend
@@ -34,6 +35,11 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
             return TorchBackend
         case _:
             return assert_never(precision)
+
+
+def _fits_kernel(op: RowOp) -> bool:
+    """Return whether float32 holds the operation's inputs, and is what it is computed in."""
+    return not isinstance(op, FactorOp) and all(tensor.dtype in TYPES for tensor in op.inputs)
 
 
 def arithmetic_of(plan: Plan) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -13,18 +12,7 @@ from lora_tool.execution.kernels import AnyArray as Array
 from lora_tool.execution.native.library import TYPES, Term, kernel
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
-from lora_tool.exhaustive import assert_never
-from lora_tool.plan.core.ops import (
-    BiasDelta,
-    Cast,
-    Copy,
-    Dequantise,
-    DoraDelta,
-    LoraDelta,
-    LowRank,
-    Precision,
-    ReplaceRows,
-)
+from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
@@ -40,11 +28,6 @@ class NativeBackend(NumpyBackend):
         self._kernel = found
         self._rights: dict[int, tuple[StoredTensor, int, Array]] = {}
 
-    @staticmethod
-    def one_thread() -> AbstractContextManager[object]:
-        """Leave the BLAS of numpy alone: nothing that is written is its product."""
-        return nullcontext()
-
     def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
         match unit.op:
             case _ if unit.out.dtype not in TYPES:
@@ -53,10 +36,8 @@ class NativeBackend(NumpyBackend):
                 result = self._converted(unit, first, last)
             case LoraDelta():
                 result = self._changed(unit, unit.op, first, last)
-            case DoraDelta() | BiasDelta() | ReplaceRows():
-                result = None
             case _:
-                assert_never(unit.op)
+                result = None
         return super()._block(unit, first, last) if result is None else result
 
     def _converted(self, unit: ComputeUnit, first: int, last: int) -> Array | None:
