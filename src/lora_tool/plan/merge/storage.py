@@ -8,7 +8,8 @@ W + ΔW lies between the numbers that a quantised weight can be, and rounding ba
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lora_tool.actions import NEW, TensorAction
@@ -127,7 +128,7 @@ class QuantisedBase:
         found = (encoding_of(tensor) for tensor in step.op.inputs)
         return str(next(filter(None, found), self.encodings.get(step.out.name)))
 
-    def _as_stored(self, steps: Sequence[Step], dropped: Set[str], freed: Set[str]) -> tuple[Step, ...]:
+    def _as_stored(self, steps: Sequence[Step], dropped: AbstractSet[str], freed: AbstractSet[str]) -> tuple[Step, ...]:
         """Return the steps with every tensor copied as it is stored that they do not change, but for those `dropped`.
 
         The weights `freed` are written by their steps. Raises `UnsupportedAdapter` where a changed tensor has another
