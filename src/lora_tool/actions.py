@@ -11,9 +11,11 @@ class TensorAction(str, enum.Enum):
 
     COPIED = "copied"
     CAST = "cast"
+    DEQUANTISED = "dequantised"
     MERGED = "merged"
     REPLACED = "replaced"
     ADDED = "added"
+    COMPUTED = "computed"
     DROPPED = "dropped"
     CONSUMED = "consumed"
 
@@ -21,7 +23,7 @@ class TensorAction(str, enum.Enum):
         return str(self.value)
 
 
-NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED})
+NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED, TensorAction.COMPUTED})
 """What of an output the base did not have so: a writer looks at each value of it."""
 
 

@@ -17,9 +17,23 @@ from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
+from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
+from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
+from lora_tool.plan.core.ops import (
+    BiasDelta,
+    Cast,
+    Copy,
+    Dequantise,
+    DoraDelta,
+    LoraDelta,
+    LowRank,
+    OnSource,
+    Precision,
+    ReplaceRows,
+    RowOp,
+)
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
@@ -27,8 +41,13 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
+_STRIP = 1 << 12
+"""Columns of factors that are widened at a time, where each row of a product needs all rows of them."""
 _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
+
+_ALIGNMENT = 64
+"""Of buffers, in bytes: a cache line, and the widest vector."""
 
 
 class NumpyBackend:
@@ -45,6 +64,7 @@ class NumpyBackend:
         self._buffers: dict[str, Array] = {}
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
+        self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
 
     @staticmethod
@@ -59,7 +79,7 @@ class NumpyBackend:
         """See `Backend`."""
         self._retained = None
         self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
-        with np.errstate(all="ignore"):  # what is not finite is refused by name
+        with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
             if isinstance(unit.op, DoraDelta) and unit.op.transposed:
                 self._column_norms = self._norms_of_columns(unit.op, unit)
             for first, last in _blocks(unit):
@@ -72,6 +92,8 @@ class NumpyBackend:
     def _needs_float64(self, op: RowOp) -> bool:
         """Whether the working precision is float64: asked for, or because float32 would lose bits of what is kept."""
         kept = (op.source, op.rows) if isinstance(op, ReplaceRows) else (op.source,)
+        if isinstance(op, FactorOp):
+            return True
         return self._precision is Precision.FLOAT64 or any(tensor.dtype is DType.F64 for tensor in kept)
 
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
@@ -80,15 +102,13 @@ class NumpyBackend:
         for first, last in _blocks(unit):
             if self._stopped():
                 break
-            moved = self._delta(op, first, last)
-            np.add(moved, self._wide_copy(self._stored(op.source, first, last)), out=moved)
-            whole = moved.reshape(last - first, -1).astype(np.float64, copy=False)
-            squares += kernels.sums_of_squares(whole, axis=0)
+            moved = self._moved(op, first, last).astype(np.float64, copy=False)
+            squares += kernels.sums_of_squares(moved, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
     def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
-        source, change, whole = self._parts(unit.op, first, last)
+        source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
         result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
         for at in range(0, result.size, kernels.CACHE_BLOCK):
@@ -107,10 +127,20 @@ class NumpyBackend:
                 self._retained = retention(source[part], total, result[part])
         return result
 
-    def _parts(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
+    def _made(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
+        """Return what `_parts` does; of a factor its rows as they are to be, which nothing is added to."""
+        match op:
+            case Beside():
+                return self._beside(op, first, last), None, False
+            case Mix():
+                return self._mixed(op, first, last), None, False
+            case _:
+                return self._parts(op, first, last)
+
+    def _parts(self, op: OnSource, first: int, last: int) -> tuple[Array, Array | None, bool]:
         """Return the rows of the source, flat, and what is added to them; with True what takes their place."""
         match op:
-            case Copy() | Cast():
+            case Copy() | Cast() | Dequantise():
                 return self._stored(op.source, first, last), None, False
             case ReplaceRows():
                 return self._with_rows(op, self._stored(op.source, first, last), first, last), None, False
@@ -121,9 +151,9 @@ class NumpyBackend:
                 delta = self._delta(op, first, last)
                 return self._stored(op.source, first, last), delta, False
             case DoraDelta():
-                delta, source = self._delta(op, first, last), self._stored(op.source, first, last)
-                self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
-                return source, delta, True
+                moved = self._moved(op, first, last)
+                self._scale_to_magnitude(op, moved, first, last)
+                return self._stored(op.source, first, last), moved.reshape(-1), True
             case _:
                 return assert_never(op)
 
@@ -137,21 +167,61 @@ class NumpyBackend:
                 mixed[row] = rows[at]
         return mixed.reshape(-1)
 
+    def _beside(self, op: Beside, first: int, last: int) -> Array:
+        """Return the scaled columns, flat, in float64."""
+        made = self._buffer("made", (last - first, op.shape[1]), self._wide)
+        at = 0
+        for part in op.parts:
+            columns = made[:, at : at + part.count]
+            if part.count:
+                columns[...] = part.of(self._rows(part.tensor, first, last))
+            if part.scale != 1:
+                np.multiply(columns, part.scale, out=columns)
+            at += part.count
+        made[:, at:] = 0
+        return made.reshape(-1)
+
+    def _mixed(self, op: Mix, first: int, last: int) -> Array:
+        """Return the product with the small matrix, flat, in float64."""
+        made = self._buffer("made", (last - first, op.shape[1]), self._wide)
+        if op.below:
+            columns = op.matrix.values[:, first:last].T
+            stacked = self._stacked(op.parts)
+            for at in range(0, op.shape[1], _STRIP):
+                strip = slice(at, at + _STRIP)
+                wide = np.concatenate([part[:, strip] for part in stacked]).astype(self._wide)
+                np.matmul(columns, wide, out=made[:, strip])
+        else:
+            rows = [self._wide_rows(part, first, last) for part in op.parts]
+            np.matmul(np.concatenate(rows, axis=1) if len(rows) > 1 else rows[0], op.matrix.values, out=made)
+        return made.reshape(-1)
+
+    def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
+        """Return the whole parts as they are stored, kept from one block to the next."""
+        if self._parts_kept is None or self._parts_kept[0] is not parts:
+            self._parts_kept = (parts, tuple(self._rows(part, 0, part.shape[0]) for part in parts))
+        return self._parts_kept[1]
+
     def _wide_copy(self, stored: Array) -> Array:
         """Return the elements in the working precision, in this worker's buffer."""
         wide = self._buffer("wide", stored.shape, self._wide)
         np.copyto(wide, stored, casting="unsafe")
         return wide
 
-    def _scale_to_magnitude(self, op: DoraDelta, source: Array, delta: Array, first: int, last: int) -> None:
-        """Replace `delta` by m/‖W + Δ‖ · (W + Δ); the norms are of rows, of columns where W is stored [in, out]."""
-        np.add(delta, self._wide_copy(source).reshape(delta.shape), out=delta)
+    def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
+        """Return rows `first` to `last` of W + Δ in the working precision, in this worker's buffer."""
+        moved = self._delta(op, first, last)
+        np.add(moved, self._wide_copy(self._stored(op.source, first, last)), out=moved)
+        return moved.reshape(last - first, -1)
+
+    def _scale_to_magnitude(self, op: DoraDelta, moved: Array, first: int, last: int) -> None:
+        """Replace W + Δ by m/‖W + Δ‖ · (W + Δ); the norms are of rows, of columns where W is stored [in, out]."""
         if op.transposed:
             factor = self._wide_rows(op.magnitude, 0, op.magnitude.shape[0]) / self._column_norms
-            np.multiply(delta, factor, out=delta)
+            np.multiply(moved, factor, out=moved)
         else:
-            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(kernels.sums_of_squares(delta, axis=1))
-            np.multiply(delta, factor[:, np.newaxis], out=delta)
+            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(kernels.sums_of_squares(moved, axis=1))
+            np.multiply(moved, factor[:, np.newaxis], out=moved)
 
     def _delta(self, op: LowRank, first: int, last: int) -> Array:
         """Return what is added to rows `first` to `last`, flat, in this worker's buffer."""
@@ -194,20 +264,26 @@ class NumpyBackend:
         return self._kept[3]
 
     def _a(self, term: LoraTerm) -> Array:
-        """Return the rows of A that are the term's expert's."""
-        return self._wide_rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+        return self._stored_a(term).astype(self._wide, copy=False)
 
     def _b(self, term: LoraTerm, rows: slice) -> Array:
-        """Return these rows of B, with the columns of the term's expert."""
+        return np.ascontiguousarray(self._stored_b(term, rows)).astype(self._wide, copy=False)
+
+    def _stored_a(self, term: LoraTerm) -> Array:
+        """Return the rows of A that are the term's expert's, as they are stored."""
+        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+
+    def _stored_b(self, term: LoraTerm, rows: slice) -> Array:
+        """Return these rows of B as they are stored, with the columns of the term's expert."""
         if term.experts == 1:
-            return self._wide_rows(term.b, rows.start, rows.stop)
+            return self._rows(term.b, rows.start, rows.stop)
         if self._stack is None or self._stack[0] is not term.b:
             # every expert's columns are scattered over all of B, and its experts come one after the other
             self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
         grouped = term.layout is ExpertLayout.GROUPED_BY_EXPERT
         own = slice(term.expert * term.rank, (term.expert + 1) * term.rank)
         columns = own if grouped else slice(term.expert, None, term.experts)
-        return np.ascontiguousarray(self._stack[1][rows, columns]).astype(self._wide, copy=False)
+        return np.asarray(self._stack[1][rows, columns])
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._rows(tensor, first, last).astype(self._wide, copy=False)
@@ -230,7 +306,8 @@ class NumpyBackend:
         needed = math.prod(shape) * dtype.itemsize
         held = self._buffers.get(name)
         if held is None or held.nbytes < needed:
-            held = self._buffers[name] = np.empty(needed, np.uint8)
+            raw = np.empty(needed + _ALIGNMENT, np.uint8)
+            held = self._buffers[name] = raw[-raw.ctypes.data % _ALIGNMENT :]
         return held[:needed].view(dtype).reshape(shape)
 
 

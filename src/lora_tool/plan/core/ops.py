@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_tool.choices import Choice
+from lora_tool.formats.quantised.encodings import encoding_of
+from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import DType, StoredTensor
@@ -28,7 +30,7 @@ class Precision(Choice):
     """The arithmetic of a merge; the manifest states it."""
 
     FLOAT32 = "float32"
-    """W + s·(B·A) accumulated in float32 and rounded once, in numpy."""
+    """W + s·(B·A) accumulated in float32 and rounded once: by the compiled kernel, else in numpy."""
     PEFT = "peft"
     """PEFT's own order of operations in torch: bit for bit its default `merge_and_unload` on the same machine."""
     FLOAT64 = "float64"
@@ -45,10 +47,17 @@ class _RowOperation(Operation):
 
     __slots__ = ()
 
+    source: StoredTensor
+
     @property
     def sums(self) -> Sums:
         """What a bound of the output's rounding is made from: one rounding of the source's value if nothing is added."""
         return Sums()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The output's: the source's."""
+        return self.source.shape
 
     @abstractmethod
     def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
@@ -96,8 +105,21 @@ class Cast(_Kept):
         return (Cast(source=rows_of(self.source, start, rows)),)
 
 
-def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dequantise(_Kept):
+    """What a quantised source stands for, rounded to the output's dtype."""
+
+    def __str__(self) -> str:
+        return f"dequantised from {encoding_of(self.source)}"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        return (Dequantise(source=rows_of(self.source, start, rows)),)
+
+
+def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast | Dequantise:
     """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
+    if encoding_of(source) is not None:
+        return Dequantise(source=source)
     return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
 
 
@@ -295,8 +317,10 @@ class BiasDelta(_RowOperation):
 LowRank = LoraDelta | DoraDelta
 """What adds products of low rank."""
 
-RowOp = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
-"""What can be done to one source. A closed union: whoever computes one handles all."""
+OnSource = Copy | Cast | Dequantise | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
+"""What can be done to one source, whose rows are the output's."""
+RowOp = OnSource | FactorOp
+"""What makes rows of an output. A closed union: whoever computes one handles all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +342,7 @@ class Assemble(Operation):
         return "; ".join(dict.fromkeys(map(str, self.parts)))
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
-        parts = [{"rows": part.source.shape[0], **part.describe(input_names)} for part in self.parts]
+        parts = [{"rows": part.shape[0], **part.describe(input_names)} for part in self.parts]
         return _described(self, self.source, input_names, parts=parts)
 
     def reference(self, read: Read) -> Values:
@@ -343,4 +367,6 @@ def _described(
     **details: Any,  # noqa: ANN401 - JSON data
 ) -> dict[str, Any]:
     where = {"source": source.name, "file": source.path.name, **input_of(source, input_names)}
+    encoding = encoding_of(source)
+    where |= {"format": str(encoding)} if encoding is not None else {}
     return {"op": type(op).__name__, **where, **details}

@@ -26,6 +26,7 @@ from lora_tool.plan.base.side_files import (
     other_tokenizers,
     owners,
     pad_token,
+    quantisation_file,
     vocabulary_changes,
 )
 from lora_tool.plan.base.task import CLASSIFIERS, Task
@@ -133,6 +134,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
         *copied_files(adapters, merge.base, generation=merge.head is None and generation.file is None),
         *([generation.file] if generation.file else []),
         *modules.files,
+        *quantisation_file(merge.base),
     )
     warnings += [*not_merged_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
