@@ -2,39 +2,137 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import open_sharded
+from lora_tool.checkpoint import open_checkpoint, open_sharded
+from lora_tool.errors import FindingsFound
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.report import Severity
+from lora_tool.sharded.training_state import training_state
 from lora_tool.validation.validating import validate
+from tests.contract.test_checkpoint_kinds import require_plain_data
 from tests.oracle import trainer_saves
 
+WEIGHTS = "adapter_model.safetensors"
+HEADLESS = "verl-lora-only-bf16"
+"""verl's `save_lora_only` leaves `modules_to_save` out: the head is lost."""
 
-def equal(found: Path, truth: Path) -> bool:
-    """Return whether both files have the same tensors, of the same type, bit for bit."""
-    one, other = load_file(found), load_file(truth)
-    return one.keys() == other.keys() and all(
-        one[name].dtype == tensor.dtype and torch.equal(one[name], tensor) for name, tensor in other.items()
-    )
+
+def require_equal(found: Path, truth: Path, *, only: str = "") -> None:
+    """Assert that both files have the same tensors, of the same type, bit for bit; of the truth those with this in it."""
+    one, other = load_file(found), {name: tensor for name, tensor in load_file(truth).items() if only in name}
+    assert one.keys() == other.keys()
+    for name, tensor in other.items():
+        assert one[name].dtype == tensor.dtype
+        assert torch.equal(one[name], tensor), name
 
 
 def dtype_of(name: str) -> str:
     return "bf16" if "bf16" in name else "fp32"
 
 
+def codes(folder: Path, severity: Severity = Severity.WARNING) -> set[str]:
+    found = validate(open_sharded(folder), deep=True).findings
+    return {finding.code for finding in found if finding.severity >= severity}
+
+
 @pytest.mark.parametrize("name", trainer_saves.KINDS)
 def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> None:
-    folder = trainers / name
-    assert validate(open_sharded(folder), deep=True).findings == ()
-    truth = f"truth-{dtype_of(name)}.safetensors"
-    execute(plan_consolidate(folder, what="state"), tmp_path / "state")
-    assert equal(tmp_path / "state" / "model.safetensors", trainers / truth)
-    adapter = trainers / f"adapter-{dtype_of(name)}"
-    execute(plan_consolidate(folder, adapter_config=adapter), tmp_path / "adapter")
-    weights = "adapter_model.safetensors"
-    assert equal(tmp_path / "adapter" / weights, adapter / weights)
+    folder, adapter = trainers / name, trainers / f"adapter-{dtype_of(name)}"
+    assert codes(folder) == set()
+    assert open_checkpoint(folder).kind is open_sharded(folder).kind
+    require_plain_data(open_sharded(folder))
+    is_whole = training_state(open_sharded(folder)).without_values == ()
+    if is_whole:
+        execute(plan_consolidate(folder, what="state"), tmp_path / "state")
+        require_equal(tmp_path / "state" / "model.safetensors", trainers / f"truth-{dtype_of(name)}.safetensors")
+    if name == HEADLESS:
+        with pytest.raises(
+            FindingsFound, match=r"LT415 .*`score`: was trained whole \(`modules_to_save`\), and nothing of it"
+        ):
+            plan_consolidate(folder, adapter_config=adapter)
+    ignored = ("LT415",) if name == HEADLESS else ()
+    execute(plan_consolidate(folder, adapter_config=adapter, ignore=ignored), tmp_path / "adapter")
+    require_equal(tmp_path / "adapter" / WEIGHTS, adapter / WEIGHTS, only="lora_" if name == HEADLESS else "")
+
+
+RANK_FILES = ("fsdp2-ranks", "fsdp1-ranks", "verl-fsdp2")
+
+
+@pytest.fixture(params=RANK_FILES)
+def ranks(request: pytest.FixtureRequest, trainers: Path, tmp_path: Path) -> list[Path]:
+    """A copy of a checkpoint's rank files, in their order."""
+    copied = Path(shutil.copytree(trainers / request.param, tmp_path / "run"))
+    (folder,) = {path.parent for path in copied.rglob("*rank*") if path.name.startswith(("model_", "pytorch_model"))}
+    return sorted(path for path in folder.iterdir() if path.name.startswith(("model_", "pytorch_model")))
+
+
+def test_a_missing_file(ranks: list[Path]) -> None:
+    ranks[2].unlink()
+    assert codes(ranks[0].parent) == {"LT401"}
+    with pytest.raises(FindingsFound, match=r"LT401 .*the file of rank 2 is missing \(4 ranks: 0-3\)"):
+        plan_consolidate(ranks[0].parent)
+
+
+def test_the_last_file_is_missed_too(ranks: list[Path]) -> None:
+    ranks[3].unlink()
+    assert codes(ranks[0].parent) == {"LT401"}
+
+
+def test_a_lone_ranks_slice_is_never_a_whole_adapter(ranks: list[Path]) -> None:
+    for path in ranks[1:]:
+        path.unlink()
+    with pytest.raises(FindingsFound, match="LT401 .*files of ranks 1, 2, 3 are missing"):
+        plan_consolidate(ranks[0].parent)
+
+
+def test_a_truncated_and_an_empty_file(ranks: list[Path]) -> None:
+    os.truncate(ranks[1], ranks[1].stat().st_size // 2)
+    assert codes(ranks[0].parent) == {"LT402"}
+    os.truncate(ranks[1], 0)
+    assert codes(ranks[0].parent) == {"LT402"}
+
+
+def test_swapped_files(ranks: list[Path]) -> None:
+    ranks[0].rename(ranks[0].with_name("x"))
+    ranks[1].rename(ranks[0])
+    ranks[0].with_name("x").rename(ranks[1])
+    assert codes(ranks[0].parent) == {"LT404"}
+
+
+def test_a_copied_file(ranks: list[Path]) -> None:
+    shutil.copy(ranks[0], ranks[1])
+    assert codes(ranks[0].parent) == {"LT404", "LT405", "LT408"}
+
+
+def test_a_file_of_another_run(ranks: list[Path], trainers: Path) -> None:
+    other = trainers / "verl-fsdp1-bf16" / "global_step_3" / "actor" / "model_world_size_4_rank_1.pt"
+    shutil.copy(other, ranks[1])
+    assert {"LT407"} <= codes(ranks[0].parent) <= {"LT404", "LT407", "LT408"}
+
+
+def test_damaged_values(ranks: list[Path]) -> None:
+    state = training_state(open_sharded(ranks[0].parent))
+    name = next(name for name in state.entries if ".lora_A." in name)
+    span = state.assemble({name})[name].spans[0]
+    with span.path.open("r+b") as file:
+        file.seek(span.offset + 2)
+        file.write(b"\xc0\x7f")
+    assert codes(ranks[0].parent) == {"LT411", "LT412"}
+
+
+def test_under_hsdp_one_replica_is_enough_and_both_are_compared(trainers: Path, tmp_path: Path) -> None:
+    actor = Path(shutil.copytree(trainers / "verl-hsdp" / "global_step_3" / "actor", tmp_path / "actor"))
+    (actor / "model_world_size_4_rank_3.pt").unlink()
+    assert codes(actor) == {"LT401"}
+    assert codes(actor, Severity.ERROR) == set()
+    adapter = trainers / "adapter-fp32"
+    execute(plan_consolidate(actor, adapter_config=adapter), tmp_path / "out")
+    require_equal(tmp_path / "out" / WEIGHTS, adapter / WEIGHTS)

@@ -78,10 +78,6 @@ _OTHER_FRAMEWORK = OtherFormat(
     way_out="convert it with transformers 4, once: from_pretrained(FOLDER, from_tf=True), save_pretrained(NEW)",
 )
 _FULL_STATE = "save it again as a full state dict"
-_VERL = OtherFormat(text="verl's file of one rank: its pickled DTensors are not read", way_out=_FULL_STATE)
-_FSDP_LOCAL = OtherFormat(
-    text="FSDP's local state of one rank, which does not say the shapes of its tensors", way_out=_FULL_STATE
-)
 _CUT_SAFETENSORS = OtherFormat(
     text="one rank's part of a model, as torch's HuggingFaceStorageWriter cuts it: such parts are not put together",
     way_out=_FULL_STATE,
@@ -105,11 +101,7 @@ _ANY = (
     (r".+\.nemo\Z", _NEMO),
     (r"latest_checkpointed_iteration\.txt\Z", _MEGATRON),
 )
-_RANK_FILES = (
-    (r"model_world_size_\d+_rank_\d+\.pt\Z", _VERL),
-    (r"pytorch_model_fsdp_rank\d+\.bin\Z", _FSDP_LOCAL),
-    (r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z", _CUT_SAFETENSORS),
-)
+_RANK_FILES = ((r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z", _CUT_SAFETENSORS),)
 _BY_TENSORS = (
     (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
     (r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b", _DIFFUSERS),

@@ -8,11 +8,13 @@ from lora_tool.checkpoint.adapters import ADAPTER
 from lora_tool.checkpoint.deepspeed import ZERO
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.fsdp import DCP
+from lora_tool.checkpoint.fsdp_ranks import FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoint.kinds import Claim, Kind, ShardedKind, matches
 from lora_tool.checkpoint.models import BASE_MODEL
 from lora_tool.checkpoint.runs import RUN
+from lora_tool.checkpoint.verl import VERL
 
-KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, DCP, RUN]
+KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, DCP, VERL, RUN]
 """In the order in which they are asked."""
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.safetensors import WeightsFile
-from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_torch_file
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import TorchFile, read_torch_file
 from lora_tool.tensors import FileStamp, StoredTensor, is_tensor_name
 
 
