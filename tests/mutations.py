@@ -506,6 +506,11 @@ def _sharded(folder: Path) -> None:
     edit.renamed(folder, lambda name: name.replace(".layers.0.", ".layers.0._fsdp_wrapped_module."))
 
 
+@_breaks("LT211 another name", CAUSAL)
+def _named_adapter(folder: Path) -> None:
+    edit.renamed(folder, lambda name: name.replace(".weight", ".policy.weight"))
+
+
 @_breaks("LT211 two adapters", CAUSAL)
 def _two_adapters(folder: Path) -> None:
     with tensors(folder) as table:

@@ -17,8 +17,10 @@ default_role = "code"  # docstrings are written as Markdown
 nitpicky = True  # a reference to a page or term that is not there is an error; types are named, and need no link
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = f"lora-tool {version}"
 html_show_sphinx = False
+html_show_copyright = False

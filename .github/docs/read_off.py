@@ -19,6 +19,7 @@ from lora_tool.rules.engine.registry import RULES, Rule
 from lora_tool.train.traps import ERRORS, PAGES
 
 if TYPE_CHECKING:
+    import click
     from sphinx.application import Sphinx
 
 FAMILIES = {
@@ -57,13 +58,13 @@ def guards() -> Iterator[str]:
 def exit_codes() -> Iterator[str]:
     """Yield the table of exit codes."""
     yield "| exit code | means |\n|---|---|"
-    yield from (f"| {code} | {meaning} |" for code, meaning in MEANINGS.items())
+    yield from (f"| {code} | {meaning.replace('|', chr(92) + '|')} |" for code, meaning in MEANINGS.items())
 
 
 def commands() -> Iterator[str]:
     """Yield a section for each command: its help, its options, its example."""
     for name in COMMANDS:
-        yield f"```{{click}} lora_tool.cli.{name}:command\n:prog: lora-tool {name}\n:nested: none\n```\n"
+        yield f"```{{eval-rst}}\n.. click:: lora_tool.cli.{name}:command\n   :prog: lora-tool {name}\n```\n"
 
 
 def schemas() -> Iterator[str]:
@@ -135,7 +136,20 @@ class ReadOff(SphinxDirective):
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
+def _plain_help(_app: Sphinx, _context: click.Context, lines: list[str]) -> None:
+    """Keep the asterisk of `plots/*.png` one, in what sphinx-click makes of a command's help."""
+    lines[:] = [line.replace("*", "\\*") for line in lines]
+
+
+def _said_once(_app: Sphinx, _context: click.Context, lines: list[str]) -> None:
+    """Leave out the variable of every option, whose name is made of the option's."""
+    lines.clear()
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Enter the directive."""
+    """Enter the directive, and what is mended of sphinx-click's text."""
     app.add_directive("read-off", ReadOff)
+    for part in ("description", "options", "epilog"):
+        app.connect(f"sphinx-click-process-{part}", _plain_help)
+    app.connect("sphinx-click-process-envvars", _said_once)
     return {"parallel_read_safe": True}

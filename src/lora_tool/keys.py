@@ -54,7 +54,7 @@ class AdapterKey:
 
     `leaf` is the parameter of the part ("weight", "bias") or, for `Part.PLAIN`, the parameter of the module itself;
     None where the part is a parameter by itself (``lora_embedding_A``). `adapter_name` is None where the name was
-    taken out on saving. `text` is the name as it stands in the file.
+    taken out on saving. `text` is the name as it stands in the file; the parsed form is without the `WRAPPERS` in it.
     """
 
     text: str
@@ -63,6 +63,8 @@ class AdapterKey:
     leaf: str | None = None
     adapter_name: str | None = None
     prefixed: bool = True
+    wrapper: str | None = None
+    """The first of the `WRAPPERS` in the name."""
 
     @property
     def tensor(self) -> str:
@@ -85,25 +87,32 @@ class AdapterKey:
 
 def parse(name: str) -> AdapterKey:
     """Return the parsed form of an adapter's tensor name. Every string parses; what is no LoRA part is PLAIN."""
-    prefixed = name.startswith(PREFIX)
-    inner = name.removeprefix(PREFIX)
-    match = _PART.match(inner)
-    if match is None:
-        return _outside_lora(name, inner, prefixed=prefixed)
-    part = _PARTS[match["part"].rpartition(".")[2]]
-    adapter_name, leaf = _split_rest(part, match["rest"])
+    bare = unwrapped(name)
+    prefixed = bare.startswith(PREFIX)
+    wrapper = None if bare is name else next(part for part in name.split(".") if part in WRAPPERS)
+    module, part, adapter_name, leaf = _split(bare.removeprefix(PREFIX))
     return AdapterKey(
-        text=name, module=match["module"], part=part, leaf=leaf, adapter_name=adapter_name, prefixed=prefixed
+        text=name,
+        module=module,
+        part=part,
+        leaf=leaf,
+        adapter_name=adapter_name,
+        prefixed=prefixed,
+        wrapper=wrapper,
     )
 
 
-def _outside_lora(name: str, inner: str, *, prefixed: bool) -> AdapterKey:
+def _split(inner: str) -> tuple[str, Part, str | None, str | None]:
+    """Split a name without PEFT's prefix into module path, part, adapter name and leaf."""
+    match = _PART.match(inner)
+    if match is not None:
+        part = _PARTS[match["part"].rpartition(".")[2]]
+        return match["module"], part, *_split_rest(part, match["rest"])
     module, _, leaf = inner.rpartition(".")
     for part in (Part.TOKENS_BASE, Part.BASE_LAYER):
         if module.endswith(f".{part.value}"):
-            module = module.removesuffix(f".{part.value}")
-            return AdapterKey(text=name, module=module, part=part, leaf=leaf, prefixed=prefixed)
-    return AdapterKey(text=name, module=module, part=Part.PLAIN, leaf=leaf, prefixed=prefixed)
+            return module.removesuffix(f".{part.value}"), part, None, leaf
+    return module, Part.PLAIN, None, leaf
 
 
 def _split_rest(part: Part, rest: str | None) -> tuple[str | None, str | None]:

@@ -100,7 +100,7 @@ def lora_tool(*words: str | Path) -> None:
     )
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator] # torch is not typed here
+@torch.no_grad()
 def rewards(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> torch.Tensor:
     """Return the rewards of chosen and rejected, shape (rows, 2)."""
     model.eval()

@@ -64,6 +64,7 @@ _PATHS = (
     "diff",
     "diff a",
     "consolidate",
+    "convert",
     "ci --base",
 )
 

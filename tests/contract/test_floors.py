@@ -33,7 +33,7 @@ FLOORS: dict[str, float] = {
     "plan.core": 4.0,
     "plan.base": 4.1,
     "plan.adapter": 4.2,
-    **dict.fromkeys(("plan.merge", "plan.consolidate"), 4.3),
+    **dict.fromkeys(("plan.merge", "plan.consolidate", "plan.convert"), 4.3),
     "plan": 4.4,
     "validation": 4.5,
     "inventory": 4.6,

@@ -141,6 +141,7 @@ def commands(which: str, root: Path) -> list[tuple[str | Path, ...]]:
             ("validate", base, "--deep"),
             ("inspect", adapter if which != "base" else base),
             ("merge", adapter, "--base", base, "-o", out, "--dry-run"),
+            ("convert", adapter, "--to", "peft", "--base", base, "-o", out, "--dry-run"),
         ]
     plain: list[tuple[str | Path, ...]] = [("validate", root), ("inspect", root, "--json")]
     return plain if which == "run" else [*plain, ("consolidate", root, "-o", out, "--dry-run")]

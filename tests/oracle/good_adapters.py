@@ -46,7 +46,7 @@ _OLD_FIELDS = (
 )
 
 
-class Convolutions(torch.nn.Module):  # type: ignore[misc] # torch is not typed here
+class Convolutions(torch.nn.Module):
     """Two convolutions, one of them grouped, and a linear layer: the shapes of LoRA outside transformers."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Convolutions(torch.nn.Module):  # type: ignore[misc] # torch is not typed 
         self.out = torch.nn.Linear(4, 6)
 
 
-class Attention(torch.nn.Module):  # type: ignore[misc] # torch is not typed here
+class Attention(torch.nn.Module):
     """An attention module of torch's own, whose projections are one packed parameter."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ def make(name: str, root: Path) -> tuple[Path, Path | None]:
     """Write the good adapter `name`; return its folder and its base's, None where transformers has no such model."""
     good = GOOD[name]
     torch.manual_seed(0)
-    model = good.model().to(good.dtype)
+    model: Any = good.model().to(good.dtype)
     base = root / "base" if isinstance(model, PreTrainedModel) else None
     if isinstance(model, PreTrainedModel):
         model.save_pretrained(root / "base")

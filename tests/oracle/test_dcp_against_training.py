@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lora_tool.checkpoint import open_checkpoint, open_sharded
@@ -137,9 +137,7 @@ def test_other_rank_files_are_refused_by_name(tmp_path: Path) -> None:
 
 def saved_state(folder: Path, state: dict[str, Any]) -> Path:
     """Save with torch's own writer, as a training would."""
-    from torch.distributed import checkpoint
-
-    checkpoint.save(state, checkpoint_id=str(folder), no_dist=True)
+    save(state, checkpoint_id=str(folder), no_dist=True)
     return folder
 
 
@@ -243,7 +241,7 @@ def test_nothing_that_was_trained_stays_behind(tmp_path: Path, options: dict[str
     model.save_pretrained(tmp_path / "truth")
     state = get_peft_model_state_dict(model) if alone else model.state_dict()
     folder = tmp_path / "checkpoint-2"
-    dcp.save({"model": state}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
+    save({"model": state}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
     model.peft_config["default"].save_pretrained(folder)
     execute(plan(folder), tmp_path / "out")
     found, truth = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "truth"))

@@ -35,7 +35,7 @@ def loss_of(model: Any, folder: Path, texts: list[str]) -> tuple[float, int]:
     total, tokens = 0.0, 0
     for text in texts:
         ids = torch.tensor(tokenizer(text)["input_ids"])
-        for window in ids.split(128):
+        for window in torch.split(ids, 128):
             if len(window) > 1:
                 with torch.no_grad():
                     loss = model.eval()(input_ids=window[None], labels=window[None]).loss

@@ -47,7 +47,8 @@ def scores(model: PreTrainedModel) -> torch.Tensor:
     pad = model.config.pad_token_id
     texts = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, pad, pad]])
     with torch.no_grad():
-        return model(input_ids=texts, attention_mask=(texts != pad).long()).logits
+        logits: torch.Tensor = model(input_ids=texts, attention_mask=(texts != pad).long()).logits
+    return logits
 
 
 @pytest.mark.parametrize(

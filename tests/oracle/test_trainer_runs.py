@@ -16,7 +16,7 @@ from tests.judging import codes, judge, lines
 from tests.oracle.tiny import tiny_model
 
 
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc] # torch is not typed here
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self, count: int = 16) -> None:
         self.rows = torch.randint(3, 90, (count, 12), generator=torch.Generator().manual_seed(0))
 

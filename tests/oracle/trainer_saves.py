@@ -98,9 +98,9 @@ def mesh_of(*sizes: int) -> Any:
 
 def dcp(folder: Path, state: dict[str, Any]) -> None:
     """Save as torch does."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    checkpoint.save(state, checkpoint_id=str(folder))
+    save(state, checkpoint_id=str(folder))
 
 
 def dcp_tp(out: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
 from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
@@ -206,7 +206,7 @@ def test_a_flipped_bit(stage3: Path, rank: int) -> None:
     plan(stage3, ignore=["LT411"])
 
 
-def masters(change: Callable[[torch.Tensor], None]) -> Callable[[Path], None]:
+def masters(change: Callable[[torch.Tensor], object]) -> Callable[[Path], None]:
     def apply(path: Path) -> None:
         stored = bytes_of_masters(path)
         tensor = torch.frombuffer(bytearray(stored), dtype=torch.float32)
@@ -424,7 +424,7 @@ def test_a_frozen_second_adapter_may_have_another_rank(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_adapter_is_no_model(tmp_path: Path, saved: list[str]) -> None:
     """What PEFT 0.21 gives accelerate to save under FSDP1."""
     folder = tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0"
-    dcp.save({"model": {name: torch.ones(1, 8) for name in saved}}, checkpoint_id=str(folder), no_dist=True)
+    save({"model": {name: torch.ones(1, 8) for name in saved}}, checkpoint_id=str(folder), no_dist=True)
     assert codes(folder) == {"LT416"}
     with pytest.raises(FindingsFound, match="LT416"):
         plan(folder)

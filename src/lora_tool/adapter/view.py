@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from lora_tool.adapter.naming import bare_path
 from lora_tool.architectures.ends import MATRIX
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.keys import PREFIX, WRAPPERS, AdapterKey, Part, unwrapped
+from lora_tool.keys import Part
 from lora_tool.tensors import StoredTensor
 
 FACTORS = frozenset({Part.LORA_A, Part.LORA_B, Part.EMBEDDING_A, Part.EMBEDDING_B})
@@ -226,24 +227,3 @@ def _saved(
         if first is not item.tensor:
             repeats[item.tensor.name] = first
     return saved
-
-
-def bare_path(module: str) -> str:
-    """Return a module path without the prefixes that PEFT, torch.compile, FSDP and DDP put before and into it."""
-    path = unwrapped(module).rpartition(PREFIX)[2]
-    while path.startswith("module."):
-        path = path.removeprefix("module.")
-    return path
-
-
-def drift(key: AdapterKey) -> str | None:
-    """Return what is wrong with the beginning of a tensor's name, None for the form that PEFT loads."""
-    if not key.prefixed:
-        return f"does not begin with `{PREFIX}`"
-    path = key.module
-    wrapper = next((part for part in path.split(".") if part in WRAPPERS), None)
-    if wrapper:
-        return f"has `{wrapper}.` in it, which torch.compile, FSDP or checkpointing put there"
-    if PREFIX in path:
-        return f"has `{PREFIX}` twice"
-    return "has `module.` in it, which DistributedDataParallel put there" if path.startswith("module.") else None

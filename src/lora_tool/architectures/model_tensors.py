@@ -79,6 +79,18 @@ def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
     return frozenset(name for name in names if not name.startswith("@"))
 
 
+def prefixes_of(model_type: str) -> Mapping[str, str]:
+    """Return the classes of a model type, each with what those that have a head call their base model."""
+    row = _row(model_type)
+    return {name: str(entry["prefix"]) for name, entry in row["classes"].items()} if row else {}
+
+
+@cache
+def base_prefixes() -> frozenset[str]:
+    """Return what all classes of the table that have a head call their base models."""
+    return frozenset(re.findall(r'"prefix":"(\w+)"', TABLE.read_text(encoding="utf-8")))
+
+
 def why_unknown(config: ModelConfig) -> str:
     """Return why `model_tensors` cannot tell what the class of `config` has, for a config of which it cannot."""
     return _why_no_row(config) or "less than half of what its class has is in the weights under its name"

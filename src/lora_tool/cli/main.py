@@ -27,6 +27,7 @@ COMMANDS = {
     "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
     "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
+    "convert": "Write an adapter in the form that another program reads: the names that PEFT loads.",
     "merge": "Merge an adapter into its base model.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
     "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",

@@ -61,7 +61,7 @@ class _Reading(TextModels):
     def _windows(self, tokenizer: Any, words: str) -> Iterator[torch.Tensor]:  # noqa: ANN401
         """Yield the token ids of a text in windows; a last token alone predicts nothing."""
         ids = torch.tensor(tokenizer(words, verbose=False)["input_ids"], dtype=torch.int32)
-        return (window for window in ids.split(self._window) if len(window) > 1)
+        return (window for window in torch.split(ids, self._window) if len(window) > 1)
 
     def evidence(self, watch: StageWatch) -> LossEvidence:
         """Return the losses; `watch` is asked for the progress, in bytes of weights that are run."""

@@ -109,7 +109,7 @@ class TorchBackend:
         """Return what PEFT's `DoraLinearVariant.merge_unsafe` computes, in its order of operations."""
         delta = self._delta(op, op.term, weight)
         unmerged = weight.T + delta.T if op.transposed else weight + delta
-        norms = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
+        norms: torch.Tensor = torch.linalg.norm(unmerged, dim=1).to(unmerged.dtype)
         factor = (self._factor(op.magnitude, weight) / norms).view(-1, 1)
         merged = (factor.T if op.transposed else factor) * (weight + delta)
         self._sample = (_sampled(weight), _sampled(merged))
@@ -173,9 +173,9 @@ def _residual(weight: torch.Tensor, op: LoraDelta) -> torch.Tensor:
     else:
         q, r = torch.linalg.qr(wide)
         a, b = r[: term.rank].contiguous(), q[:, : term.rank].contiguous()
-    wide = wide - term.scaling * b @ a
-    return (wide.T if op.transposed else wide).to(weight.dtype)
+    residual: torch.Tensor = wide - term.scaling * b @ a
+    return (residual.T if op.transposed else residual).to(weight.dtype)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    return values.reshape(-1).view(torch.uint8).numpy().data

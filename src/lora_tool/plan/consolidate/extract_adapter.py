@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from lora_tool import keys
 from lora_tool.errors import UnsupportedCheckpoint
-from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
-from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
+from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
 from lora_tool.sharded.frozen_heads import (
@@ -145,21 +143,11 @@ def _has_rank(rows: int, module: str, config: AdapterConfig) -> bool:
 
 
 def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
-    """Return the config, changed only where it would not be true in another folder or with the head beside it."""
-    changes: dict[str, Any] = {}
-    why = []
-    if saved:
-        changes["modules_to_save"] = [*config.modules_to_save, *saved]
-        why.append(f"{', '.join(saved)} in modules_to_save")
-    base = config.path.parent / (config.base_model or "")
-    if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
-        changes["base_model_name_or_path"] = str(base.resolve())
-        why.append("the whole path of the base model")
-    if not changes:
-        return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
-    content = json_bytes({**read_json(config.path), **changes}, indent=2)
-    reason = f"that of {config.path.parent}, with {' and '.join(why)}"
-    return SideFile(filename=FILE_NAME, content=content, reason=reason)
+    """Return the config, in which `saved` heads that lie beside it are named: PEFT would not load them otherwise."""
+    if not saved:
+        return config_file(config, {})
+    named = {"modules_to_save": [*config.modules_to_save, *saved]}
+    return config_file(config, named, (f"{', '.join(saved)} in modules_to_save",))
 
 
 def _left_behind(entries: Mapping[str, StateEntry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
-from lora_tool.adapter.view import drift
+from lora_tool.adapter.naming import AS_THEY_ARE, drift
+from lora_tool.adapter.readings import Readings
+from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import head_of
+from lora_tool.architectures.module_names import module_names
 from lora_tool.display import size
 from lora_tool.formats.adapter_config import KNOWN_TYPES
 from lora_tool.formats.stored import same_values
@@ -16,6 +20,9 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS})
+_DEFAULT = "default"
+"""What PEFT calls an adapter that nobody named."""
+_ONE_BY_ONE = "save each by itself: model.save_pretrained(FOLDER, selected_adapters=[NAME])"
 _KEPT_ON_PURPOSE = "nothing has to be done; save_pretrained(…, save_embedding_layers=False) leaves it out"
 
 
@@ -24,33 +31,65 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     """A name that does not begin as PEFT's do.
 
     What it does: Checks that each tensor is called `base_model.model.<module>…`, without the prefixes of torch.compile,
-    FSDP and DistributedDataParallel, and that the file holds one adapter only.
+    FSDP and DistributedDataParallel and without an adapter's name, and that the file holds one adapter only.
 
     Why it matters: PEFT passes over all names but its own: the adapter loads, with a warning at most, and does nothing.
+    Tensors that are called `…lora_A.default.weight` PEFT loads under the name default alone, and vLLM not at all.
 
     Example: `base_model.model._orig_mod.model.layers.0…`: saved from a model that torch.compile had wrapped.
 
-    What to do: Save the unwrapped model (`accelerator.unwrap_model(model).save_pretrained(…)`), or rename the tensors.
+    What to do: `lora-tool convert ADAPTER --to peft` gives the tensors their names. Later, save the unwrapped model
+    (`accelerator.unwrap_model(model).save_pretrained(…)`).
     """
     if subject.config.peft_type not in (None, *KNOWN_TYPES):
         return  # LT217 says so; a prompt's embeddings belong to no module
     view = subject.view
+    hint = f"lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft"
     for name, key in view.adapter.keys.items():
-        path = view.paths[key.module]
-        if key.prefixed and path == key.module:
-            continue  # nothing was taken off its path
         wrong = drift(key)
         if wrong:
-            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{path}…`")
+            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{view.paths[key.module]}…`", hint=hint)
     plain = _plain(subject)
     for copy in view.parts(Part.SAVED_MODULE):
         if copy.name not in plain:
             message = f"PEFT looks for `{PREFIX}{copy.name}` and would fail"
-            yield Fault(subject=copy.tensor.name, message=message, mergeable=True)
-    adapter_names = sorted({layer.adapter_name or "one without a name" for layer in view.layers})
-    if len(adapter_names) > 1:
-        listed = ", ".join(adapter_names)
-        yield Fault(message=f"holds {len(adapter_names)} adapters ({listed}); PEFT loads one from a file")
+            yield Fault(subject=copy.tensor.name, message=message, hint=hint, mergeable=True)
+    yield from _adapter_names(view, hint)
+    yield from _lost_path(subject, hint)
+
+
+def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault]:
+    """Say that paths are those of the base model alone, in an adapter for a class with a head."""
+    base = subject.base
+    if base is None or base.config is None:
+        return
+    readings = Readings(subject.view, module_names(base.config, base.tensors, subject.config.task_type), prefixed=True)
+    fitting = readings.fitting() if readings.headed else []
+    if fitting and AS_THEY_ARE not in fitting:
+        path = readings.paths[0]
+        message = (
+            f"is `{fitting[0].path(path)}` in a {subject.config.task_type or 'model'} of that base: PEFT finds none"
+        )
+        yield Fault(subject=path, message=message, hint=hint, severity=Severity.WARNING, mergeable=True)
+
+
+def _adapter_names(view: AdapterView, hint: str) -> Iterator[Fault]:
+    """Say that tensors have an adapter's name in theirs, or those of several."""
+    named = {layer.adapter_name: layer.any_tensor.name for layer in view.layers}
+    if len(named) > 1:
+        listed = ", ".join(sorted(name or "one without a name" for name in named))
+        hint = hint if len(named.keys() - {None}) == 1 else _ONE_BY_ONE
+        yield Fault(message=f"holds {len(named)} adapters ({listed}); PEFT loads one from a file", hint=hint)
+        return
+    for name, first in named.items():
+        if name == _DEFAULT:
+            message = "has the adapter's name `default` in it: PEFT loads it under that name alone, and vLLM not at all"
+            yield Fault(subject=first, message=message, hint=hint, severity=Severity.INFO, mergeable=True)
+        elif name is not None:
+            message = (
+                f"has the adapter's name `{name}` in it: PEFT loads it under that name alone, and not as `default`"
+            )
+            yield Fault(subject=first, message=message, hint=hint, mergeable=True)
 
 
 @rule("LT213", Severity.WARNING, on=AdapterSubject, needs=_HEADERS_ONLY, unmergeable=True)

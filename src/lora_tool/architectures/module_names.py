@@ -1,0 +1,57 @@
+"""Where the modules of a base model are in memory, told from its config and the names of its tensors.
+
+For the model types whose names on disk and in memory are known: a class with a head has the base model below a name of
+its own, and a checkpoint of the base model alone (the published `gpt2`) has its tensors without it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lora_tool.architectures.model_tensors import prefixes_of
+from lora_tool.architectures.table import architecture_of
+from lora_tool.architectures.text_classes import TEXT_CLASSES
+from lora_tool.formats.model_config import ModelConfig
+
+_WRITING = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM"})
+"""PEFT's task types of models that write text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNames:
+    """The modules of a model type: of its classes with a head, and of the base model's own class."""
+
+    prefix: str
+    """What the classes with a head call the base model."""
+    headed: frozenset[str]
+    bare: frozenset[str]
+
+
+def module_names(config: ModelConfig, tensors: Iterable[str], task: str | None) -> ModuleNames | None:
+    """Return where the modules that hold `tensors`, the names on disk, are in memory; None where no table knows.
+
+    `task` is PEFT's task type of the adapter: an encoder and decoder that writes text is of a class that no table has.
+    """
+    arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
+    if config.custom_code or (arch is None and text is None):
+        return None
+    held = frozenset(name.rpartition(".")[0] for name in tensors)
+    if text is not None:  # the whole model has its modules where they are on disk
+        inner = frozenset(text.strip + name.removeprefix(text.add) for name in held if name.startswith(text.add))
+        return ModuleNames(prefix="model", headed=inner | held, bare=_below("model", inner))
+    prefixes = prefixes_of(config.model_type or "")
+    writes = task in _WRITING and (arch is None or arch.causal_lm is None)
+    if writes or not prefixes.keys() & set(config.architectures[:1]):
+        return None
+    known = [prefix for prefix, _ in Counter(prefixes.values()).most_common()]
+    prefix = next((each for each in known if any(name.startswith(f"{each}.") for name in held)), None)
+    if prefix is None:
+        return ModuleNames(prefix=known[0], headed=frozenset(f"{known[0]}.{name}" for name in held), bare=held)
+    return ModuleNames(prefix=prefix, headed=held, bare=_below(prefix, held))
+
+
+def _below(prefix: str, modules: Iterable[str]) -> frozenset[str]:
+    """Return the modules of the base model, without what the classes with a head call it."""
+    return frozenset(name.removeprefix(f"{prefix}.") for name in modules if name.startswith(f"{prefix}."))

@@ -1,0 +1,24 @@
+"""Converting an adapter, the whole way: found, planned, written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.plan.convert.plan_convert import AdapterForm, plan_convert
+from lora_tool.plan.core.plan import Plan
+from lora_tool.sources import Reference, opened_model
+from lora_tool.validation.bases import named_base
+
+
+def default_output(adapter: AdapterDir, form: AdapterForm) -> Path:
+    """Return where the adapter in its new form goes if nobody says: a sibling."""
+    folder = adapter.root.resolve()
+    return folder.parent / f"{folder.name}-{form}"
+
+
+def planned(adapter: AdapterDir, *, to: AdapterForm, base: Reference | None = None, ignore: Iterable[str] = ()) -> Plan:
+    """Return the plan of `plan_convert`; `base` None takes the one that the adapter names, if it is on this disk."""
+    found, why = named_base(adapter) if base is None else (opened_model(base, near=adapter.root), "")
+    return plan_convert(adapter, to=to, base=found, why_no_base=why, ignore=ignore)

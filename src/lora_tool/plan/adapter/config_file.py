@@ -1,0 +1,28 @@
+"""The `adapter_config.json` that is written beside an adapter's tensors: that of the input, changed where it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.plan.core.steps import SideFile
+
+
+def config_file(config: AdapterConfig, changes: Mapping[str, Any], why: tuple[str, ...] = ()) -> SideFile:
+    """Return the config with `changes` in its fields, which `why` says in words, and a base that is found from anywhere.
+
+    A relative path of the base means another folder beside the output. Without any change it is copied.
+    """
+    changed, reasons = dict(changes), [*why]
+    base = config.path.parent / (config.base_model or "")
+    if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
+        changed["base_model_name_or_path"] = str(base.resolve())
+        reasons.append("the whole path of the base model")
+    if not changed:
+        return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
+    content = json_bytes({**read_json(config.path), **changed}, indent=2)
+    reason = f"that of {config.path.parent}, with {' and '.join(reasons)}"
+    return SideFile(filename=FILE_NAME, content=content, reason=reason)

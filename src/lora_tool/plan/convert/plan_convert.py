@@ -1,0 +1,143 @@
+"""Planning a conversion: an adapter's tensors under the names of another program, as copies of byte spans."""
+
+from __future__ import annotations
+
+import enum
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from lora_tool import keys
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.module_names import module_names
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
+from lora_tool.choices import Choice, codes
+from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.plan.adapter.config_file import config_file
+from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.core.manifest import describe_input
+from lora_tool.plan.core.ops import Precision, copied_as
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.report import Report, Severity
+from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.judging import NO_BASE, Judge
+from lora_tool.sources import source_of
+from lora_tool.tensors import FileStamp
+
+_JUDGED = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
+"""What decides whether PEFT loads an adapter, with nothing missing and nothing left over."""
+
+
+@enum.unique
+class AdapterForm(Choice):
+    """The form that an adapter is converted to."""
+
+    PEFT = "peft"
+    """The names that PEFT loads."""
+
+
+def plan_convert(
+    adapter: AdapterDir,
+    *,
+    to: AdapterForm | str,
+    base: ModelDir | None = None,
+    why_no_base: str = NO_BASE,
+    ignore: Iterable[str] = (),
+) -> Plan:
+    """Return the plan that writes `adapter` in the form `to`, from headers alone; nothing is written.
+
+    "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
+    bytes. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
+    None where it is not at hand, and `why_no_base` says why. The rules judge the adapter under its new names; `ignore`
+    are codes to go on in spite of. Raises `FindingsFound` for what they call an error, `UnsupportedAdapter` for names
+    that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
+    """
+    form, ignored = AdapterForm(to), codes(ignore)
+    require_whole(adapter)
+    view = view_of(adapter)
+    model = (
+        None if base is None or base.config is None else module_names(base.config, base.tensors, view.config.task_type)
+    )
+    named = peft_names(view, model, _hint(adapter, view.config, base))
+    report = _judged(adapter, named, Judge(rules=chosen(_JUDGED, ignored), base=base, why_no_base=why_no_base))
+    report.raise_at(Severity.ERROR)
+    steps = tuple(_steps(adapter, named))
+    side_files = (config_file(named.config, named.changes, _reasons(named)), *_beside(adapter))
+    renamed = sum(step.out.name != step.op.source.name for step in steps)
+    return Plan(
+        shards=(Shard(filename=ADAPTER_WEIGHTS, steps=steps),),
+        side_files=side_files,
+        leftovers=tuple(
+            InputRecord(path=adapter.tensors[name].path, name=name, action=TensorAction.DROPPED, reason=reason)
+            for name, reason in named.dropped
+        ),
+        inputs=(*adapter.weights.stamps, *(FileStamp.of(file.source) for file in side_files if file.source)),
+        precision=Precision.FLOAT32,
+        findings=report.findings,
+        notes=(
+            f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed",
+            *([] if model else [f"not compared with the modules of its base: {_why_not_compared(base, why_no_base)}"]),
+        ),
+        manifest={
+            "operation": "convert",
+            "to": form.value,
+            "merged_adapters": [],
+            "ignored": list(ignored),
+            "inputs": {
+                "adapter": describe_input(source_of(adapter.root), adapter.weights, fingerprint(adapter.weights))
+            },
+        },
+        hashed=tuple(file.path for file in adapter.weights.files),
+    )
+
+
+def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None) -> str:
+    """Return what settles how names are meant."""
+    if config.task_type is None and base is not None:
+        return f'write what it was trained for into {config.path.name}: "task_type": "CAUSAL_LM"'
+    return f"give the model that it was trained on: lora-tool convert {shlex.quote(str(adapter.root))} --to peft --base MODEL"
+
+
+def _why_not_compared(base: ModelDir | None, why_no_base: str) -> str:
+    kind = base.config.model_type if base is not None and base.config is not None else None
+    return why_no_base if base is None else f"no table knows those of a {kind or 'model without a type'}"
+
+
+def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
+    """Return what the rules find in the adapter once its tensors have their new names."""
+    tensors = {}
+    for new, name in named.names.items():
+        tensor = adapter.tensors[name]
+        tensors[new] = tensor if new == name else replace(tensor, spec=replace(tensor.spec, name=new))
+    renamed = replace(
+        adapter,
+        config=named.config,
+        weights=replace(adapter.weights, tensors=tensors),
+        keys={name: keys.parse(name) for name in tensors},
+    )
+    return replace(judge, deep=False).folder(judge.subject(renamed))
+
+
+def _steps(adapter: AdapterDir, named: PeftNames) -> Iterator[Step]:
+    for new, name in named.names.items():
+        tensor = adapter.tensors[name]
+        op = copied_as(tensor.dtype, tensor)
+        reason = "copied" if new == name else f"renamed, saved as {name}"
+        yield Step(out=replace(tensor.spec, name=new), op=op, action=TensorAction.COPIED, reason=reason)
+
+
+def _reasons(named: PeftNames) -> tuple[str, ...]:
+    return (f"{', '.join(named.changes)} without wrappers",) if named.changes else ()
+
+
+def _beside(adapter: AdapterDir) -> Iterator[SideFile]:
+    folder = adapter.folder
+    for name in dict.fromkeys((*folder.tokenizer_files, *folder.licence_files, *_CARD)):
+        if name in folder.files and (folder.root / name).is_file():
+            yield SideFile(filename=name, source=folder.root / name, reason=f"copied from {folder.root}")
+
+
+_CARD = ("README.md",)
