@@ -107,7 +107,8 @@ def _not_saved(
     PEFT names both `classifier` and `score` for a classifier, which has one of them; of a name that no module had,
     nothing is lost, so other modules are a warning.
     """
-    whole = any(key.part in (Part.SAVED_MODULE, Part.PLAIN, Part.BASE_LAYER) for key in parsed.values())
+    others = (Part.SAVED_MODULE, Part.PLAIN, Part.BASE_LAYER)
+    whole = any(parsed[name].part in others for name in state.entries)
     if config is None or whole or any(entry.role is not Role.SAVED for entry in state.entries.values()):
         return
     heads = [name for name in config.modules_to_save if is_new_head(name)]
