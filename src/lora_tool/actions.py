@@ -11,6 +11,7 @@ class TensorAction(str, enum.Enum):
 
     COPIED = "copied"
     CAST = "cast"
+    DEQUANTISED = "dequantised"
     MERGED = "merged"
     REPLACED = "replaced"
     ADDED = "added"

@@ -25,8 +25,8 @@ from lora_tool.checkpoint import (
 from lora_tool.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
 from lora_tool.formats.files import is_file, is_folder
 from lora_tool.formats.model_config import FILE_NAME as CONFIG
-from lora_tool.formats.model_config import ModelConfig, read_model_config
-from lora_tool.formats.quantised import full_precision_name, give_full_precision, quantised_as, quantised_by_name
+from lora_tool.formats.model_config import read_model_config
+from lora_tool.formats.quantised.names import full_precision_name, give_full_precision, quantised_by_name, require_read
 from lora_tool.hub_cache import may_hold
 from lora_tool.hub_names import FORMS, HubName, hub_name, is_address
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
@@ -99,9 +99,9 @@ def resolve(
     folder exists, else the Hub; each may end in ``@revision``. A relative path is looked for in the working directory
     and in `near`, then for a model in the folders above it (PEFT writes the path as it was typed when training); if two
     exist and differ, that is an error. A Hub id is taken from huggingface_hub's cache; it is downloaded only with
-    `download`, and only the weights that are `wanted`; a quantised model's never. Raises `NotACheckpoint` with what was
+    `download`, and only the weights that are `wanted`; never those of a format that is not read. Raises `NotACheckpoint` with what was
     looked for, `IncompleteCheckpoint` for what is not in the cache, `HubError` where the Hub does not give it,
-    `UnsupportedAdapter` for a quantised model.
+    `UnsupportedAdapter` for a model whose quantised weights are not read.
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
@@ -213,7 +213,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
 
     def look(folder: Path) -> None:
         with contextlib.suppress(BrokenFile, OSError):  # what cannot be read is said by those who open it
-            refuse_quantised(read_model_config(folder / CONFIG), hub_id)
+            require_read(read_model_config(folder / CONFIG), hub_id)
 
     try:
         path = fetch(
@@ -239,19 +239,6 @@ def _not_in_cache(hub_id: str, revision: str | None, reference: str) -> Incomple
         f"{reference}: not a folder here, and not in the Hub cache{quantised_by_name(hub_id)}",
         hint=probably_meant(reference) or f"hf download {better or hub_id}{at}",
     )
-
-
-def refuse_quantised(config: ModelConfig, hub_id: str | None) -> None:
-    """Return unless `config` says that the weights are quantised; `hub_id` is theirs, None for a folder's.
-
-    Raises `UnsupportedAdapter` with the full-precision model that they were made from.
-    """
-    how = quantised_as(config)
-    if how is not None:
-        raise UnsupportedAdapter(
-            f"{hub_id or config.path}: the base is quantised ({how}): merging into rounded weights is not exact",
-            hint=give_full_precision(hub_id, config, config.path.parent),
-        )
 
 
 def _refuse_by_name(hub_id: str, path: Path) -> None:

@@ -246,7 +246,7 @@ class StoredTensor:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether its matrices lie transposed in the file, so that its bytes are not the file's."""
+        """Whether its matrices lie transposed in the file."""
         return any(isinstance(span, TransposedSpan) for span in self.spans)
 
     @property

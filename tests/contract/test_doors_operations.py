@@ -106,10 +106,16 @@ def test_an_operation_is_added_in_four_files_and_mypy_names_those_that_forget_it
 
     for name, arm in ARMS.items():
         code, count = re.subn(
-            r"\n( +)(case Copy\(\) \| Cast\(\):)", rf"\n\1case Negate():\n\1    {arm}\n\1\2", (rooms / name).read_text()
+            r"\n( +)(case Copy\(\) \| Cast\(\) \| Dequantise\(\):)",
+            rf"\n\1case Negate():\n\1    {arm}\n\1\2",
+            (rooms / name).read_text(),
         )
         assert count == 1
-        imported = re.sub(r"(from lora_tool.plan.core.ops import .*)", r"\1, Negate", code, count=1)
+        imported = code.replace(
+            "from lora_tool.plan.core.ops",
+            "from lora_tool.plan.core.ops import Negate\nfrom lora_tool.plan.core.ops",
+            1,
+        )
         (rooms / name).write_text(imported)
     assert forgotten(tmp_path) == {}
 

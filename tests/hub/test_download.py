@@ -248,12 +248,11 @@ def test_every_way_to_write_it_is_understood(reference: str, offered: Hub, call:
 @pytest.mark.parametrize(
     ("name", "config", "how", "hint"),
     [
-        ("me/base-bnb-4bit", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "4-bit bitsandbytes", "me/base"),
-        ("me/base-FP8-dynamic", {"quant_method": "compressed-tensors"}, "compressed-tensors", "me/base"),
+        ("me/base-hqq-4bit", {"quant_method": "hqq"}, "hqq", "me/base"),
         ("me/odd", {"quant_method": "gptq", "bits": 4}, "4-bit gptq", "some/original"),
     ],
 )
-def test_a_quantised_base_is_refused_before_its_weights_are_fetched(
+def test_a_base_in_a_format_that_is_not_read_is_refused_before_its_weights_are_fetched(
     name: str, config: dict[str, Any], how: str, hint: str, offered: Hub, call: Caller
 ) -> None:
     base = FIXTURES / "reward-qwen2" / "base"

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, TrainableTokensConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from lora_tool import validate
+from lora_tool import plan_merge, validate, verify
 from lora_tool.errors import FindingsFound, UnsupportedAdapter
 from tests.oracle.peft_merge import (
     different,
@@ -65,11 +65,11 @@ def tied_base(folder: Path, model_type: str = "qwen2") -> Path:
 
 
 def untied_copy(base: Path, folder: Path) -> Path:
-    """Return the base with two matrices, as PEFT's warning says to make it."""
+    """Return the base with two matrices, as PEFT's warning says to make it, in its own type."""
     tied = load_model(base, "causal-lm")
     state = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
     tied.config.tie_word_embeddings = False
-    untied = type(tied)(tied.config).to(torch.bfloat16)
+    untied = type(tied)(tied.config).to(tied.dtype)
     untied.load_state_dict(state)
     untied.save_pretrained(folder)
     return folder
@@ -81,9 +81,10 @@ def untied_copy(base: Path, folder: Path) -> Path:
 def test_untie_writes_both_ends_as_they_were_trained(lora: dict[str, Any], tmp_path: Path) -> None:
     base = tied_base(tmp_path / "base")
     adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", lora)
-    with pytest.raises(UnsupportedAdapter, match="ties to the other end") as refused:
-        merge_with_ours(base, adapter, tmp_path / "no", "peft")
-    assert "untie=True" in (refused.value.hint or "")
+    if "ensure_weight_tying" not in lora:
+        with pytest.raises(UnsupportedAdapter, match="ties to the other end") as refused:
+            merge_with_ours(base, adapter, tmp_path / "no", "peft")
+        assert "untie=True" in (refused.value.hint or "")
     ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft", untie=True)
     # on two matrices PEFT needs no tying: it finds both pairs in the file
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -92,6 +93,59 @@ def test_untie_writes_both_ends_as_they_were_trained(lora: dict[str, Any], tmp_p
         (adapter / "adapter_config.json").write_text(json.dumps(config))
     untied = load_model(untied_copy(base, tmp_path / "untied"), "causal-lm")
     assert_same(ours, merged_by_peft(untied, adapter, tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "mixtral"])
+@pytest.mark.parametrize("lora", [EMBED, HEAD, BOTH | {"use_rslora": True}], ids=["embedding", "output", "both"])
+def test_ends_that_were_trained_as_one_stay_one_matrix(lora: dict[str, Any], model_type: str, tmp_path: Path) -> None:
+    """PEFT's own merge adds the one ΔW twice; on two matrices it adds it once to each.
+
+    Of a 16-bit base PEFT makes float32 copies of the factors, one for each end: only in float32 they are trained as one.
+    """
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32, tie_word_embeddings=True)
+    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", lora | ENSURE)
+    assert {finding.code for finding in validate(adapter, base=base).findings} <= {"LT213"}
+    ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+    assert layout(saved_tensors(ours)) == layout(saved_tensors(base))
+    untied = load_model(untied_copy(base, tmp_path / "untied"), "causal-lm")
+    theirs = saved_tensors(merged_by_peft(untied, adapter, tmp_path / "theirs"))
+    assert different(saved_tensors(ours), {name: theirs[name] for name in saved_tensors(ours)}) == []
+    verify(ours).raise_for_errors()
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        trained = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)(tokens).logits
+        assert torch.allclose(trained, load_model(ours, "causal-lm")(tokens).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"use_dora": True}, {"alpha_pattern": {"embed_tokens": 16}}], ids=["DoRA", "alpha"])
+def test_ends_that_differ_under_weight_tying_need_two_matrices(change: dict[str, Any], tmp_path: Path) -> None:
+    base = tied_base(tmp_path / "base")
+    adapter = train(load_model(base, "causal-lm"), tmp_path / "adapter", EMBED | ENSURE | change)
+    assert "LT508" in {finding.code for finding in validate(adapter, base=base).findings}
+    with pytest.raises(UnsupportedAdapter, match="ties to the other end"):
+        merge_with_ours(base, adapter, tmp_path / "no", "peft")
+
+
+def test_an_end_that_peft_drops_on_loading_is_merged_as_it_was_trained(tmp_path: Path) -> None:
+    """PEFT knows tied ends by two names, and saves GPT-2's under a third: the output layer's LoRA is not loaded."""
+    base = save_base(tmp_path / "base", "gpt2", "causal-lm", torch.float32, tie_word_embeddings=True)
+    lora = {"r": 4, "target_modules": ["lm_head"], "ensure_weight_tying": True}
+    model = get_peft_model(load_model(base, "causal-lm"), LoraConfig(task_type=TaskType.CAUSAL_LM, **lora))
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(8)) * 0.1)
+        trained = model(torch.arange(12)[None]).logits
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load_model(base, "causal-lm"), tmp_path / "adapter")
+    assert not any("lm_head.lora" in name for name in loaded.state_dict())
+    told = {finding.code for finding in validate(tmp_path / "adapter", base=base).findings}
+    assert "LT207" in told
+    for untie in (False, True):
+        plan = plan_merge(base, tmp_path / "adapter", untie=untie)
+        assert "LT207" in {finding.code for finding in plan.findings}
+        out = merge_with_ours(base, tmp_path / "adapter", tmp_path / f"{untie}", "float32", untie=untie)
+        with torch.no_grad():
+            assert torch.allclose(trained, load_model(out, "causal-lm")(torch.arange(12)[None]).logits, atol=1e-4)
 
 
 def test_untie_works_for_models_that_are_not_stored_as_they_are_in_memory(tmp_path: Path) -> None:

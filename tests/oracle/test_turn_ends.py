@@ -44,6 +44,8 @@ def rendered_end(template: str, tokens: set[str], eos: str) -> str:
             (text,), _ = render_jinja_template([chat], chat_template=template, eos_token=eos, bos_token="<BOS>")
         except Exception:  # noqa: BLE001 - some want a list of parts, some a string
             continue
+        if "ANSWER" not in text:
+            continue
         found = re.search("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))), text.rpartition("ANSWER")[2])
         assert found, text
         return found[0]
@@ -63,16 +65,16 @@ def folder_with(folder: Path, tokens: list[str], template: str, **special: str) 
 
 EOS = {"deepseek": "<｜end▁of▁sentence｜>", "gptoss": "<|return|>", "llava_next": "</s>"}
 """The `eos_token` of the families whose template spells it out."""
-NOT_BY_A_TOKEN = ("glm4moe", "idefics3", "smolvlm")
-"""Families whose turn ends where the next one opens, or that set a token before the content as well."""
-USUAL = [path for path in PUBLISHED if not path.stem.startswith(NOT_BY_A_TOKEN) and "_training" not in path.stem]
+IN_A_MESSAGE = ("<image>", "<fake_token_around_image>", "<|image_pad|>")
+"""Special tokens of models that see, which stand in a message."""
+ENDED = [path for path in PUBLISHED if not path.stem.startswith("glm4moe")]
 
 
-@pytest.mark.parametrize("path", USUAL, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ENDED, ids=lambda path: path.stem)
 def test_the_end_of_a_published_template_is_the_one_it_renders(path: Path, tmp_path: Path) -> None:
     template = path.read_text()
     eos = next((token for family, token in EOS.items() if path.stem.startswith(family)), "<EOS>")
-    tokens = sorted({*TOKEN.findall(template), eos})
+    tokens = sorted({*TOKEN.findall(template), *IN_A_MESSAGE, eos})
     wanted = rendered_end(template, {*tokens}, eos)
     folder_with(tmp_path, tokens, template, eos_token=eos)
     end = turn_end(read_tokenizer(tmp_path, [each.name for each in tmp_path.iterdir()]))
@@ -80,6 +82,15 @@ def test_the_end_of_a_published_template_is_the_one_it_renders(path: Path, tmp_p
     assert tokens.index(wanted) in end.ids
     if not path.stem.startswith("cohere2"):  # whose answers end with a token of their own before that of the turn
         assert end.token.token == wanted
+
+
+def test_a_turn_that_ends_where_the_next_begins_has_no_end_of_its_own(tmp_path: Path) -> None:
+    (path,) = (path for path in PUBLISHED if path.stem == "glm4moe")
+    tokens = ["<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>", "<|assistant|>"]
+    folder_with(tmp_path, tokens, path.read_text(), eos_token=tokens[0])
+    end = turn_end(read_tokenizer(tmp_path, [each.name for each in tmp_path.iterdir()]))
+    assert end is not None
+    assert (end.token.token, end.ids) == ("<|endoftext|>", frozenset({0}))
 
 
 def injured(tmp_path: Path, tokens: list[str], template: str, **special: str) -> tuple[Path, Path]:
@@ -144,6 +155,50 @@ def test_a_merged_model_stops_where_its_template_ends_a_turn(
     rewritten(out / "generation_config.json", eos_token_id=ends)
     assert ("LT320" in {finding.code for finding in validate(out).findings}) is (wanted != ends)
     assert validate(base).findings == ()  # a base model ships with a template that it was not trained with
+
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "ends", "wanted"),
+    [
+        pytest.param(CHATML, SPECIAL, 1, [1, 4], id="Qwen's base, trained with its own template"),
+        pytest.param(CHATML, {**SPECIAL, "eos_token": "<|im_end|>"}, [4, 1], [4, 1], id="Qwen, healthy"),
+        pytest.param(LLAMA3, {**SPECIAL, "eos_token": "<|eot_id|>"}, [1, 5], [1, 5], id="Llama 3, healthy"),
+        pytest.param(GEMMA, SPECIAL, [1, 6], [1, 6], id="Gemma, healthy"),
+        pytest.param(MISTRAL, SPECIAL, 1, 1, id="Mistral, healthy"),
+    ],
+)
+@pytest.mark.parametrize("beside", [(), ("chat_template.jinja",)], ids=["nothing", "the template"])
+def test_what_lies_beside_the_base_ends_a_turn_where_the_adapter_has_no_tokenizer(
+    template: str, special: dict[str, str], ends: Any, wanted: Any, beside: tuple[str, ...], tmp_path: Path
+) -> None:
+    base, adapter = injured(tmp_path, WORDS, template, **special)
+    for name in TOKENIZER:
+        shutil.copy(adapter / name, base / name)
+    for path in [path for path in adapter.iterdir() if "adapter" not in path.name and path.name not in beside]:
+        path.unlink()
+    for name in ("generation_config.json", "config.json"):
+        rewritten(base / name, eos_token_id=ends, pad_token_id=2, bos_token_id=0)
+    plan = plan_merge(base, adapter)
+    execute(plan, tmp_path / "out")
+    held = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert held["eos_token_id"] == wanted
+    assert any("generation stops" in note for note in plan.notes) is (wanted != ends)
+    if wanted == ends:
+        assert held == json.loads((base / "generation_config.json").read_text())
+        assert (tmp_path / "out" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    assert "LT320" not in {finding.code for finding in validate(tmp_path / "out").findings}
+
+
+def test_without_a_tokenizer_anywhere_the_base_says_all(tmp_path: Path) -> None:
+    base, adapter = injured(tmp_path, WORDS, CHATML, **SPECIAL)
+    for path in [path for folder in (base, adapter) for path in folder.glob("*token*")]:
+        path.unlink()
+    execute(plan_merge(base, adapter), tmp_path / "out")
+    for name in ("generation_config.json", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
 def test_without_a_generation_config_the_ends_are_in_the_config(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lora_tool.formats.quantised import full_precision_name
+from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.hub_names import HubName, hub_name
 
 

@@ -384,11 +384,13 @@ def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
     assert len(other.plan().manifest["merged_adapters"]) == 2
 
 
-def test_a_base_of_eight_bit_floats_is_quantised(tmp_path: Path) -> None:
+def test_floats_of_eight_bits_need_a_scale(tmp_path: Path) -> None:
     small = case(tmp_path, "causal-llama")
     with edit.tensors(small.root / "base", "model-00002-of-00002.safetensors") as table:
         table["model.norm.weight"] = edit.Raw("F8_E4M3", (16,), bytes(16))
-    with pytest.raises(UnsupportedAdapter, match=r"model-00002.*: `model.norm.weight` is F8_E4M3: .* quantised"):
+    with pytest.raises(
+        UnsupportedAdapter, match=r"model-00002.*: `model.norm.weight` is F8_E4M3, and there is no scale"
+    ):
         small.plan()
 
 

@@ -36,6 +36,8 @@ class ModelConfig:
     """`quant_method` of the quantization config, or "unknown"; None for plain weights."""
     custom_code: bool = False
     """Whether `auto_map` asks for Python code from the checkpoint."""
+    edited: bool = False
+    """Whether `raw` is no longer what the file says."""
     problems: tuple[Problem, ...] = ()
 
     @property

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from lora_tool.errors import SourceChanged
 from lora_tool.formats.files import open_regular, read_into
+from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
 from lora_tool.tensors import StoredTensor, TiledSpan, TransposedSpan
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from numpy.typing import NDArray
+
+    Decode: TypeAlias = Callable[[Encoding, int, int, Callable[[StoredTensor, int, int], NDArray[Any]]], NDArray[Any]]
+    """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
 
 _READ_BYTES = 4 << 20
 
@@ -33,8 +39,17 @@ def _read_opened(path: Path, offset: int, buffer: memoryview) -> None:
             raise SourceChanged(f"{path} became shorter while it was read")
 
 
-def fill(buffer: memoryview, tensor: StoredTensor, start: int, read: Callable[[Path, int, memoryview], None]) -> None:
-    """Fill `buffer` with the tensor's bytes from byte `start`. `read` fills one with a file's bytes from an offset."""
+def fill(
+    buffer: memoryview,
+    tensor: StoredTensor,
+    start: int,
+    read: Callable[[Path, int, memoryview], None],
+    decode: Decode | None = None,
+) -> None:
+    """Fill `buffer` with the tensor's bytes from byte `start`. `read` fills one with a file's bytes from an offset.
+
+    `decode` makes numbers of quantised weights, by default as those who write do.
+    """
     filled = 0
     for span in tensor.part(start, len(buffer)):
         part = buffer[filled : filled + span.nbytes]
@@ -43,6 +58,8 @@ def fill(buffer: memoryview, tensor: StoredTensor, start: int, read: Callable[[P
                 part[:] = _read_transposed(span, partial(read, span.path)).data
             case TiledSpan():
                 _read_tiles(span, part, read)
+            case QuantisedSpan():
+                part[:] = _read_quantised(span, read, decode).data
             case _:
                 read(span.path, span.offset, part)
         filled += span.nbytes
@@ -59,6 +76,26 @@ def _read_transposed(span: TransposedSpan, read: Callable[[int, memoryview], Non
     matrix = stored.view(f"u{span.itemsize}").reshape(span.columns, span.rows)
     rows = np.ascontiguousarray(matrix[:, first:last].T).reshape(-1).view(np.uint8)
     return rows[span.start - first * row_bytes :][: span.nbytes]
+
+
+def _read_quantised(
+    span: QuantisedSpan, read: Callable[[Path, int, memoryview], None], decode: Decode | None
+) -> NDArray[Any]:
+    """Return the bytes of the span: the rows that they lie in are decoded."""
+    import numpy as np  # noqa: PLC0415 - for few checkpoints
+
+    from lora_tool.formats.quantised.decoding import decoded  # noqa: PLC0415 - see above
+
+    def bytes_of(tensor: StoredTensor, start: int, nbytes: int) -> NDArray[Any]:
+        out = np.empty(nbytes, np.uint8)
+        fill(out.data, tensor, start, read)
+        return out
+
+    spec = span.encoding.spec
+    row_bytes = spec.shape[-1] * spec.dtype.bits // 8
+    first, last = span.start // row_bytes, -(-(span.start + span.nbytes) // row_bytes)
+    rows = (decode or decoded)(span.encoding, first, last, bytes_of)
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)[span.start - first * row_bytes :][: span.nbytes]
 
 
 def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:
@@ -89,3 +126,19 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
         read_part(one, at, min(_READ_BYTES, one.nbytes - at)) == read_part(other, at, min(_READ_BYTES, one.nbytes - at))
         for at in range(0, one.nbytes, _READ_BYTES)
     )
+
+
+def same_transposed(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether the matrix `other` is `one` transposed, byte by byte in one type.
+
+    `other` is in memory whole, a row of `one` at a time. Raises as `read_part`.
+    """
+    is_matrix = len(one.shape) == len(other.shape) == 2 and one.nbytes and not one.dtype.bits % 8  # noqa: PLR2004
+    if not is_matrix or one.dtype is not other.dtype or one.shape != other.shape[::-1]:
+        return False
+    import numpy as np  # noqa: PLC0415 - for few adapters
+
+    width = one.dtype.bits // 8
+    columns = np.frombuffer(read_part(other, 0, other.nbytes), f"V{width}").reshape(other.shape).T
+    row = width * one.shape[1]
+    return all(read_part(one, at * row, row) == columns[at].tobytes() for at in range(one.shape[0]))

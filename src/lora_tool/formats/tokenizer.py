@@ -28,6 +28,12 @@ _DIGITS = 18
 _MOST_WORDS = 200
 """More special tokens than any template uses; a search for thousands would take minutes."""
 
+_MEDIA = re.compile("image|img|video|vision|audio|patch", re.IGNORECASE)
+"""What stands in a message for something that is no text is called so, and ends nothing."""
+
+_BRANCH = re.compile(r"\{%-?\s*(?:if|elif|else|for)\b")
+"""Where a template goes on with something else."""
+
 _NAMES = (
     "tokenizer.model spiece.model spm.model spm_char.model sentencepiece.model sentencepiece.bpe.model source.spm "
     "target.spm vocab.json vocab.txt vocab-src.json vocab-tgt.json target_vocab.json entity_vocab.json merges.txt "
@@ -53,10 +59,9 @@ class SpecialToken:
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept
 class Tokenizer:
-    """What the small files of a tokenizer say. Those that cannot be read are in `problems`."""
+    """What the small files of a tokenizer say, by name where each lies. Those that cannot be read are in `problems`."""
 
-    folder: Path
-    names: frozenset[str]
+    paths: Mapping[str, Path]
     tables: Mapping[str, Mapping[str, Any]]
     problems: list[Problem] = field(default_factory=list)
 
@@ -69,7 +74,7 @@ class Tokenizer:
             token = _content(self.tables.get(source, {}).get(role))
             found = None if token is None else self.id_of(token)
             if token is not None and found is not None:
-                return SpecialToken(token=token, id=found, path=self.folder / source)
+                return SpecialToken(token=token, id=found, path=self.paths[source])
         return None
 
     def id_of(self, token: str) -> int | None:
@@ -83,12 +88,12 @@ class Tokenizer:
 
     @cached_property
     def _fast(self) -> Mapping[str, Any]:
-        return _object(self.folder / FAST, self.problems) if FAST in self.names else {}
+        return _object(self.paths[FAST], self.problems) if FAST in self.paths else {}
 
     @cached_property
     def _vocabulary(self) -> Mapping[str, Any]:
         name = "vocab.json"
-        return _object(self.folder / name, self.problems) if name in self.names else {}
+        return _object(self.paths[name], self.problems) if name in self.paths else {}
 
     @cached_property
     def added(self) -> dict[str, int]:
@@ -104,7 +109,7 @@ class Tokenizer:
     @cached_property
     def _entries(self) -> tuple[tuple[str, int, bool], ...]:
         """Text, id and whether it is text of each added token of `tokenizer.json` and of the config."""
-        fast = _listed_first(self.folder / FAST) if FAST in self.names else None
+        fast = _listed_first(self.paths[FAST]) if FAST in self.paths else None
         decoder = self.tables.get(CONFIG, {}).get("added_tokens_decoder")
         decoded = decoder.items() if isinstance(decoder, dict) else ()
         entries = [
@@ -120,23 +125,41 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The default chat template; a file of its own comes before the config's entry, as in transformers."""
-        if TEMPLATE in self.names:
-            return _text(self.folder / TEMPLATE, self.problems)
-        stored = self.tables.get(PROCESSOR_TEMPLATE, {}).get("chat_template")
-        stored = self.tables.get(CONFIG, {}).get("chat_template") if stored is None else stored
+        if TEMPLATE in self.paths:
+            return _text(self.paths[TEMPLATE], self.problems)
+        stored = self.tables.get(self._template_file, {}).get("chat_template")
         for entry in stored if isinstance(stored, list) else ():
             if isinstance(entry, dict) and entry.get("name") == "default":
                 stored = entry.get("template")
         return stored if isinstance(stored, str) else None
 
+    @property
+    def _template_file(self) -> str:
+        of_processor = self.tables.get(PROCESSOR_TEMPLATE, {}).get("chat_template") is not None
+        return TEMPLATE if TEMPLATE in self.paths else PROCESSOR_TEMPLATE if of_processor else CONFIG
+
+    @property
+    def template_path(self) -> Path | None:
+        """The file that the chat template is in; None where there is none of the files that may hold one."""
+        return self.paths.get(self._template_file)
+
 
 def read_tokenizer(folder: Path, names: Iterable[str]) -> Tokenizer:
     """Return what the tokenizer files among `names` in `folder` say."""
-    present = frozenset(name for name in FILE_NAMES.intersection(names) if inside(folder, folder / name))
+    return tokenizer_of(own_files(folder, names))
+
+
+def own_files(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Return name → path of the tokenizer files among `names` that are in `folder`, and not outside it by a link."""
+    return {name: folder / name for name in names if name in FILE_NAMES and inside(folder, folder / name)}
+
+
+def tokenizer_of(paths: Mapping[str, Path]) -> Tokenizer:
+    """Return what the tokenizer files say that lie at these paths, by their names, in one folder or in several."""
     problems: list[Problem] = []
     small = (CONFIG, SPECIAL_MAP, ADDED, PROCESSOR_TEMPLATE)
-    tables = {name: _object(folder / name, problems) for name in small if name in present}
-    return Tokenizer(folder=folder, names=present, tables=tables, problems=problems)
+    tables = {name: _object(paths[name], problems) for name in small if name in paths}
+    return Tokenizer(paths=paths, tables=tables, problems=problems)
 
 
 def added_pad_token(folder: Path, names: Iterable[str]) -> SpecialToken | None:
@@ -150,7 +173,7 @@ def added_pad_token(folder: Path, names: Iterable[str]) -> SpecialToken | None:
     found = None if token is None else tokenizer.added.get(token)
     if token is None or found is None:
         return None
-    source = next((name for name in (FAST, CONFIG) if name in tokenizer.names), ADDED)
+    source = next((name for name in (FAST, CONFIG) if name in tokenizer.paths), ADDED)
     return SpecialToken(token=token, id=found, path=folder / source)
 
 
@@ -171,25 +194,37 @@ def turn_end(tokenizer: Tokenizer) -> TurnEnd | None:
     eos, template = tokenizer.special("eos_token"), tokenizer.chat_template
     known = tokenizer.control | ({eos.token: eos.id} if eos else {})
     ends = _behind_content(template, known, eos) if template else []
-    if not ends:
+    path = tokenizer.template_path
+    if not ends or path is None:
         return None if eos is None else TurnEnd(token=eos, ids=frozenset({eos.id}))
-    path = tokenizer.folder / (TEMPLATE if TEMPLATE in tokenizer.names else CONFIG)
     last = SpecialToken(token=ends[-1], id=known[ends[-1]], path=path)
     return TurnEnd(token=eos if eos and eos.token in ends else last, ids=frozenset(known[end] for end in ends))
 
 
 def _behind_content(template: str, known: Mapping[str, int], eos: SpecialToken | None) -> list[str]:
-    """Return the tokens that stand behind a message's content, in the order of their last place in the template."""
-    words = sorted((re.escape(token) for token in known if token in template), key=len, reverse=True)
+    """Return the tokens that stand behind a message's content, in the order of their last place in the template.
+
+    Where one that opens the next message may stand there too, only those of the same branch: GLM's turns have no end of
+    their own.
+    """
+    first, *others = template.split("{#")
+    template = first + "".join(rest.partition("#}")[2] for rest in others)  # without comments
+    words = [token for token in known if token in template and not _MEDIA.search(token)]
     if len(words) > _MOST_WORDS:
         return []
-    found = re.finditer("|".join([*words, r"\b(?:eos_token|content|add_generation_prompt)\b"]), template)
+    spelt = map(re.escape, sorted(words, key=len, reverse=True))
+    found = list(re.finditer("|".join([*spelt, r"\b(?:eos_token|content|add_generation_prompt)\b"]), template))
     marks = [eos.token if eos and mark[0] == "eos_token" else mark[0] for mark in found]
     prompts = [at for at, mark in enumerate(marks) if mark == "add_generation_prompt"]
     until = prompts[-1] if prompts else len(marks)
-    openers = {*marks[until:]}
-    ends = {mark for before, mark in itertools.pairwise(marks) if before == "content" and mark in known}
-    return list(dict.fromkeys(mark for mark in reversed(marks[:until]) if mark in ends - openers))[::-1]
+    between = [template[mark.end() : after.start()] for mark, after in itertools.pairwise(found)]
+    steps = list(zip(marks, marks[1:], between, strict=False))
+    ends = {mark for before, mark, _ in steps if before == "content" and mark in known} - {*marks[until:]}
+    openers = {mark for mark, after, text in steps if after == "content" and "%" not in text}
+    if ends & openers:
+        closing = {mark for before, mark, text in steps if before == "content" and not _BRANCH.search(text)}
+        ends &= closing - openers
+    return list(dict.fromkeys(mark for mark in reversed(marks[:until]) if mark in ends))[::-1]
 
 
 def _text(path: Path, problems: list[Problem]) -> str | None:

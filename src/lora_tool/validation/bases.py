@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint, open_model
 from lora_tool.errors import CheckpointError
-from lora_tool.formats.quantised import quantised_by_name
+from lora_tool.formats.quantised.names import quantised_by_name
 from lora_tool.hub_cache import may_hold
 from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import local_folder, resolve

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import DType, StoredTensor
+from lora_tool.verification.dequantised import dequantised_again
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -84,7 +85,7 @@ class Files(OpenFiles):
     def read(self, tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
         """Return `nbytes` bytes of the tensor from its byte `start`. Raises `SourceChanged` where the file ends early."""
         out = np.empty(nbytes, np.uint8)
-        fill(out.data, tensor, start, self.read_exactly)
+        fill(out.data, tensor, start, self.read_exactly, dequantised_again)
         return out
 
     def rows(self, tensor: StoredTensor, rows: Rows) -> Bytes:
@@ -94,7 +95,7 @@ class Files(OpenFiles):
         at = 0
         for first, last in rows:
             nbytes = (last - first) * row_bytes
-            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly)
+            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly, dequantised_again)
             at += nbytes
         return out
 

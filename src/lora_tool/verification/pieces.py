@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from lora_tool.plan.core.ops import Cast, Copy, RowOp, row_ops
+from lora_tool.plan.core.ops import Cast, Copy, Dequantise, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor
 from lora_tool.verification.elements import Rows, rows_and_columns
@@ -64,7 +64,7 @@ def parts_of(step: Step, stored: StoredTensor) -> tuple[Compared, ...]:
 
 def _as_stored(op: RowOp, stored: StoredTensor) -> RowOp:
     """Return the operation for the type that the tensor was stored in: a tool may have been asked for another one."""
-    if not op.keeps_values:
+    if not op.keeps_values or isinstance(op, Dequantise):
         return op
     return Copy(source=op.source) if op.source.dtype is stored.dtype else Cast(source=op.source)
 

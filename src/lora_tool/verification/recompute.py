@@ -15,7 +15,7 @@ import numpy as np
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
+from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns
 from lora_tool.verification.initial import taken
@@ -103,7 +103,7 @@ class Recomputer:
     def _expected(self, op: RowOp, rows: Rows, product: Product, wide: np.dtype[Any]) -> Recomputed:
         base = self._files.matrix(op.source, rows, wide)
         match op:
-            case Copy() | Cast():
+            case Copy() | Cast() | Dequantise():
                 return Recomputed(base, np.zeros_like(base), _no_products)
             case LoraDelta():
                 return self._lora(op, rows, base, product, wide)

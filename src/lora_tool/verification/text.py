@@ -18,6 +18,7 @@ from lora_tool.verification.verifying import Verification, summary_json
 _KEPT = {
     TensorAction.COPIED: "have the base's bytes",
     TensorAction.CAST: "have the base's values, rounded",
+    TensorAction.DEQUANTISED: "have the values of the base's codes and scales, rounded",
     TensorAction.REPLACED: "have the adapter's values",
     TensorAction.ADDED: "have the values of their source",
 }

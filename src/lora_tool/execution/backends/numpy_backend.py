@@ -19,7 +19,18 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
+from lora_tool.plan.core.ops import (
+    BiasDelta,
+    Cast,
+    Copy,
+    Dequantise,
+    DoraDelta,
+    LoraDelta,
+    LowRank,
+    Precision,
+    ReplaceRows,
+    RowOp,
+)
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType, StoredTensor
 
@@ -110,7 +121,7 @@ class NumpyBackend:
     def _parts(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
         """Return the rows of the source, flat, and what is added to them; with True what takes their place."""
         match op:
-            case Copy() | Cast():
+            case Copy() | Cast() | Dequantise():
                 return self._stored(op.source, first, last), None, False
             case ReplaceRows():
                 return self._with_rows(op, self._stored(op.source, first, last), first, last), None, False

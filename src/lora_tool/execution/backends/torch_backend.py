@@ -20,7 +20,18 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, DoraDelta, LoraDelta, LowRank, Precision, ReplaceRows, RowOp
+from lora_tool.plan.core.ops import (
+    BiasDelta,
+    Cast,
+    Copy,
+    Dequantise,
+    DoraDelta,
+    LoraDelta,
+    LowRank,
+    Precision,
+    ReplaceRows,
+    RowOp,
+)
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import FLOAT_NAMES, StoredTensor
 
@@ -79,7 +90,7 @@ class TorchBackend:
     def _values(self, op: RowOp, dtype: torch.dtype) -> torch.Tensor:
         weight = self._load(op.source).to(dtype)
         match op:
-            case Copy() | Cast():
+            case Copy() | Cast() | Dequantise():
                 return weight
             case BiasDelta():
                 for bias in op.terms:

@@ -47,6 +47,12 @@ class Adapted:
         dropped = {**self.modules.dropped, **{tensor.name: reason for tensor in mine}}
         return replace(self, modules=replace(self.modules.without(mine), dropped=dropped))
 
+    def without_lora(self, module: str, reason: str) -> Adapted:
+        """Return the same adapter with its LoRA on a module dropped, for the reason."""
+        factors = [factor for term in self.modules.lora.get(module, ()) for factor in (term.a, term.b)]
+        dropped = {**self.modules.dropped, **{factor.name: reason for factor in factors}}
+        return replace(self, modules=replace(self.modules.without_lora(module), dropped=dropped))
+
 
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return the adapters with the tensors dropped that an earlier one holds too, and what all of them do together.

@@ -46,6 +46,10 @@ class AdapterModules:
 
         return replace(self, saved=kept(self.saved), frozen_base=kept(self.frozen_base), tokens=kept(self.tokens))
 
+    def without_lora(self, module: str) -> AdapterModules:
+        """Return the same without the LoRA on a module."""
+        return replace(self, lora={name: terms for name, terms in self.lora.items() if name != module})
+
 
 def adapter_modules(
     view: AdapterView,

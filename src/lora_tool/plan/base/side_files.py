@@ -14,6 +14,8 @@ from lora_tool.formats.tokenizer import TEMPLATES, SpecialToken, read_tokenizer
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.tensors import FLOAT_NAMES, DType
 
+_QUANTISATION = "hf_quant_config.json"
+
 
 def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | None:
     """Return the pad token of the tokenizer that goes with the model: an adapter folder's, else the base's."""
@@ -31,7 +33,7 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     raw = dict(config.raw)
     # the code that it names is not copied, and transformers has the class itself
     own_code = raw.pop("auto_map", None) is not None
-    if not own_code and all(raw.get(name) == value for name, value in changes.items()):
+    if not own_code and not config.edited and all(raw.get(name) == value for name, value in changes.items()):
         return SideFile(filename=model_config.FILE_NAME, source=config.path, reason="copied from the base")
     inner = raw.get("text_config")
     raw.update(changes)
@@ -40,6 +42,7 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     content = json_bytes(raw, indent=2, sort_keys=True)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
+    reason += ", without quantization" if config.edited else ""
     return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
 
 
@@ -119,6 +122,12 @@ def copied_files(adapters: Sequence[AdapterDir], base: ModelDir, *, generation: 
     for name in base.folder.files:
         if name in base.folder.licence_files or (generation and name == generation_config.FILE_NAME):
             yield _copied(base.folder, name, "base")
+
+
+def quantisation_file(base: ModelDir) -> Iterator[SideFile]:
+    """Yield the file in which modelopt says how weights are quantised, where they are still as it says."""
+    if _QUANTISATION in base.folder.files and not base.whole_config.edited:
+        yield _copied(base.folder, _QUANTISATION, "base")
 
 
 def _templates(folder: Folder) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.formats.files import json_bytes
 from lora_tool.formats.generation_config import FILE_NAME, ends_of, ids, read_generation_config
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.formats.tokenizer import read_tokenizer, turn_end
+from lora_tool.formats.tokenizer import Tokenizer, own_files, tokenizer_of, turn_end
 from lora_tool.plan.core.steps import SideFile
 
 _EOS = "eos_token_id"
@@ -18,7 +19,7 @@ _EOS = "eos_token_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What the adapter's tokenizer changes of how a merged language model generates."""
+    """What the tokenizer changes of how a merged language model generates."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     """Changes of `config.json`."""
@@ -28,15 +29,15 @@ class Generation:
 
 
 def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
-    """Return what changes where the first tokenizer among `adapters` is not the one that the base is set for.
+    """Return what changes where the tokenizer that is written is not the one that the base is set for.
 
     As transformers' Trainer aligns a model before it trains it, bos, eos and pad are the tokenizer's. The base's ends
-    stay, and what ends a turn of the adapter's chat template comes to them.
+    stay, and what ends a turn of the chat template comes to them: the adapter's, or the base's own, which an adapter
+    without a tokenizer was trained with.
     """
-    folder = next((each.folder for each in adapters if each.folder.tokenizer_files), None)
-    if folder is None or base.config is None:
+    if base.config is None:
         return Generation()
-    tokenizer = read_tokenizer(folder.root, folder.files)
+    tokenizer = _written(adapters, base)
     named = {f"{role}_id": tokenizer.special(role) for role in ("bos_token", "eos_token", "pad_token")}
     special = {name: token.id for name, token in named.items() if token is not None}
     old = read_generation_config(base.root)
@@ -53,6 +54,14 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
         file=_file(old, special, more),
         notes=(note,) if note else (),
     )
+
+
+def _written(adapters: Sequence[AdapterDir], base: ModelDir) -> Tokenizer:
+    """Return the tokenizer that lies beside the merged model: each file from the first folder that has it."""
+    paths: dict[str, Path] = {}
+    for folder in (base.folder, *(each.folder for each in reversed(adapters))):
+        paths |= own_files(folder.root, folder.tokenizer_files)
+    return tokenizer_of(paths)
 
 
 def _config_changes(
@@ -81,7 +90,7 @@ def _file(old: Mapping[str, Any], special: Mapping[str, int], more: Iterable[int
     if not changes:
         return None
     content = json_bytes({**old, **changes}, indent=2, sort_keys=True)
-    reason = f"the base's, with {', '.join(sorted(changes))} of the adapter's tokenizer"
+    reason = f"the base's, with {', '.join(sorted(changes))} of the tokenizer"
     return SideFile(filename=FILE_NAME, content=content, reason=reason)
 
 

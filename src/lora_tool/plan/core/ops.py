@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_tool.choices import Choice
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import DType, StoredTensor
@@ -96,8 +97,21 @@ class Cast(_Kept):
         return (Cast(source=rows_of(self.source, start, rows)),)
 
 
-def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dequantise(_Kept):
+    """What a quantised source stands for, rounded to the output's dtype."""
+
+    def __str__(self) -> str:
+        return f"dequantised from {encoding_of(self.source)}"
+
+    def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
+        return (Dequantise(source=rows_of(self.source, start, rows)),)
+
+
+def copied_as(dtype: DType, source: StoredTensor) -> Copy | Cast | Dequantise:
     """Return the operation that takes a tensor over as `dtype`: its bytes where it has that type, else a cast."""
+    if encoding_of(source) is not None:
+        return Dequantise(source=source)
     return Copy(source=source) if source.dtype is dtype and not source.is_transposed else Cast(source=source)
 
 
@@ -295,7 +309,7 @@ class BiasDelta(_RowOperation):
 LowRank = LoraDelta | DoraDelta
 """What adds products of low rank."""
 
-RowOp = Copy | Cast | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
+RowOp = Copy | Cast | Dequantise | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
 """What can be done to one source. A closed union: whoever computes one handles all."""
 
 
@@ -343,4 +357,6 @@ def _described(
     **details: Any,  # noqa: ANN401 - JSON data
 ) -> dict[str, Any]:
     where = {"source": source.name, "file": source.path.name, **input_of(source, input_names)}
+    encoding = encoding_of(source)
+    where |= {"format": str(encoding)} if encoding is not None else {}
     return {"op": type(op).__name__, **where, **details}

@@ -26,6 +26,7 @@ from lora_tool.plan.base.side_files import (
     other_tokenizers,
     owners,
     pad_token,
+    quantisation_file,
     vocabulary_changes,
 )
 from lora_tool.plan.base.task import CLASSIFIERS, Task
@@ -72,7 +73,7 @@ def build_plan(
         inputs=_stamps(merge, side_files),
         precision=precision,
         warnings=warnings,
-        notes=(_task_note(merge), *_left_out_notes(leftovers, base), *notes),
+        notes=(_task_note(merge), *_one_delta_note(merge), *_left_out_notes(leftovers, base), *notes),
         # the tensors of one adapter need no telling apart
         input_names={each.root: name for name, each in {"base": base, **adapters}.items()}
         if adapters.keys() - {"adapter"}
@@ -133,6 +134,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
         *copied_files(adapters, merge.base, generation=merge.head is None and generation.file is None),
         *([generation.file] if generation.file else []),
         *modules.files,
+        *quantisation_file(merge.base),
     )
     warnings += [*not_merged_beside(adapters), *other_tokenizers(adapters), *modules.warnings, *code_named(files)]
     left = left_out(merge.base, {file.filename for file in files})
@@ -158,6 +160,16 @@ def _left_out_notes(leftovers: Sequence[InputRecord], base: ModelDir) -> Iterato
     for reason, names in by_reason.items():
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         yield f"left out of the base: {names[0]}{others}: {reason}"
+
+
+def _one_delta_note(merge: MergeContext) -> Iterator[str]:
+    tied = merge.ends.tied
+    if tied is not None and merge.ends.trained_as_one:
+        output, embedding = (name.removesuffix(".weight") for name in (tied.output, tied.embedding.name))
+        yield (
+            f"`{output}` and `{embedding}` are one matrix and were trained with one ΔW, which is added once: PEFT's merge "
+            "adds it for each of them"
+        )
 
 
 def _task_note(merge: MergeContext) -> str:

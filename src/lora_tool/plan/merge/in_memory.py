@@ -10,6 +10,9 @@ from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint.quantised import in_full_precision
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.quantised.names import give_full_precision
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.names.model import ModelFacts
@@ -25,6 +28,7 @@ from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.tied_embeddings import ModelEnds
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import MergeJudge
+from lora_tool.sources import source_of
 from lora_tool.tensors import DType, StoredTensor, float_type
 
 _NOTHING = AdapterModules(
@@ -78,6 +82,11 @@ def ask_in_memory(
     """Return what PEFT is to be asked for. Takes and raises what `plan_merge` does, where PEFT could not be right
     either.
     """
+    if in_full_precision(base) is not base:
+        raise UnsupportedAdapter(
+            f"{base.root}: the base is quantised, and what transformers writes of one after PEFT's merge cannot be loaded",
+            hint=give_full_precision(source_of(base.root).hub_id, base.config, base.root),
+        )
     judge = MergeJudge(
         task=Task(task).expected,
         num_labels=num_labels,

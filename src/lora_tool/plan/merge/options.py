@@ -17,6 +17,7 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.merge.storage import Storage
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type
@@ -82,6 +83,12 @@ class MergeOptions:
     text_only: bool = option(
         default=False, text="Write the text model of a multimodal base alone, as PEFT does.", parse=flag
     )
+    store: Storage | str | None = option(
+        None,
+        "Quantised weights: all dequantised, or byte for byte as in the base.  "
+        "[default: as-base where the adapter changes none of them]",
+        parse=Storage,
+    )
     expert_layout: ExpertLayout | str | None = option(
         None,
         "How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank-major]",
@@ -109,8 +116,9 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return what is asked of the plan, as `plan_merge` takes it."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "max_shard_bytes", "expert_layout")
-        return {name: getattr(self, name) for name in names} | self.rules()
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "max_shard_bytes")
+        asked = {name: getattr(self, name) for name in (*names, "expert_layout")}
+        return asked | self.rules()
 
     def rules(self) -> dict[str, Any]:
         """Return what is asked of the judge, as `plan_merge` takes it."""

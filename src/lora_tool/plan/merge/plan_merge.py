@@ -9,6 +9,7 @@ from lora_tool.adapter.support import require_mergeable
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir
+from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
@@ -21,13 +22,14 @@ from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
-from lora_tool.plan.merge.read_base import read_base, require_full_precision
+from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
+from lora_tool.plan.merge.storage import QuantisedBase, Storage
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.sources import Reference, opened_adapter, opened_model, several
+from lora_tool.sources import Reference, opened_adapter, opened_model, several, source_of
 from lora_tool.tensors import DType, float_type
 
 
@@ -41,6 +43,7 @@ def plan_merge(
     precision: Precision | str = Precision.FLOAT32,
     untie: bool = False,
     text_only: bool = False,
+    store: Storage | str | None = None,
     max_shard_bytes: int | None = None,
     expert_layout: ExpertLayout | str | None = None,
     select: Iterable[str] = (),
@@ -53,7 +56,8 @@ def plan_merge(
     Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task`
     "reward" means one label. `dtype` None keeps every tensor's own; `num_labels` are the labels that a head must have,
     and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only`
-    makes the text model of a multimodal base alone. `max_shard_bytes` None keeps the base's grouping into files.
+    makes the text model of a multimodal base alone. `store` says what becomes of a quantised base: by default its weights
+    stay as they are where the adapters change none of them, and else all are dequantised. `max_shard_bytes` None keeps the base's grouping into files.
     `expert_layout` says how a fused lora_B of experts is packed, where its config does not. Every tensor of all inputs
     is in the plan, as a step or as a leftover with its reason. What lies in the Hub's cache has its Hub id and commit
     in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored rule refuses all the same
@@ -64,6 +68,7 @@ def plan_merge(
     base = opened_model(base)
     adapters = tuple(map(opened_adapter, several(adapter)))
     task, precision = Task(task), Precision(precision)
+    store = None if store is None else Storage(store)
     dtype = None if dtype is None else float_type(dtype)
     expert_layout = None if expert_layout is None else ExpertLayout(expert_layout)
     judge = MergeJudge(
@@ -77,8 +82,8 @@ def plan_merge(
     report = judge.as_stored(adapters, base)
     for each in adapters:
         require_mergeable(view_of(each))
-    require_full_precision(base)
-    view = read_base(base, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
+    plain = in_full_precision(base, source_of(base.root).hub_id)
+    view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
     if (match := view.in_memory()) is not None:
         report = joined([report, judge.in_memory(view.adapters, match)])
     adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
@@ -88,15 +93,27 @@ def plan_merge(
     merge = merge_context(view, adapted, modules, num_labels=num_labels, dtype=dtype, untie=untie)
     require_no_lora_on_tied_ends(merge)
     steps = view.on_disk((*base_steps(merge), *added_steps(merge), *untying_steps(merge)), per_expert)
-    leftovers = (*dropped_from_base(merge), *view.leftovers, *adapter_leftovers(merge))
-    require_all_consumed(merge, steps, leftovers)
-    _require_same_everywhere(steps, precision)
+    dropped, left = tuple(dropped_from_base(merge)), view.leftovers
     options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     options |= {"text_only": True} if text_only else {}
+    notes: tuple[str, ...] = ()
+    if plain is not base:
+        quantised = QuantisedBase(stored=base, plain=plain)
+        storage = quantised.settle(steps, store, cast=dtype not in (None, plain.dtype) or text_only)
+        options |= {"store": storage.value}
+        if storage is Storage.AS_BASE:
+            steps, left = quantised.as_stored(steps, {item.name for item in dropped}), ()
+            merge = replace(merge, base=replace(merge.base, config=base.config))
+        else:
+            left = (*left, *quantised.left_behind())
+        notes = tuple(quantised.notes(storage, steps))
+    leftovers = (*dropped, *left, *adapter_leftovers(merge))
+    require_all_consumed(merge, steps, leftovers)
+    _require_same_everywhere(steps, precision)
     plan = build_plan(
         merge, steps, leftovers, base, precision=precision, max_shard_bytes=max_shard_bytes, options=options
     )
-    return replace(plan, findings=report.findings)
+    return replace(plan, findings=report.findings, notes=(*plan.notes, *notes))
 
 
 def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> None:

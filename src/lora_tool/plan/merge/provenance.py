@@ -18,6 +18,7 @@ from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.plan.merge.storage import Storage
 from lora_tool.sources import Reference, opened_adapter, opened_model, resolve
 from lora_tool.tensors import DType
 
@@ -58,6 +59,7 @@ class Provenance:
             precision=self.precision or Precision.FLOAT32,
             untie=self._untied(record),
             text_only=self._text_only(record),
+            store=self._store(record),
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
             ignore=("LT",),
         )
@@ -76,6 +78,11 @@ class Provenance:
         whole = self.base.config.model_type if self.base.config else None
         shown = isinstance(text, dict) and own == text.get("model_type") != whole
         return record.get("text_only") is True if record else own is not None and shown
+
+    def _store(self, record: Mapping[str, Any]) -> Storage:
+        """How a quantised base was to be stored; another tool's model shows it in its config."""
+        plain = self.merged.config is not None and self.merged.config.quantization is None
+        return _known(Storage, record.get("store")) or (Storage.ALL_16BIT if plain else Storage.AS_BASE)
 
     def plan_or_why_not(self) -> tuple[Plan | None, str]:
         """Return the plan, or a sentence on what about the adapter cannot be recomputed. Raises for unfit inputs."""

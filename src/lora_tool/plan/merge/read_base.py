@@ -18,13 +18,11 @@ from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.architectures.vocabulary import stored_twice
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, require_packages
-from lora_tool.formats.quantised import give_full_precision
 from lora_tool.keys import Part
 from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plan.merge.base_view import BaseView, direct_base
 from lora_tool.plan.merge.converted_base import converted_base
-from lora_tool.sources import refuse_quantised, source_of
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
@@ -98,18 +96,6 @@ def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architectur
     # an output layer that is on disk and tied may stand for the embeddings; an encoder's and a decoder's may be one
     outputs = base.tensors.keys() & set(row.causal_only) if config.tie_word_embeddings is True else set()
     return outputs <= stored_twice(base, row).keys() and len(embeddings(base, row)) <= 1
-
-
-def require_full_precision(base: ModelDir) -> None:
-    """Return unless the base's weights are quantised. Raises `UnsupportedAdapter`."""
-    config, hub_id = base.whole_config, source_of(base.root).hub_id
-    refuse_quantised(config, hub_id)
-    quantised = next((t for t in base.tensors.values() if t.dtype.value.startswith(("F8_", "F6_", "F4"))), None)
-    if quantised is not None:
-        raise UnsupportedAdapter(
-            f"{quantised.path}: `{quantised.name}` is {quantised.dtype}: the base is quantised",
-            hint=give_full_precision(hub_id, config, base.root),
-        )
 
 
 def require_transformers() -> None:

@@ -9,9 +9,10 @@ from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY, OTHER_BASE, UNMERGED
 from lora_tool.errors import IncompatibleBase, OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.names.model import LABELS
 from lora_tool.plan.adapter.target_parameters import stack_is_transposed
-from lora_tool.plan.core.ops import BiasDelta, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
+from lora_tool.plan.core.ops import BiasDelta, Dequantise, DoraDelta, LoraDelta, Op, ReplaceRows, copied_as
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.context import MergeContext
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
@@ -73,8 +74,13 @@ def tokens_step(merge: MergeContext, tensor: StoredTensor, module: str) -> Step:
 
 
 def _spec(merge: MergeContext, tensor: StoredTensor) -> TensorSpec:
-    dtype = merge.dtype if merge.dtype and tensor.dtype.is_float else tensor.dtype
+    dtype = merge.dtype if merge.dtype and tensor.dtype.is_float else own_dtype(merge, tensor)
     return TensorSpec(name=tensor.name, dtype=_at_least_as_loaded(merge, tensor.name, dtype), shape=tensor.shape)
+
+
+def own_dtype(merge: MergeContext, tensor: StoredTensor) -> DType:
+    """Return the type of a tensor of the base; of what a quantised weight stands for, the model's."""
+    return tensor.dtype if encoding_of(tensor) is None else merge.base.dtype or tensor.dtype
 
 
 def _at_least_as_loaded(merge: MergeContext, name: str, dtype: DType) -> DType:
@@ -88,6 +94,8 @@ def _kept_step(merge: MergeContext, tensor: StoredTensor) -> Step:
     op = copied_as(out.dtype, tensor)
     if op.is_copy:
         return Step(out=out, op=op, action=TensorAction.COPIED, reason="as in the base")
+    if isinstance(op, Dequantise):
+        return Step(out=out, op=op, action=TensorAction.DEQUANTISED, reason=str(op))
     turned = ", where it is stored transposed" if tensor.is_transposed else ""
     return Step(
         out=out, op=op, action=TensorAction.CAST, reason=f"as in the base{turned}, {tensor.dtype} to {out.dtype}"
@@ -96,7 +104,7 @@ def _kept_step(merge: MergeContext, tensor: StoredTensor) -> Step:
 
 def _replacement(merge: MergeContext, base: StoredTensor, saved: StoredTensor) -> Step:
     _require_same_shape(merge, saved, base)
-    dtype = _at_least_as_loaded(merge, base.name, merge.dtype or base.dtype)
+    dtype = _at_least_as_loaded(merge, base.name, merge.dtype or own_dtype(merge, base))
     out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
     return Step(
         out=out,
@@ -157,7 +165,7 @@ def _parameter_step(merge: MergeContext, tensor: StoredTensor) -> Step:
 def _home_dtype(merge: MergeContext, source: StoredTensor, name: str) -> DType:
     """Return the output's type: the base's tensors keep theirs; a head that the adapter brings takes the model's."""
     home = merge.base.tensors.get(name)
-    return home.dtype if home else merge.base.dtype or source.dtype
+    return own_dtype(merge, home) if home else merge.base.dtype or source.dtype
 
 
 def _is_of_head(merge: MergeContext, name: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lora_tool.adapter.support import OTHER_BASE
+from lora_tool.adapter.tied_lora import add_the_same
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.ends import embeddings, output_name
 from lora_tool.architectures.vocabulary import Vocabulary, other_vocabulary, stored_twice
@@ -67,6 +68,8 @@ class ModelEnds:
     """The shared matrix of a causal LM with tied embeddings."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors of the base that are tied copies of another, by name: the output has them once."""
+    trained_as_one: bool = False
+    """Whether LoRA adds the same to both ends of the shared matrix, so that it is W + ΔW for both."""
     untied: bool = False
     """Whether the output has two matrices and a config that says so."""
     untied_tensors: Mapping[str, str] = field(default_factory=dict)
@@ -91,14 +94,17 @@ def settled_ends(
     if facts is not None:
         adapted, modules = with_tied_names(facts, adapted, modules)
     untied = tied is None and not classifies and _differ_in_the_base(view)
+    as_one = False
     others: dict[str, str] = {}
     if tied is not None and (untie or trained_apart(tied, adapted)):
         untied, others = True, _tied_to_others(view, tied, modules)
     elif tied is not None:
-        adapted, modules = without_tied_repeats(tied, adapted, modules)
+        as_one = trained_as_one(tied, adapted)
+        adapted, modules = without_tied_repeats(tied, adapted, modules, as_one=as_one)
     ends = ModelEnds(
         tied=tied,
         copies=copies,
+        trained_as_one=as_one,
         untied=untied,
         untied_tensors=others if untie else {},
         untied_unsaved={} if untie else others,
@@ -169,13 +175,24 @@ def trained_apart(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
     )
 
 
+def trained_as_one(ends: TiedEmbeddings, adapted: Sequence[Adapted]) -> bool:
+    """Return whether each adapter with LoRA on an end adds the same to both, as one does under `ensure_weight_tying`."""
+    output = ends.output.removesuffix(".weight")
+    if len(ends.candidates) != 1 or not any(output in part.modules.lora for part in adapted):
+        return False
+    both = (ends.embedding.name.removesuffix(".weight"), output)
+    touching = [part for part in adapted if part.modules.lora.keys() & {*both}]
+    return all(add_the_same(part.view, *both) for part in touching)
+
+
 def without_tied_repeats(
-    ends: TiedEmbeddings, adapted: Sequence[Adapted], modules: AdapterModules
+    ends: TiedEmbeddings, adapted: Sequence[Adapted], modules: AdapterModules, *, as_one: bool
 ) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return adapters and modules without what they hold a second time for the tied output layer.
 
-    So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, and the rows of
-    trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where two adapters differ.
+    So are written: both ends after the vocabulary was resized, both ends under `ensure_weight_tying`, whole or, `as_one`,
+    their LoRA, and the rows of trained tokens. PEFT loads both into the one matrix. Raises `UnsupportedAdapter` where
+    two adapters differ.
     """
     output = ends.output.removesuffix(".weight")
     repeats = []
@@ -187,11 +204,15 @@ def without_tied_repeats(
         rows = {part.tokens.get(module) for part in adapted for module in (embedding, output)} - {None}
         repeats.append(modules.tokens[output])
         _require_one(modules.tokens.get(embedding) if len(rows) == 1 else None, repeats[-1])
-        if ends.output in modules.frozen_base:
-            repeats.append(modules.frozen_base[ends.output])
-            _require_one(modules.frozen_base.get(ends.embedding.name, ends.embedding), repeats[-1])
+    if (output in modules.tokens or as_one) and ends.output in modules.frozen_base:
+        repeats.append(modules.frozen_base[ends.output])
+        _require_one(modules.frozen_base.get(ends.embedding.name, ends.embedding), repeats[-1])
     reason = f"the same as for {ends.output}'s tied end, the embedding"
-    return tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
+    adapted, modules = tuple(part.without(repeats, reason) for part in adapted), modules.without(repeats)
+    if as_one:
+        adapted = tuple(part.without_lora(output, reason) for part in adapted)
+        modules = modules.without_lora(output)
+    return adapted, modules
 
 
 def with_tied_names(

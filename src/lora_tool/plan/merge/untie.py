@@ -16,7 +16,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.core.ops import copied_as
 from lora_tool.plan.core.steps import Step
 from lora_tool.plan.merge.context import MergeContext
-from lora_tool.plan.merge.steps import lora_step, recomputed_init, tokens_step
+from lora_tool.plan.merge.steps import lora_step, own_dtype, recomputed_init, tokens_step
 from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, tied_under_one_name
 from lora_tool.tensors import StoredTensor, TensorSpec
 
@@ -38,7 +38,7 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
     # a matrix with as many rows by chance is no end: only embeddings have an embedding's LoRA
     modules = {tied.output.removesuffix(".weight"), *merge.modules.embeddings} & merge.modules.lora.keys()
     touched = sorted(tied.names & {f"{module}.weight" for module in modules})
-    if touched:
+    if touched and not merge.ends.trained_as_one:
         tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
         raise UnsupportedAdapter(
             f"{tensor.path}: `{tensor.name}` changes `{touched[0]}`, which this base ties to the other end of the "
@@ -62,7 +62,7 @@ def _output_step(merge: MergeContext, tied: TiedEmbeddings) -> Step:
     saved = merge.modules.saved.get(name)
     shared = merge.modules.frozen_base.get(embedding.name, embedding)
     frozen = merge.modules.frozen_base.get(name, shared)
-    dtype = merge.dtype or embedding.dtype
+    dtype = merge.dtype or own_dtype(merge, embedding)
     if saved is None and module in merge.modules.lora:
         return lora_step(merge, frozen, name, module)
     if saved is None and rows in merge.modules.tokens:  # PEFT trains the same rows of the other end
@@ -79,7 +79,7 @@ def _untied_step(merge: MergeContext, name: str, of: StoredTensor) -> Step:
     # a module saved whole was a copy while it was trained: what was one with it stayed as it was
     copied = any(part.config.saves(of.name.rpartition(".")[0]) for part in merge.adapted)
     source = of if copied else merge.modules.saved.get(of.name, of)
-    dtype = merge.dtype or of.dtype
+    dtype = merge.dtype or own_dtype(merge, of)
     reason = f"as {of.name}, to which it is no longer tied"
     out = TensorSpec(name=name, dtype=dtype, shape=source.shape)
     return Step(out=out, op=copied_as(dtype, source), action=TensorAction.ADDED, reason=reason)

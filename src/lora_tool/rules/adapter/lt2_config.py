@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator
 
 from lora_tool.adapter import targeting
 from lora_tool.adapter.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
-from lora_tool.adapter.view import WholeTensor
+from lora_tool.adapter.tied_lora import is_lost_on_loading
+from lora_tool.adapter.view import LoraLayer, WholeTensor
 from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.display import counted
@@ -111,7 +112,9 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
     does.
 
     Why it matters: PEFT builds the layers that the config names and drops all other tensors without a word: part of the
-    training is silently not used. A plain tensor that the base has by the same name silently replaces the base's.
+    training is silently not used. A plain tensor that the base has by the same name silently replaces the base's. An
+    end of the model that PEFT trained with the one that it is tied to (`ensure_weight_tying`), and forgets, is a
+    warning: a merge writes it as it was trained.
 
     Example: The file has LoRA on `up_proj`, and `target_modules` is ["q_proj", "v_proj"].
 
@@ -122,6 +125,8 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
         if not targeting.layer_is_targeted(subject.config, layer):
             for tensor in layer.parts.values():
                 yield _dropped(tensor, "no entry of `target_modules` matches its module")
+        elif is_lost_on_loading(subject.config, layer, tied=_says_tied(subject)):
+            yield _lost_end(layer)
         elif not subject.config.refused:
             for tensor in layer.strays:
                 yield _dropped(tensor, "a LoRA layer has no such tensor")
@@ -134,6 +139,21 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
 
 def _dropped(tensor: StoredTensor, why: str) -> Fault:
     return Fault(subject=tensor.name, message=f"{why}: PEFT would drop it without a word")
+
+
+def _lost_end(layer: LoraLayer) -> Fault:
+    """Return the warning of an end that a merge has, as it was trained, and PEFT has not."""
+    message = (
+        f"PEFT trained `{layer.target}` with the end that it is tied to, and drops its LoRA without a word when it loads "
+        "the adapter; a merge writes it"
+    )
+    hint = f"add `{layer.target}` to `target_modules` of `adapter_config.json`"
+    return Fault(subject=layer.any_tensor.name, message=message, hint=hint, severity=Severity.WARNING)
+
+
+def _says_tied(subject: AdapterSubject) -> bool | None:
+    config = subject.base.config if subject.base is not None else None
+    return None if config is None else config.tie_word_embeddings
 
 
 def _why_unexplained(subject: AdapterSubject, item: WholeTensor, adapted: Collection[str]) -> str | None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from lora_tool.adapter.tied_lora import add_the_same
 from lora_tool.architectures.ends import is_end
 from lora_tool.checkpoint import ModelDir, open_model
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
@@ -123,26 +124,29 @@ def _named(record: TrainingRecord) -> str:
 def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on one end of tied embeddings.
 
-    What it does: Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both.
+    What it does: Looks for LoRA on the output layer or the embeddings of a base that has one matrix for both. Where
+    both ends add the same, as PEFT trains them with `ensure_weight_tying`, one matrix is right.
 
     Why it matters: Unmerged, the adapter works. PEFT's merge changes the shared matrix, and with it the end that was
     not trained; `lora-tool merge` refuses.
 
     Example: `target_modules` names `lm_head`, and the base's config has `"tie_word_embeddings": true`.
 
-    What to do: Serve it unmerged; next time train on a base that was saved with `tie_word_embeddings=False`.
+    What to do: Merge with `--untie`, which writes two matrices, or serve it unmerged; next time train with
+    `ensure_weight_tying=True`, or on a base that was saved with `tie_word_embeddings=False`.
     """
     match = subject.match
     if not isinstance(match, BaseMatch) or subject.is_reward() or not _is_tied(match):
         return
-    for layer in subject.layers:
-        output = f"{match.name(layer.target)}.weight" in match.arch.causal_only
-        if output or (layer.embedding and is_end(layer.target)):
-            tensor = layer.any_tensor
-            message = (
-                f"adapts `{layer.target}`, which {match.base.root} ties to the other end: it cannot be merged exactly"
-            )
-            yield Fault(subject=tensor.name, message=message)
+    outputs = {f"{match.name(layer.target)}.weight": layer.target for layer in subject.layers}
+    output = next((outputs[name] for name in match.arch.causal_only if name in outputs), None)
+    inputs = [layer.target for layer in subject.layers if layer.embedding and is_end(layer.target)]
+    if output is not None and len(inputs) == 1 and add_the_same(subject.view, inputs[0], output):
+        return
+    for target in (*filter(None, [output]), *inputs):
+        tensor = next(layer.any_tensor for layer in subject.layers if layer.target == target)
+        message = f"adapts `{target}`, which {match.base.root} ties to the other end: one matrix cannot hold both"
+        yield Fault(subject=tensor.name, message=message)
 
 
 def _is_tied(match: BaseMatch) -> bool:

@@ -63,7 +63,7 @@ class MergedSubject(ModelSubject):
 
     def kept(self) -> Iterator[TensorEvidence]:
         """Yield the evidence of the base's tensors that the adapter leaves alone."""
-        return (found for found in self.evidence.values() if found.action in (TensorAction.COPIED, TensorAction.CAST))
+        return (found for found in self.evidence.values() if found.action in _KEPT)
 
     @property
     def carries_nothing(self) -> bool:
@@ -87,4 +87,5 @@ class MergedSubject(ModelSubject):
         return other >= _SEVERAL and 2 * other > len(kept)
 
 
+_KEPT = frozenset({TensorAction.COPIED, TensorAction.CAST, TensorAction.DEQUANTISED})
 _SEVERAL = 2

@@ -9,6 +9,8 @@ from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint.quantised import in_full_precision
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.rules.engine.subjects import BaseMatch
@@ -25,8 +27,12 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     if base.config is None or any(problem.fatal for problem in base.problems):
         return f"the base model {base.root} cannot be read: lora-tool validate {base.root}"
     config = base.config
-    if why := _why_names_cannot_tell(base, config, adapter):
+    if why := _why_names_cannot_tell(config, adapter):
         return why
+    try:
+        base = in_full_precision(base)
+    except UnsupportedAdapter as error:
+        return str(error)
     arch, text = architecture_of(config.model_type or ""), TEXT_CLASSES.get(config.model_type or "")
     wanted = [module for module in modules if head_of(module) is None]
     held = frozenset(name.rpartition(".")[0] for name in base.tensors)
@@ -38,15 +44,12 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     return max(candidates, key=lambda match: sum(match.name(module) in held for module in wanted))
 
 
-def _why_names_cannot_tell(base: ModelDir, config: ModelConfig, adapter: AdapterConfig) -> str | None:
+def _why_names_cannot_tell(config: ModelConfig, adapter: AdapterConfig) -> str | None:
     """Return why names and shapes on disk say nothing of those in memory; None where they may."""
     if "layer_replication" in adapter.refused:
         return "`layer_replication` numbers the layers of the adapter otherwise than the base"
     known = architecture_of(config.model_type or "") or TEXT_CLASSES.get(config.model_type or "")
-    if known is None or config.custom_code:
-        return _may_differ(config)
-    quantised = config.quantization or _narrow(base)
-    return f"the base is quantised ({quantised}): its shapes on disk are not those in memory" if quantised else None
+    return _may_differ(config) if known is None or config.custom_code else None
 
 
 def _may_differ(config: ModelConfig) -> str:
@@ -63,12 +66,6 @@ def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: S
     found = sum(match.name(module) in held for module in wanted)
     as_they_are = sum(module in held for module in wanted)
     return match if found > as_they_are and not any(map(_EXPERT.search, held)) else None
-
-
-def _narrow(base: ModelDir) -> str | None:
-    """Return the type of the base's first weight that is stored in floats of eight bits or less."""
-    types = (tensor.dtype.value for tensor in base.tensors.values())
-    return next((name for name in types if name.startswith(("F8_", "F6_", "F4"))), None)
 
 
 def _shifts(module: str, held: frozenset[str]) -> Iterator[tuple[str, str]]:

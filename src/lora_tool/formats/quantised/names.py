@@ -1,10 +1,11 @@
-"""What a quantised model is, by its config and its name, and which 16-bit model it was made from."""
+"""What a quantised model is called, by its config and its name, and which 16-bit model it was made from."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.hub_names import hub_id_of
 
@@ -15,6 +16,8 @@ _BITS = (
 """The parts of a name that mean quantised weights, as those who publish them write it."""
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
 """Parts that stand beside those, and say nothing alone."""
+READ_METHODS = frozenset({None, "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4"})
+"""What `quant_method` may say of a model whose weights are decoded; None where the files alone say it."""
 # patterns as text: hardly a command needs them, and compiling takes a while
 _END = rf"(?i:(?:[-_.](?:{_BITS}|{_BESIDE}))+\Z)"
 _SAYS = rf"(?i:[-_.](?:{_BITS})(?=[-_.]|\Z))"
@@ -43,6 +46,18 @@ def quantised_as(config: ModelConfig) -> str | None:
     in_words = {"load_in_4bit": 4, "load_in_8bit": 8}
     bits = next((count for name, count in in_words.items() if given.get(name) is True), given.get("bits"))
     return f"{bits}-bit {config.quantization}" if type(bits) is int else config.quantization
+
+
+def require_read(config: ModelConfig, hub_id: str | None) -> None:
+    """Return unless `config` names quantised weights that are not decoded; `hub_id` is theirs, None for a folder's.
+
+    Raises `UnsupportedAdapter` with the full-precision model that they were made from.
+    """
+    if config.quantization not in READ_METHODS:
+        raise UnsupportedAdapter(
+            f"{hub_id or config.path}: the base is quantised ({quantised_as(config)}), and that format is not read",
+            hint=give_full_precision(hub_id, config, config.path.parent),
+        )
 
 
 def give_full_precision(hub_id: str | None, config: ModelConfig | None, folder: Path) -> str:

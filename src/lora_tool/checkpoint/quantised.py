@@ -1,0 +1,60 @@
+"""A model with quantised weights, as the matrices that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lora_tool.checkpoint.kinds import ModelDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.model_config import ModelConfig
+from lora_tool.formats.quantised.encodings import dequantised, parts
+from lora_tool.formats.quantised.layouts import LayoutError, read_quantised
+from lora_tool.formats.quantised.names import give_full_precision, require_read
+
+_TABLE = "quantization_config"
+
+
+def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
+    """Return the model with a matrix for each quantised weight, decoded when it is read, and a plain config.
+
+    What was measured on the quantised model alone, scales of inputs and caches, is left out. A model without quantised
+    weights is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is
+    not read, or weights that are not stored as it says.
+    """
+    config = model.whole_config
+    narrow = (tensor for tensor in model.tensors.values() if tensor.dtype.value.startswith(("F8_", "F6_", "F4")))
+    if config.quantization is None and not _inner_table(config) and next(narrow, None) is None:
+        return model
+    require_read(config, hub_id)
+    table = config.raw.get(_TABLE) or _inner_table(config)
+    try:
+        found = read_quantised(model.tensors, table if isinstance(table, dict) else {})
+    except LayoutError as error:
+        raise UnsupportedAdapter(str(error), hint=give_full_precision(hub_id, config, model.root)) from error
+    by_place = {encoding.codes.name: dequantised(encoding) for encoding in found.weights.values()}
+    of_weights = {part.name for encoding in found.weights.values() for part in parts(encoding)}
+    beside = {*of_weights, *found.calibrated}
+    tensors = {}
+    for name, tensor in model.tensors.items():
+        if name in by_place:
+            tensors[by_place[name].name] = by_place[name]
+        elif name not in beside:
+            tensors[name] = tensor
+    return replace(model, config=plain_config(config), weights=replace(model.weights, tensors=tensors))
+
+
+def plain_config(config: ModelConfig) -> ModelConfig:
+    """Return the config without what it says of quantised weights, in its `text_config` too."""
+    raw = {name: value for name, value in config.raw.items() if name != _TABLE}
+    inner = raw.get("text_config")
+    if isinstance(inner, dict) and _TABLE in inner:
+        raw["text_config"] = {name: value for name, value in inner.items() if name != _TABLE}
+    return replace(config, raw=raw, quantization=None, edited=True)
+
+
+def _inner_table(config: ModelConfig) -> Mapping[str, Any]:
+    inner = config.raw.get("text_config")
+    found = inner.get(_TABLE) if isinstance(inner, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,143 @@
+"""How quantised weights are stored: each encoding is codes with their scales, and stands for one matrix of numbers.
+
+`Encoding` is a closed union: `decoding` makes the numbers for those who write, `verification` makes them again in its
+own way. Both round where the library of the format rounds, so that a matrix has one value only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from lora_tool.tensors import Span, StoredTensor, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """Codes, and the matrix that they stand for: `spec` has its name, its shape and the type of its values."""
+
+    spec: TensorSpec
+    codes: StoredTensor
+    label: str
+    """What the format is called."""
+    record: StoredTensor | None = None
+    """The tensor that says shape or order of the codes, where one does."""
+
+    def __str__(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiled(_Stored):
+    """One scale per tile of `tile` rows and columns: value = code · scale in float32.
+
+    Codes are F8_E4M3 or I8, [.., out, in]; scales are floats, or powers of two in eight bits (E8M0, byte - 127). The
+    last tile of a row or column may be cut off: the grid is rounded up. One tile may be a row, or all of a matrix.
+    """
+
+    scales: StoredTensor
+    tile: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BnbInt8(_Stored):
+    """LLM.int8() of bitsandbytes: value = (code · largest of the row) / 127 in float32, in this order."""
+
+    largest: StoredTensor
+    """`SCB`, [out]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestedScales:
+    """Scales that are quantised themselves: scale = level of its code · scale of its block + `offset`, in float32."""
+
+    codes: StoredTensor
+    levels: StoredTensor
+    scales: StoredTensor
+    block: int
+    offset: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bnb4(_Stored):
+    """Four bits of bitsandbytes, nf4 or fp4: value = level of the code · scale of its block, in float32, then rounded to
+    the type of `spec`.
+
+    The first of two values is in the high half of a byte; blocks run over the flattened matrix.
+    """
+
+    levels: StoredTensor
+    scales: StoredTensor | NestedScales
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedIntegers(_Stored):
+    """`pack-quantized` of compressed-tensors: value = (code - zero) · scale, rounded to the scale's type.
+
+    Each row is a stream of `bits` per code in words of 32, the lowest bits first; a code is stored plus 2^(bits - 1).
+    """
+
+    scales: StoredTensor
+    """[out, groups]"""
+    zeros: StoredTensor | None
+    """[out, groups] as int8, or packed as the codes are, along the first dimension."""
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4(_Stored):
+    """Floats of four bits (E2M1), the first of two in the low half of a byte, with a scale for each `group` of a row.
+
+    Scales are E4M3 (NVFP4) or powers of two (MX); with `overall` each is first multiplied with it, or divided by it, in
+    float32. `transposed` where the matrices in memory are those on disk turned: GPT-OSS's experts.
+    """
+
+    scales: StoredTensor
+    group: int
+    overall: StoredTensor | None = None
+    divides: bool = False
+    transposed: bool = False
+
+
+Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4
+"""A closed union: whoever decodes one decodes all."""
+
+
+def parts(encoding: Encoding) -> tuple[StoredTensor, ...]:
+    """Return the tensors on disk that the matrix is made of, the codes first."""
+    found: list[StoredTensor] = []
+    for name in encoding.__dataclass_fields__:
+        value = getattr(encoding, name)
+        inner = (value.codes, value.levels, value.scales) if isinstance(value, NestedScales) else (value,)
+        found += (each for each in inner if isinstance(each, StoredTensor))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantisedSpan(Span):
+    """The `nbytes` bytes from byte `start` of the matrix that an encoding stands for; `path` and `offset` are its codes'."""
+
+    encoding: Encoding
+    start: int = field(default=0)
+
+    def part(self, start: int, nbytes: int) -> Span:
+        """Return the `nbytes` bytes from byte `start` of the span."""
+        return replace(self, start=self.start + start, nbytes=nbytes)
+
+    @property
+    def places(self) -> tuple[Span, ...]:
+        """The codes and scales of the whole matrix."""
+        return tuple(span for part in parts(self.encoding) for span in part.spans)
+
+
+def dequantised(encoding: Encoding) -> StoredTensor:
+    """Return the matrix that an encoding stands for, as a tensor that is decoded when it is read."""
+    place = encoding.codes.spans[0]
+    span = QuantisedSpan(path=place.path, offset=place.offset, nbytes=encoding.spec.nbytes, encoding=encoding)
+    return StoredTensor(spec=encoding.spec, spans=(span,))
+
+
+def encoding_of(tensor: StoredTensor) -> Encoding | None:
+    """Return how a tensor, or its first rows, are quantised on disk; None where they are not."""
+    return next((span.encoding for span in tensor.spans if isinstance(span, QuantisedSpan)), None)

@@ -1,0 +1,171 @@
+"""The numbers that quantised weights stand for, by a second formula: arithmetic on the bits of each code, in float64.
+
+Nothing here is shared with what decodes for the writer, which looks codes up in tables a block at a time. Here each
+value finds its own code and scale by its place in the matrix, a float of few bits is put together from its fields, and
+a product is formed in float64 and rounded where the format's library rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.exhaustive import assert_never
+from lora_tool.formats.quantised.encodings import (
+    Bnb4,
+    BnbInt8,
+    Encoding,
+    Fp4,
+    NestedScales,
+    PackedIntegers,
+    Tiled,
+)
+from lora_tool.tensors import DType, StoredTensor
+
+Array = NDArray[Any]
+Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
+
+_MX_BIAS = 127
+
+
+def dequantised_again(encoding: Encoding, first: int, last: int, read: Read) -> Array:
+    """Return rows `first` to `last` of what the encoding stands for, [rows, columns], in the type of its values."""
+    width = encoding.spec.shape[-1]
+    rows, columns = np.arange(first, last)[:, None], np.arange(width)[None, :]
+    match encoding:
+        case Tiled():
+            values = _tiled(encoding, rows, columns, read)
+        case BnbInt8():
+            codes = _signed(_elements(encoding.codes, rows * width + columns, 1, read))
+            values = _single(_single(codes * _floats(encoding.largest, rows, read)) * float(np.float32(1 / 127)))
+        case Bnb4():
+            values = _bnb4(encoding, rows * width + columns, read)
+        case PackedIntegers():
+            values = _packed(encoding, rows, columns, read)
+        case Fp4():
+            values = _fp4(encoding, rows, columns, read)
+        case _:
+            return assert_never(encoding)
+    return _rounded(values.astype(np.float32), encoding.spec.dtype)
+
+
+def _rounded(values: NDArray[np.float32], dtype: DType) -> Array:
+    """Return the bits of float32 values rounded to a type, to nearest, ties to even."""
+    if dtype is DType.BF16:
+        bits = values.view(np.uint32)
+        up = np.where(np.isfinite(values), 0x7FFF + ((bits >> 16) & 1), 0).astype(np.uint32)
+        return np.asarray(((bits + up) >> 16).astype(np.uint16))
+    return values.astype(np.float16) if dtype is DType.F16 else values
+
+
+def _single(values: Array) -> Array:
+    """Return float64 values rounded to float32, where a library computes in that type."""
+    return values.astype(np.float32).astype(np.float64)
+
+
+def _elements(tensor: StoredTensor, at: Array, size: int, read: Read) -> Array:
+    """Return the elements of `size` bytes at these places as unsigned integers; what lies between is read once."""
+    low, high = int(at.min()), int(at.max()) + 1
+    return np.asarray(read(tensor, low * size, (high - low) * size).view(f"<u{size}")[at - low])
+
+
+def _floats(tensor: StoredTensor, at: Array, read: Read) -> Array:
+    """Return the numbers at these places, float64."""
+    size = tensor.dtype.bits // 8
+    bits = _elements(tensor, at, size, read)
+    if tensor.dtype in (DType.U8, DType.F8_E8M0):
+        return np.ldexp(1.0, bits.astype(np.int32) - _MX_BIAS)
+    if tensor.dtype is DType.F8_E4M3:
+        return _small_float(bits, exponent=4, mantissa=3)
+    if tensor.dtype is DType.BF16:
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.view(f"<f{size}").astype(np.float64)
+
+
+def _small_float(bits: Array, *, exponent: int, mantissa: int) -> Array:
+    """Return what floats of one sign bit and so many others are: E4M3's NaN, all ones, among them; E2M1 has none."""
+    bits = bits.astype(np.int32)
+    fraction, power = bits & ((1 << mantissa) - 1), (bits >> mantissa) & ((1 << exponent) - 1)
+    hidden = np.where(power > 0, 1 << mantissa, 0)
+    bias = (1 << (exponent - 1)) - 1
+    sizes = np.ldexp((hidden + fraction).astype(np.float64), np.maximum(power, 1) - bias - mantissa)
+    if exponent + mantissa == 7:  # noqa: PLR2004 - E4M3
+        sizes = np.where(bits & 0x7F == 0x7F, np.nan, sizes)  # noqa: PLR2004 - all ones
+    return np.asarray(np.where(bits >> (exponent + mantissa), -sizes, sizes))
+
+
+def _signed(codes: Array) -> Array:
+    """Return bytes in two's complement as numbers."""
+    return np.asarray(np.where(codes < 128, codes, codes.astype(np.int32) - 256).astype(np.float64))  # noqa: PLR2004 - half of 256
+
+
+def _tiled(encoding: Tiled, rows: Array, columns: Array, read: Read) -> Array:
+    height, width = encoding.spec.shape[-2:]
+    down, across = encoding.tile
+    raw = _elements(encoding.codes, rows * width + columns, 1, read)
+    codes = _signed(raw) if encoding.codes.dtype is DType.I8 else _small_float(raw, exponent=4, mantissa=3)
+    grid = (math.ceil(height / down), math.ceil(width / across))
+    matrix, row = np.divmod(rows, height)
+    return codes * _floats(encoding.scales, (matrix * grid[0] + row // down) * grid[1] + columns // across, read)
+
+
+def _bnb4(encoding: Bnb4, at: Array, read: Read) -> Array:
+    byte = _elements(encoding.codes, at // 2, 1, read)
+    codes = np.where(at % 2 == 0, byte // 16, byte % 16)
+    levels = _floats(encoding.levels, codes, read) if codes.size else codes
+    return levels * _bnb_scales(encoding.scales, at // encoding.block, read)
+
+
+def _bnb_scales(scales: StoredTensor | NestedScales, blocks: Array, read: Read) -> Array:
+    if isinstance(scales, StoredTensor):
+        return _floats(scales, blocks, read)
+    levels = _floats(scales.levels, _elements(scales.codes, blocks, 1, read), read)
+    nested = _single(levels * _floats(scales.scales, blocks // scales.block, read))
+    return _single(nested + float(np.float32(scales.offset)))
+
+
+def _packed(encoding: PackedIntegers, rows: Array, columns: Array, read: Read) -> Array:
+    bits, words = encoding.bits, encoding.codes.shape[-1]
+    codes = _from_stream(encoding.codes, rows * words, columns, 1, bits, read)
+    one = math.prod(encoding.scales.shape) == 1
+    groups = encoding.spec.shape[-1] // encoding.group
+    place = np.zeros_like(rows + columns) if one else rows * groups + columns // encoding.group
+    zeros = np.zeros(1)
+    if encoding.zeros is not None and encoding.zeros.dtype is DType.I8:
+        zeros = _signed(_elements(encoding.zeros, rows * groups + columns // encoding.group, 1, read))
+    elif encoding.zeros is not None:
+        zeros = _from_stream(encoding.zeros, columns // encoding.group, rows, groups, bits, read)
+    return (codes - zeros) * _floats(encoding.scales, place, read)
+
+
+def _from_stream(tensor: StoredTensor, begin: Array, number: Array, stride: int, bits: int, read: Read) -> Array:
+    """Return the codes of this number in streams of words that begin at `begin`, each `stride` after the one before."""
+    first = number * bits
+    code = np.zeros(np.broadcast(begin, number).shape, np.int64)
+    for bit in range(bits):
+        place = first + bit
+        word = _elements(tensor, begin + place // 32 * stride, 4, read).astype(np.int64)
+        code |= ((word >> (place % 32)) & 1) << bit
+    return (code - (1 << (bits - 1))).astype(np.float64)
+
+
+def _fp4(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
+    if encoding.transposed:
+        inside, outputs = encoding.spec.shape[-2:]
+        matrix, column = np.divmod(rows, inside)
+        rows, columns = matrix * outputs + columns, column
+        width = inside
+    else:
+        width = encoding.spec.shape[-1]
+    at = rows * width + columns
+    byte = _elements(encoding.codes, at // 2, 1, read)
+    codes = _small_float(np.where(at % 2, byte >> 4, byte & 15), exponent=2, mantissa=1)
+    scales = _floats(encoding.scales, at // encoding.group, read)
+    if encoding.overall is not None:
+        overall = _floats(encoding.overall, np.zeros(1, np.int64), read)
+        scales = _single(scales / overall if encoding.divides else scales * overall)
+    return codes * scales

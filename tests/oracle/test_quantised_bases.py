@@ -1,0 +1,175 @@
+"""Merging into quantised bases: exact beside quantised weights, exact with the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lora_tool.actions import Verdict
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.verification.verifying import verify
+from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
+from tests.quantised_models import FORMS, quantise
+
+BF16 = torch.bfloat16
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+LINEAR = sorted(set(FORMS) - {"mxfp4"})
+ATTENTION: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}
+ALL_LINEAR: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("plain") / "base", "qwen3", "causal-lm", BF16, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def adapter(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
+    made: dict[str, Path] = {}
+
+    def of(lora: dict[str, Any]) -> Path:
+        key = json.dumps(lora)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("adapter") / "adapter"
+            made[key] = save_adapter(folder, plain, "causal-lm", lora)
+        return made[key]
+
+    return of
+
+
+def is_mlp(module: str) -> bool:
+    return ".mlp." in module
+
+
+def is_linear(module: str) -> bool:
+    return module.endswith("_proj")
+
+
+def delta(adapter: Path, module: str) -> torch.Tensor:
+    """Return scaling·(B·A) of a module in float64."""
+    table, config = saved_tensors(adapter), json.loads((adapter / "adapter_config.json").read_text())
+    factors = [table[f"base_model.model.{module}.lora_{part}.weight"].double() for part in "BA"]
+    scaled: torch.Tensor = (factors[0] @ factors[1]) * (config["lora_alpha"] / config["r"])
+    return scaled
+
+
+def assert_rounded(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Assert that bfloat16 values are the nearest to the exact ones: one in a thousand may be the next."""
+    nearest = exact.to(torch.float32).to(BF16) if exact.dtype is torch.float64 else exact.to(BF16)
+    apart = (found.view(torch.int16).int() - nearest.view(torch.int16).int()).abs()
+    assert int(apart.max()) <= 1
+    assert float((apart > 0).float().mean()) <= 0.001 + 1 / apart.numel()
+
+
+@pytest.mark.parametrize("form", LINEAR)
+def test_an_adapter_beside_quantised_weights_leaves_them_as_they_are(
+    form: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_mlp)
+    lora = adapter(ATTENTION)
+    merged = merge_with_ours(base, lora, tmp_path / "merged", "float32")
+    before, after = saved_tensors(base), saved_tensors(merged)
+    assert after.keys() == before.keys()
+    changed = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qv"}
+    bits = {name: tensor.view(torch.uint8) for name, tensor in before.items() if tensor.ndim}
+    assert {name for name, raw in bits.items() if not torch.equal(raw, after[name].view(torch.uint8))} == changed
+    assert (merged / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    twin = merge_with_ours(plain, lora, tmp_path / "twin", "float32")
+    assert not different(after, {name: saved_tensors(twin)[name] for name in changed})
+    assert not verify(merged).report.findings
+
+
+@pytest.mark.parametrize("form", LINEAR)
+def test_what_is_merged_into_quantised_weights_is_rounded_once(
+    form: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, values = quantise(plain, tmp_path / "base", form, is_linear)
+    lora = adapter(ALL_LINEAR)
+    merged = merge_with_ours(base, lora, tmp_path / "merged", "float32")
+    after = saved_tensors(merged)
+    config = json.loads((merged / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config == json.loads((plain / "config.json").read_text())
+    assert after.keys() == saved_tensors(plain).keys()
+    for name, weight in values.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in ALL_LINEAR["target_modules"]:
+            assert_rounded(after[name], weight.double() + delta(lora, module))
+        else:
+            assert torch.equal(after[name], weight.to(BF16))
+    assert not verify(merged).report.findings
+    _, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_quantised_weights_that_change_are_not_kept_quantised(
+    plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", "nf4-double", is_linear)
+    with pytest.raises(UnsupportedAdapter, match=r"changes 6 quantised weights, .*down_proj.weight` \(nf4 of bits"):
+        merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="as-base")
+
+
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_local_experts": 4,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """Return a small GPT-OSS, the same with its experts in MXFP4, and the numbers of those."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    base = save_base(folder / "plain", "gpt_oss", "causal-lm", BF16, **EXPERTS)
+    return base, *quantise(base, folder / "base", "mxfp4", lambda module: module.endswith(tuple(FUSED)))
+
+
+def test_attention_beside_mxfp4_experts(gpt_oss: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    plain, base, _ = gpt_oss
+    adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", ATTENTION)
+    before = saved_tensors(base)
+    after = saved_tensors(merge_with_ours(base, adapter, tmp_path / "merged", "float32"))
+    twin = saved_tensors(merge_with_ours(plain, adapter, tmp_path / "twin", "float32"))
+    assert after.keys() == before.keys()
+    changed = set(different(before, after))
+    assert changed == {name for name in before if name.endswith(("q_proj.weight", "v_proj.weight"))}
+    assert not different(after, {name: twin[name] for name in changed})
+    assert (tmp_path / "merged" / "config.json").read_bytes() == (base / "config.json").read_bytes()
+    assert not verify(tmp_path / "merged").report.findings
+
+
+@pytest.mark.parametrize(
+    "targets", [{"target_modules": ["q_proj"]}, {"target_modules": [], "target_parameters": FUSED}]
+)
+def test_mxfp4_experts_become_the_matrices_that_transformers_loads(
+    targets: dict[str, Any], gpt_oss: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    plain, base, values = gpt_oss
+    adapter = save_adapter(tmp_path / "adapter", plain, "causal-lm", {"r": 4, "lora_alpha": 6, **targets})
+    merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32", store="all-16bit")
+    after = saved_tensors(merged)
+    assert after.keys() == saved_tensors(plain).keys()
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=BF16)
+    loaded = model.state_dict()
+    for name, weight in values.items():
+        assert torch.equal(loaded[name], weight.to(BF16))
+        if "target_parameters" not in targets:
+            assert torch.equal(after[name], loaded[name])
+    theirs = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    assert not different(
+        saved_tensors(merge_with_ours(base, adapter, tmp_path / "peft", "peft", store="all-16bit")), theirs
+    )
+    evidence = verify(merged).evidence.values()
+    assert all(found.verdict is Verdict.RIGHT and found.compared == found.numel for found in evidence)

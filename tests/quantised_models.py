@@ -1,0 +1,185 @@
+"""Plain models made quantised, with arithmetic as short as it can be: the layouts of real checkpoints, in miniature.
+
+Each form writes what its library writes beside a weight, and returns the numbers that the codes stand for, as torch
+computes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Table = dict[str, torch.Tensor]
+Made = tuple[Table, torch.Tensor]
+"""The tensors of one module, and its weight as numbers."""
+
+_NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
+        0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+    ]
+)  # fmt: skip
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+TILE = 16
+"""Rows and columns of a tile of the models here."""
+
+
+def _tiles(weight: torch.Tensor, down: int, across: int) -> torch.Tensor:
+    """Return the largest value of each tile, the last ones cut off, spread over the matrix again."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % across, 0, -rows % down))
+    return padded.reshape(-(-rows // down), down, -(-columns // across), across).abs().amax((1, 3))
+
+
+def _spread(scales: torch.Tensor, down: int, across: int, shape: torch.Size) -> torch.Tensor:
+    return scales.float().repeat_interleave(down, 0).repeat_interleave(across, 1)[: shape[0], : shape[1]]
+
+
+def fp8_block(name: str, weight: torch.Tensor, scale: torch.dtype = torch.float32) -> Made:
+    scales = (_tiles(weight, TILE, TILE) / 448).to(scale)
+    wide = _spread(scales, TILE, TILE, weight.shape)
+    codes = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scales}, codes.float() * wide
+
+
+def fp8_channel(name: str, weight: torch.Tensor) -> Made:
+    scales = (weight.float().abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
+    codes = (weight.float() / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    beside = {f"{name}.input_scale": torch.ones(1)}
+    return {f"{name}.weight": codes, f"{name}.weight_scale": scales, **beside}, codes.float() * scales.float()
+
+
+def int4(name: str, weight: torch.Tensor) -> Made:
+    scales = (_tiles(weight, 1, 32) / 7).to(torch.bfloat16)
+    codes = (weight.float() / _spread(scales, 1, 32, weight.shape)).round().clamp(-8, 7)
+    nibbles = (codes + 8).to(torch.int64).reshape(len(codes), -1, 8)
+    words = sum(nibbles[..., at] << (4 * at) for at in range(8))
+    return {
+        f"{name}.weight_packed": torch.as_tensor(words).to(torch.int32),
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }, (codes * _spread(scales, 1, 32, weight.shape)).to(torch.bfloat16).float()
+
+
+def nvfp4(name: str, weight: torch.Tensor) -> Made:
+    overall = 2688 / weight.float().abs().max()
+    scales = (_tiles(weight, 1, 16) / 6 * overall).to(torch.float8_e4m3fn)
+    wide = _spread(scales.float() / overall, 1, 16, weight.shape)
+    codes = (weight.float() / wide).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return {
+        f"{name}.weight_packed": packed,
+        f"{name}.weight_scale": scales,
+        f"{name}.weight_global_scale": overall.reshape(1),
+    }, (_E2M1[codes.long()] * wide).to(torch.bfloat16).float()
+
+
+def bnb_int8(name: str, weight: torch.Tensor) -> Made:
+    largest = weight.float().abs().amax(1)
+    codes = (weight.float() * 127 / largest[:, None]).round().to(torch.int8)
+    tensors = {
+        f"{name}.weight": codes,
+        f"{name}.SCB": largest,
+        f"{name}.weight_format": torch.tensor(0).to(torch.uint8),
+    }
+    return tensors, codes.float() * largest[:, None] * 7.874015718698502e-3
+
+
+def nf4_double(name: str, weight: torch.Tensor) -> Made:
+    flat = weight.float().reshape(-1, 64)
+    largest = flat.abs().amax(1)
+    offset = largest.mean()
+    levels = torch.linspace(-1, 1, 256)
+    outer = (largest - offset).abs().max().reshape(1)
+    nested = ((largest - offset) / outer).unsqueeze(1).sub(levels).abs().argmin(1).to(torch.uint8)
+    scales = levels[nested.long()] * outer + offset
+    codes = (flat / scales[:, None]).unsqueeze(-1).sub(_NF4).abs().argmin(-1).to(torch.uint8)
+    pairs = codes.reshape(-1)
+    said = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": list(weight.shape),
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": offset.item(),
+    }
+    beside = {
+        "absmax": nested,
+        "quant_map": _NF4,
+        "nested_absmax": outer,
+        "nested_quant_map": levels,
+        "quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+    }
+    packed = ((pairs[0::2] << 4) | pairs[1::2]).reshape(-1, 1)
+    values = (_NF4[codes.long()] * scales[:, None]).to(torch.bfloat16).float().reshape(weight.shape)
+    return {f"{name}.weight": packed, **{f"{name}.weight.{key}": tensor for key, tensor in beside.items()}}, values
+
+
+def gpt_oss(name: str, weight: torch.Tensor) -> Made:
+    """Return blocks and scales of a stack [experts, in, out]."""
+    turned = weight.float().transpose(1, 2).contiguous()
+    groups = turned.reshape(*turned.shape[:2], -1, 32)
+    powers = groups.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
+    codes = (groups / powers.exp2().unsqueeze(-1)).unsqueeze(-1).sub(_E2M1).abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    values = (_E2M1[codes.long()] * powers.exp2().unsqueeze(-1)).reshape(turned.shape).transpose(1, 2)
+    return {f"{name}_blocks": blocks, f"{name}_scales": (powers + 127).to(torch.uint8)}, values.contiguous()
+
+
+def _compressed(**weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+FORMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
+    "nf4-double": (nf4_double, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "fp8-block": (
+        fp8_block,
+        {"quant_method": "fp8", "weight_block_size": [TILE, TILE], "activation_scheme": "dynamic"},
+    ),
+    "fp8-channel": (fp8_channel, _compressed(num_bits=8, type="float", strategy="channel")),
+    "int4": (int4, _compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)),
+    "nvfp4": (nvfp4, _compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)),
+    "mxfp4": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
+}
+
+
+def quantise(base: Path, out: Path, form: str, chosen: Callable[[str], bool]) -> tuple[Path, Table]:
+    """Write `base` to `out` with the weights quantised whose module is `chosen`; return it, and those weights' numbers."""
+    make, table = FORMS[form]
+    tensors: Table = {}
+    for file in sorted(base.glob("*.safetensors")):
+        tensors |= load_file(file)
+    stored: Table = {}
+    values: Table = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if chosen(module):
+            made, values[name] = make(module, tensor)
+            stored |= {each: part.contiguous().clone() for each, part in made.items()}
+        else:
+            stored[name] = tensor
+    out.mkdir()
+    halves = list(stored)[::2], list(stored)[1::2]  # a weight and its scales lie in different files
+    for number, names in enumerate(halves, 1):
+        save_file({name: stored[name] for name in names}, out / f"model-{number:05d}-of-00002.safetensors")
+    places = {
+        name: f"model-{number:05d}-of-00002.safetensors" for number, names in enumerate(halves, 1) for name in names
+    }
+    total = sum(tensor.nbytes for tensor in stored.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": table}
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    return out, values
