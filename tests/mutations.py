@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.plan.algebra.plan_combine import plan_resize
 from lora_tool.plan.merge.plan_merge import plan_merge
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, PREFIX, WEIGHTS, fields, lora, raw, tensors
@@ -71,10 +72,12 @@ def _breaks(
 def copy_of(fixture: str, where: Path) -> Path:
     """Copy the fixture that `fixture` (``causal-llama/adapter``) lies in, and return the copy of it.
 
-    ``reward-qwen2/merged`` is made on the spot, from the copies of its base and adapter.
+    ``reward-qwen2/merged`` is made on the spot, from the copies of its base and adapter, ``resized`` from the adapter.
     """
     root, _, folder = fixture.partition("/")
     shutil.copytree(FIXTURES / root, where / root)
+    if folder == "resized":
+        return execute(plan_resize(where / root / "adapter", rank=3), where / root / folder)
     return merged_in(where / root) if folder == "merged" else where / root / folder
 
 

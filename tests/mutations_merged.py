@@ -160,6 +160,15 @@ def _rows_of_zeros(folder: Path) -> None:
         table[f"{Q_PROJ}.weight"] = stored(values, tensor)
 
 
+@breaks("LT626", "causal-llama/resized", verified=True)
+def _a_row_of_a_factor(folder: Path) -> None:
+    with tensors(folder) as table:
+        name = f"{PREFIX}{Q_PROJ}.lora_B.weight"
+        values = numbers(table[name])
+        values[3] = 0
+        table[name] = stored(values, table[name])
+
+
 @breaks("LT608 one bit", MERGED, verified=True)
 def _one_bit_of_a_sum(folder: Path) -> None:
     with weights(folder) as table:

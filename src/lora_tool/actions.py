@@ -15,6 +15,7 @@ class TensorAction(str, enum.Enum):
     MERGED = "merged"
     REPLACED = "replaced"
     ADDED = "added"
+    COMPUTED = "computed"
     DROPPED = "dropped"
     CONSUMED = "consumed"
 
@@ -22,7 +23,7 @@ class TensorAction(str, enum.Enum):
         return str(self.value)
 
 
-NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED})
+NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED, TensorAction.COMPUTED})
 """What of an output the base did not have so: a writer looks at each value of it."""
 
 

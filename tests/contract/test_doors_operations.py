@@ -100,8 +100,8 @@ def test_an_operation_is_added_in_four_files_and_mypy_names_those_that_forget_it
     rooms = tmp_path / "src" / "lora_tool"
     ops = rooms / "plan/core/ops.py"
     text = ops.read_text()
-    assert text.count("\n\nLowRank = ") == text.count("\nRowOp = Copy") == 1
-    ops.write_text(text.replace("\n\nLowRank = ", OPERATION).replace("\nRowOp = Copy", "\nRowOp = Negate | Copy"))
+    assert text.count("\n\nLowRank = ") == text.count("\nOnSource = Copy") == 1
+    ops.write_text(text.replace("\n\nLowRank = ", OPERATION).replace("\nOnSource = Copy", "\nOnSource = Negate | Copy"))
     assert forgotten(tmp_path) == dict.fromkeys(ARMS, 1)
 
     for name, arm in ARMS.items():

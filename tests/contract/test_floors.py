@@ -18,6 +18,7 @@ FLOORS: dict[str, float] = {
     **dict.fromkeys(("hub_cache", "hub_client"), 1.1),
     "checkpoint": 2,
     **dict.fromkeys(("sources", "architectures"), 2.1),
+    "weighted": 2.2,
     "adapter": 2.2,
     # judgement: findings are data, the state of rank files is read for them, and rules import no plan
     **dict.fromkeys(("report", "names"), 3),
@@ -33,7 +34,7 @@ FLOORS: dict[str, float] = {
     "plan.core": 4.0,
     "plan.base": 4.1,
     "plan.adapter": 4.2,
-    **dict.fromkeys(("plan.merge", "plan.consolidate", "plan.convert"), 4.3),
+    **dict.fromkeys(("plan.merge", "plan.consolidate", "plan.convert", "plan.algebra"), 4.3),
     "plan": 4.4,
     "validation": 4.5,
     "inventory": 4.6,

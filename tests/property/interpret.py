@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lora_tool.execution.kernels import STORAGE
+from lora_tool.plan.core.factor_ops import FactorOp, Mix, SmallMatrix
 from lora_tool.plan.core.ops import BiasDelta, DoraDelta, LoraDelta, LowRank, Precision, RowOp
 from lora_tool.plan.core.plan import Plan
 from lora_tool.tensors import DType, StoredTensor
@@ -30,8 +32,12 @@ def load(tensor: StoredTensor) -> Array:
 def off_by_at_most(op: RowOp, written: Array, out: DType, precision: Precision) -> Array:
     """Return how far each value may be from the formula's: see `lora_tool.verification.bounds`."""
     bound = stated_bound(op, out, precision)
-    exact, source = op.reference(load), load(op.source)
+    exact = op.reference(load)
+    source = exact if isinstance(op, FactorOp) else load(op.source)
     products = np.zeros_like(exact)
+    if isinstance(op, Mix):
+        sizes = replace(op, matrix=SmallMatrix.of(np.abs(op.matrix.values)))
+        products = sizes.reference(lambda tensor: np.abs(load(tensor)))
     if isinstance(op, LowRank):
         grown = LoraDelta(source=op.source, terms=op.terms, transposed=op.transposed)
         products = grown.reference(lambda tensor: np.abs(load(tensor))) - np.abs(source)

@@ -11,7 +11,7 @@ from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 
 ALLOW_IN_MEMORY = "`allow_in_memory=True` merges it with PEFT, with the whole model in memory"
-_AS_PLAIN_LORA = (
+AS_PLAIN_LORA = (
     "save it again where it was trained, as plain LoRA: "
     'save_pretrained(folder, path_initial_model_for_weight_conversion="the adapter before training")'
 )
@@ -60,6 +60,14 @@ _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
 
 def refusals(view: AdapterView) -> Iterator[Refusal]:
     """Yield every feature of the adapter that cannot be merged exactly here."""
+    yield from refusals_of_config(view)
+    kernel = next((factor for layer in view.layers for factor in layer.factors if len(factor.shape) > MATRIX), None)
+    if kernel is not None:
+        yield _only_peft(f"LoRA on convolutions: `{kernel.name}` has shape {list(kernel.shape)}")
+
+
+def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
+    """Yield those of them that the config asks for, so that ΔW is not what B·A says, whatever is done with it."""
     config = view.config
     if config.peft_type in _AT_RUN_TIME:
         text = f"peft_type {config.peft_type}: works while the model runs, so it has no weights to merge"
@@ -83,9 +91,6 @@ def refusals(view: AdapterView) -> Iterator[Refusal]:
             text="`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not have",
             hint="take it out of adapter_config.json if it was never trained so",
         )
-    kernel = next((factor for layer in view.layers for factor in layer.factors if len(factor.shape) > MATRIX), None)
-    if kernel is not None:
-        yield _only_peft(f"LoRA on convolutions: `{kernel.name}` has shape {list(kernel.shape)}")
 
 
 def _init(init: str) -> Refusal:
@@ -100,7 +105,7 @@ def _init(init: str) -> Refusal:
         )
     elif init == "corda":
         why = "it changed the base by covariances that are not in the adapter; PEFT cannot load it either"
-    return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=_AS_PLAIN_LORA)
+    return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=AS_PLAIN_LORA)
 
 
 def require_mergeable(view: AdapterView) -> None:

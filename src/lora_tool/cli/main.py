@@ -29,6 +29,8 @@ COMMANDS = {
     "consolidate": "Put the rank files of a DeepSpeed or FSDP2 checkpoint together; rescue a reward head.",
     "convert": "Write an adapter in the form that another program reads: the names that PEFT loads.",
     "merge": "Merge an adapter into its base model.",
+    "combine": "Add adapters up into one, each with its weight.",
+    "resize": "Lower the ranks of an adapter with the least loss.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
     "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
     "ci": "Validate, consolidate, merge and verify a training output in one CI step.",

@@ -101,13 +101,14 @@ def command(
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whoever merged it.
 
-    Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
+    An adapter that `combine` or `resize` wrote is compared with what it was computed from. Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
     computed again. Exits with 5 where that does not hold, with 1 where --min-accuracy alone is missed.
     Options can be set in the [verify] table of lora-tool.toml.
     """
+    from lora_tool.plan.algebra.provenance import find_sum  # noqa: PLC0415
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
+    from lora_tool.verification.verifying import verify_inputs, verify_sum, written_wrong  # noqa: PLC0415
 
     rules = rule_choice(ctx, configured(ctx))
     asked |= {"select": rules.select, "ignore": rules.ignore}
@@ -125,9 +126,18 @@ def command(
         from lora_tool.verification.texts import read_texts  # noqa: PLC0415 - only where asked for
 
         asked["text"] = read_texts(text)
-    inputs = find_inputs(merged, base=base, adapters=adapters)
     watch = partial(progress_bar, quiet=quiet or printed is Form.JSON)
-    verification = verify_inputs(inputs, level=Level.SAMPLE if sample else Level.FULL, watch=watch, **asked)
+    level = Level.SAMPLE if sample else Level.FULL
+    computed = find_sum(merged, adapters)
+    if computed is not None:
+        of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
+        if of_models:
+            raise click.UsageError(f"--{of_models[0]} is for merged models, {merged} is an adapter")
+        how = {name: asked[name] for name in ("select", "ignore", "jobs")}
+        verification = verify_sum(computed, level=level, watch=watch, **how)
+    else:
+        inputs = find_inputs(merged, base=base, adapters=adapters)
+        verification = verify_inputs(inputs, level=level, watch=watch, **asked)
     if verification.report.findings or not quiet:
         click.echo(_text(verification, printed, told.least, tensors=tensors, color=wants_colour()))
     if plot is not None and verification.pairs is not None:

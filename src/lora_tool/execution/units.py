@@ -82,7 +82,7 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     for step in shard.steps:
         for op in row_ops(step.op):
             # a stack of experts is worked on row by row
-            out = step.out if op.source.shape == step.out.shape else replace(step.out, shape=op.source.shape)
+            out = step.out if op.shape == step.out.shape else replace(step.out, shape=op.shape)
             is_new = step.action in NEW
             if op.is_copy and not (is_new and out.dtype.is_float):
                 for unit in _copies(op.source, at):

@@ -82,6 +82,7 @@ class Written:
             "files": [*(shard.filename for shard in plan.shards), *(file.filename for file in plan.side_files)],
             "verification": self.verification,
             "notes": list(plan.notes),
+            **plan.figures,
             "fidelity": self.fidelity,
             "findings": [finding_json(finding) for finding in plan.findings],
             "warnings": list(self.warnings),

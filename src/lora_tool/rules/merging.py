@@ -32,15 +32,18 @@ class MergeJudge:
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
 
-    def as_stored(self, adapters: Sequence[AdapterDir], base: ModelDir) -> Report:
+    def as_stored(
+        self, adapters: Sequence[AdapterDir], base: ModelDir | None, *, beside: Sequence[AdapterDir] | None = None
+    ) -> Report:
         """Return what the rules find in adapters beside their base, as `validate` says it, below `fail_on`.
 
-        Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
+        Without a base nothing is compared with one. `beside` are the same adapters as they are looked at together,
+        where less than all of them counts. Raises `FindingsFound` for what is worse, `UnknownRule` for a code that no rule has.
         """
 
         def judged(judge: Judge) -> Report:
             files = map(judge.unreadable, adapters) if judge.ignored else ()
-            return joined([*map(judge.adapter, adapters), judge.together(adapters), *files])
+            return joined([*map(judge.adapter, adapters), judge.together(beside or adapters), *files])
 
         return self._refuse(judged, base)
 

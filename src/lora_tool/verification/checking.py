@@ -68,13 +68,27 @@ def check_tensors(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TensorEvidence]:
+    """Return the evidence of every tensor of `plan`: see `check_steps`."""
+    return check_steps(plan.steps, tensors, level=level, precision=precision, jobs=jobs, progress=progress)
+
+
+def check_steps(
+    steps: Iterable[Step],
+    tensors: TensorTable,
+    *,
+    level: Level = Level.FULL,
+    precision: Precision | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, TensorEvidence]:
     """Return the evidence of every planned tensor that `tensors` has with the planned shape.
 
     `precision` is the arithmetic that made them, None where that is not known: then what 16-bit arithmetic explains is
     right, too. Raises `SourceChanged` or OSError where a file cannot be read to its end.
     """
     seen = [
-        (step, [(part, Tally()) for part in parts_of(step, tensors[step.out.name])]) for step in _present(plan, tensors)
+        (step, [(part, Tally()) for part in parts_of(step, tensors[step.out.name])])
+        for step in _present(steps, tensors)
     ]
     with Files() as files, threadpool_limits(limits=1, user_api="blas"):
         looks = ((task, tally) for _, parts in seen for part, tally in parts for task in _tasks(part, level))
@@ -82,8 +96,8 @@ def check_tensors(
         return {step.out.name: evidence_of(step, parts, files) for step, parts in seen}
 
 
-def _present(plan: Plan, tensors: TensorTable) -> Iterator[Step]:
-    for step in plan.steps:
+def _present(steps: Iterable[Step], tensors: TensorTable) -> Iterator[Step]:
+    for step in steps:
         stored = tensors.get(step.out.name)
         same_kind = stored is not None and stored.dtype.is_float == step.out.dtype.is_float
         if stored is not None and stored.shape == step.out.shape and same_kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,9 +57,9 @@ def parts_of(step: Step, stored: StoredTensor) -> tuple[Compared, ...]:
     parts = []
     begin = 0
     for op in row_ops(step.op):
-        rows = _elements(stored, begin, op.source)
+        rows = _elements(stored, begin, op.shape)
         parts.append(Compared(name=step.out.name, op=_as_stored(op, stored), stored=rows, begin=begin))
-        begin += op.source.spec.numel
+        begin += math.prod(op.shape)
     return tuple(parts)
 
 
@@ -69,11 +70,11 @@ def _as_stored(op: RowOp, stored: StoredTensor) -> RowOp:
     return Copy(source=op.source) if op.source.dtype is stored.dtype else Cast(source=op.source)
 
 
-def _elements(stored: StoredTensor, begin: int, source: StoredTensor) -> StoredTensor:
-    """Return as many elements as `source` has, in its shape: a stack of experts may be worked on row by row."""
-    if source.shape == stored.shape:
+def _elements(stored: StoredTensor, begin: int, shape: tuple[int, ...]) -> StoredTensor:
+    """Return as many elements as a tensor of this `shape` has: a stack of experts may be worked on row by row."""
+    if shape == stored.shape:
         return stored
-    spec = replace(stored.spec, shape=source.shape)
+    spec = replace(stored.spec, shape=shape)
     spans = stored.spans if spec.numel == stored.spec.numel else stored.part(begin * spec.dtype.bits // 8, spec.nbytes)
     return StoredTensor(spec=spec, spans=tuple(spans))
 

@@ -15,7 +15,19 @@ import numpy as np
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.core.ops import BiasDelta, Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, ReplaceRows, RowOp
+from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
+from lora_tool.plan.core.ops import (
+    BiasDelta,
+    Cast,
+    Copy,
+    Dequantise,
+    DoraDelta,
+    LoraDelta,
+    LowRank,
+    OnSource,
+    ReplaceRows,
+    RowOp,
+)
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns
 from lora_tool.verification.initial import taken
@@ -89,7 +101,7 @@ class Recomputer:
         What is yielded is valid until the next is asked for: the product's memory is used again.
         """
         product = self._product(op, rows)
-        width = rows_and_columns(op.source.shape)[1]
+        width = rows_and_columns(op.shape)[1]
         at = 0
         for part in split(rows, width):
             height = sum(last - first for first, last in part)
@@ -101,7 +113,12 @@ class Recomputer:
         return self._expected(op, rows, self._product(op, rows), wide)
 
     def _expected(self, op: RowOp, rows: Rows, product: Product, wide: np.dtype[Any]) -> Recomputed:
-        base = self._files.matrix(op.source, rows, wide)
+        if isinstance(op, FactorOp):
+            return self._factor(op, rows, wide)
+        return self._changed(op, rows, self._files.matrix(op.source, rows, wide), product, wide)
+
+    def _changed(self, op: OnSource, rows: Rows, base: Array, product: Product, wide: np.dtype[Any]) -> Recomputed:
+        """Return rows of the source, `base`, and what the operation adds to them."""
         match op:
             case Copy() | Cast() | Dequantise():
                 return Recomputed(base, np.zeros_like(base), _no_products)
@@ -110,13 +127,36 @@ class Recomputer:
             case DoraDelta():
                 return self._dora(op, rows, base, product, wide)
             case BiasDelta():
-                biases = [self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms]
-                change = np.asarray(sum(biases)).astype(wide, copy=False)
-                return Recomputed(base, change, lambda i, j: np.asarray(sum(np.abs(each[i, j]) for each in biases)))
+                return self._biased(op, rows, base, wide)
             case ReplaceRows():
                 return self._replaced(op, rows, base, wide)
             case _:
                 return assert_never(op)
+
+    def _factor(self, op: FactorOp, rows: Rows, wide: np.dtype[Any]) -> Recomputed:
+        """Return rows of a factor that is made of factors: nothing of it is anybody's base."""
+        products: Products
+        match op:
+            case Beside():
+                pieces = [part.of(self._files.matrix(part.tensor, rows, _DOUBLE)) * part.scale for part in op.parts]
+                made = np.concatenate([*pieces, np.zeros((len(pieces[0]), op.zeros))], axis=1)
+                products = _no_products
+            case Mix():
+                left, right = self._mixed(op, rows)
+                made, products = left @ right, Product(np.empty((0, 0)), ((left, right),)).norms
+            case _:
+                return assert_never(op)
+        return Recomputed(made.astype(wide, copy=False), np.zeros(made.shape, wide), products)
+
+    def _mixed(self, op: Mix, rows: Rows) -> tuple[Array, Array]:
+        """Return what the rows are the product of."""
+        if not op.below:
+            parts = [self._files.matrix(part, rows, _DOUBLE) for part in op.parts]
+            return np.concatenate(parts, axis=1), op.matrix.values
+        whole = self._kept(
+            "mixed", op.parts, 0, lambda: np.concatenate([self._files.matrix(p, None, _DOUBLE) for p in op.parts])
+        )
+        return np.concatenate([op.matrix.values[:, first:last] for first, last in rows], axis=1).T, whole
 
     def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""
@@ -210,6 +250,11 @@ class Recomputer:
         change = (moved * factor - base).astype(wide, copy=False)
         sizes = np.broadcast_to(np.abs(factor), base.shape)
         return Recomputed(base, change, lambda i, j: product.norms(i, j) * sizes[i, j])
+
+    def _biased(self, op: BiasDelta, rows: Rows, base: Array, wide: np.dtype[Any]) -> Recomputed:
+        biases = [self._files.matrix(term.bias, rows, _DOUBLE) * term.scaling for term in op.terms]
+        change = np.asarray(sum(biases)).astype(wide, copy=False)
+        return Recomputed(base, change, lambda i, j: np.asarray(sum(np.abs(each[i, j]) for each in biases)))
 
     def _column_factors(self, op: DoraDelta) -> Array:
         """Return m/‖column of W + Δ‖ of a weight stored [in, out]: a pass over the whole tensor."""

@@ -21,6 +21,7 @@ _KEPT = {
     TensorAction.DEQUANTISED: "have the values of the base's codes and scales, rounded",
     TensorAction.REPLACED: "have the adapter's values",
     TensorAction.ADDED: "have the values of their source",
+    TensorAction.COMPUTED: "are what their inputs give",
 }
 
 

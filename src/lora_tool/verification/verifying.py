@@ -10,24 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import Verdict
+from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
+from lora_tool.plan.algebra.factor_steps import bias_steps
+from lora_tool.plan.algebra.provenance import SumInputs, find_sum
+from lora_tool.plan.algebra.terms import factors_of_sum
+from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.provenance import Provenance, find_inputs
 from lora_tool.progress import Progress, StageWatch, unwatched
 from lora_tool.report import Finding, Report, Severity, Skipped
-from lora_tool.rules.engine.registry import Rule, chosen
+from lora_tool.rules.engine.registry import Need, Rule
+from lora_tool.rules.engine.registry import chosen as chosen_rules
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
+from lora_tool.rules.merged.expected import Expected
 from lora_tool.rules.merged.pairs import PairEvidence
-from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
-from lora_tool.verification.checking import Level, check_tensors
+from lora_tool.verification.checking import Level, check_steps, check_tensors
 from lora_tool.verification.pairs import Pairs, read_pairs
+from lora_tool.verification.products import check_products
 from lora_tool.verification.texts import LossEvidence, Texts, read_texts
 
 _OWN_RULES = ("LT1", "LT6")
@@ -84,6 +92,8 @@ def verify(
 ) -> Verification:
     """Return what the folder `merged` is, compared with `base` and `adapters`, by default those that its manifest names.
 
+    An adapter that was computed from others is compared with their sum, by QR; what is asked of models is not for it.
+
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
     `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per core,
@@ -95,6 +105,10 @@ def verify(
     inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
     anything is compared.
     """
+    if (computed := find_sum(merged, adapters)) is not None:
+        return verify_sum(
+            computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
+        )
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
@@ -128,7 +142,7 @@ def verify_inputs(
 ) -> Verification:
     """Return what `verify` returns, for inputs that were found."""
     level = Level(level)
-    rules = chosen(select, ignore)
+    rules = chosen_rules(select, ignore)
     if logits or pairs is not None or text is not None:
         require_packages(("torch", "transformers", "peft"), extra="merge")  # before minutes of comparing
     plan, why_no_plan = inputs.plan_or_why_not()
@@ -174,12 +188,60 @@ def verify_inputs(
     return found if reading is None else replace(found, loss=reading(watch))
 
 
+def verify_sum(
+    inputs: SumInputs,
+    *,
+    level: Level | str = Level.FULL,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    watch: StageWatch = unwatched,
+) -> Verification:
+    """Return what a computed adapter is, compared with the weighted sum of the adapters that its manifest names.
+
+    ΔW of every module is compared whole at either `level`; what was copied is compared byte by byte. Arguments are
+    those of `verify`. Raises as `factors_of_sum` and `whole_tensors` do for inputs that do not add up.
+    """
+    level = Level(level)
+    views, made = tuple(map(view_of, inputs.adapters)), view_of(inputs.made)
+    sums = factors_of_sum(views, inputs.weights)
+    chosen = None if inputs.head_of is None else views[inputs.head_of]
+    steps = (*whole_tensors(views, head_of=chosen).steps, *(step for each in sums for step in bias_steps(each)))
+    with watch("comparing", inputs.made.weights.nbytes) as bar:
+        told = progress or bar
+        evidence = check_steps(
+            steps, inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=told
+        )
+        evidence |= check_products(
+            sums, factors_of_sum((made,), (1.0,)), least=inputs.keep, exact=inputs.exact, progress=told
+        )
+    subject = ComputedAdapter(
+        checkpoint=ModelDir(
+            kind=MERGED_MODEL,
+            folder=inputs.made.folder,
+            config=None,
+            weights=inputs.made.weights,
+            problems=inputs.made.problems,
+            manifest=inputs.manifest,
+        ),
+        planned=Expected(tensors=inputs.manifest.tensors or {}, files=()),
+        evidence=evidence,
+        recomputed=True,
+        inputs=inputs.fingerprints(),
+    )
+    adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
+    rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(_OWN_RULES))
+    rules = (rule for rule in rules if Need.CONFIG not in rule.needs)  # it has no model's
+    return _by_rules(subject, tuple(rules), level, Precision.FLOAT64, adapters=adapters)
+
+
 def check_written(plan: Plan, folder: Path, *, level: Level = Level.SAMPLE, jobs: int | None = None) -> Verification:
     """Return what is in the `folder` that `plan` was just carried out in, read back from the disk."""
     written = _written(plan, folder)
     evidence = check_tensors(plan, written.tensors, level=level, precision=plan.precision, jobs=jobs)
     subject = MergedSubject(checkpoint=written, planned=plan.expected, evidence=evidence, recomputed=True)
-    return _by_rules(subject, chosen(_OWN_RULES), level, plan.precision)
+    return _by_rules(subject, chosen_rules(_OWN_RULES), level, plan.precision)
 
 
 def _by_rules(
@@ -225,7 +287,9 @@ def judged_alone(
     from lora_tool.verification.rewards import rank_alone  # noqa: PLC0415 - torch and transformers, only where asked for
 
     subject = MergedSubject(checkpoint=model, planned=None, pairs=rank_alone(model, pairs, watch))
-    return _by_rules(subject, tuple(rule for rule in chosen((), ignore) if rule.code in _OF_USE), Level.FULL, None)
+    return _by_rules(
+        subject, tuple(rule for rule in chosen_rules((), ignore) if rule.code in _OF_USE), Level.FULL, None
+    )
 
 
 def written_wrong(failing: Iterable[Finding]) -> bool:

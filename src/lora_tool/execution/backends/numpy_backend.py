@@ -19,6 +19,7 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
 from lora_tool.plan.core.ops import (
     BiasDelta,
     Cast,
@@ -27,6 +28,7 @@ from lora_tool.plan.core.ops import (
     DoraDelta,
     LoraDelta,
     LowRank,
+    OnSource,
     Precision,
     ReplaceRows,
     RowOp,
@@ -38,6 +40,8 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
+_STRIP = 1 << 12
+"""Columns of factors that are widened at a time, where each row of a product needs all rows of them."""
 _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
 
@@ -56,6 +60,7 @@ class NumpyBackend:
         self._buffers: dict[str, Array] = {}
         self._kept: tuple[StoredTensor, int, np.dtype[Any], tuple[Array, ...]] | None = None
         self._stack: tuple[StoredTensor, Array] | None = None
+        self._parts_kept: tuple[tuple[StoredTensor, ...], tuple[Array, ...]] | None = None
         self._retained: DeltaRetention | None = None
 
     @staticmethod
@@ -83,6 +88,8 @@ class NumpyBackend:
     def _needs_float64(self, op: RowOp) -> bool:
         """Whether the working precision is float64: asked for, or because float32 would lose bits of what is kept."""
         kept = (op.source, op.rows) if isinstance(op, ReplaceRows) else (op.source,)
+        if isinstance(op, FactorOp):
+            return True
         return self._precision is Precision.FLOAT64 or any(tensor.dtype is DType.F64 for tensor in kept)
 
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
@@ -99,7 +106,7 @@ class NumpyBackend:
 
     def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
         """Return rows `first` to `last` of the output, flat, in this worker's buffer."""
-        source, change, whole = self._parts(unit.op, first, last)
+        source, change, whole = self._made(unit.op, first, last)
         dtype = unit.out.dtype
         result = self._buffer("result", source.shape, kernels.STORAGE[dtype])
         for at in range(0, result.size, kernels.CACHE_BLOCK):
@@ -118,7 +125,17 @@ class NumpyBackend:
                 self._retained = retention(source[part], total, result[part])
         return result
 
-    def _parts(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
+    def _made(self, op: RowOp, first: int, last: int) -> tuple[Array, Array | None, bool]:
+        """Return what `_parts` does; of a factor its rows as they are to be, which nothing is added to."""
+        match op:
+            case Beside():
+                return self._beside(op, first, last), None, False
+            case Mix():
+                return self._mixed(op, first, last), None, False
+            case _:
+                return self._parts(op, first, last)
+
+    def _parts(self, op: OnSource, first: int, last: int) -> tuple[Array, Array | None, bool]:
         """Return the rows of the source, flat, and what is added to them; with True what takes their place."""
         match op:
             case Copy() | Cast() | Dequantise():
@@ -147,6 +164,41 @@ class NumpyBackend:
             for at, row in inside:
                 mixed[row] = rows[at]
         return mixed.reshape(-1)
+
+    def _beside(self, op: Beside, first: int, last: int) -> Array:
+        """Return the scaled columns, flat, in float64."""
+        made = self._buffer("made", (last - first, op.shape[1]), self._wide)
+        at = 0
+        for part in op.parts:
+            columns = made[:, at : at + part.count]
+            if part.count:
+                columns[...] = part.of(self._rows(part.tensor, first, last))
+            if part.scale != 1:
+                np.multiply(columns, part.scale, out=columns)
+            at += part.count
+        made[:, at:] = 0
+        return made.reshape(-1)
+
+    def _mixed(self, op: Mix, first: int, last: int) -> Array:
+        """Return the product with the small matrix, flat, in float64."""
+        made = self._buffer("made", (last - first, op.shape[1]), self._wide)
+        if op.below:
+            columns = op.matrix.values[:, first:last].T
+            stacked = self._stacked(op.parts)
+            for at in range(0, op.shape[1], _STRIP):
+                strip = slice(at, at + _STRIP)
+                wide = np.concatenate([part[:, strip] for part in stacked]).astype(self._wide)
+                np.matmul(columns, wide, out=made[:, strip])
+        else:
+            rows = [self._wide_rows(part, first, last) for part in op.parts]
+            np.matmul(np.concatenate(rows, axis=1) if len(rows) > 1 else rows[0], op.matrix.values, out=made)
+        return made.reshape(-1)
+
+    def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:
+        """Return the whole parts as they are stored, kept from one block to the next."""
+        if self._parts_kept is None or self._parts_kept[0] is not parts:
+            self._parts_kept = (parts, tuple(self._rows(part, 0, part.shape[0]) for part in parts))
+        return self._parts_kept[1]
 
     def _wide_copy(self, stored: Array) -> Array:
         """Return the elements in the working precision, in this worker's buffer."""

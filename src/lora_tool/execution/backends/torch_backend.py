@@ -20,6 +20,7 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.factor_ops import Beside, Columns, Mix
 from lora_tool.plan.core.ops import (
     BiasDelta,
     Cast,
@@ -28,6 +29,7 @@ from lora_tool.plan.core.ops import (
     DoraDelta,
     LoraDelta,
     LowRank,
+    OnSource,
     Precision,
     ReplaceRows,
     RowOp,
@@ -88,6 +90,22 @@ class TorchBackend:
         refuse_nonfinite(unit)
 
     def _values(self, op: RowOp, dtype: torch.dtype) -> torch.Tensor:
+        match op:
+            case Beside():
+                pieces = [part.scale * self._columns(part) for part in op.parts]
+                zeros = torch.zeros(op.shape[0], op.zeros, dtype=torch.float64)
+                return torch.cat([*pieces, zeros], dim=1).to(dtype)
+            case Mix():
+                matrix = torch.from_numpy(op.matrix.values.copy())
+                whole = torch.cat([self._load(part).to(torch.float64) for part in op.parts], dim=0 if op.below else 1)
+                return (matrix.T @ whole if op.below else whole @ matrix).to(dtype)
+            case _:
+                return self._changed(op, dtype)
+
+    def _columns(self, part: Columns) -> torch.Tensor:
+        return self._load(part.tensor).to(torch.float64)[:, part.first :: part.step][:, : part.count]
+
+    def _changed(self, op: OnSource, dtype: torch.dtype) -> torch.Tensor:
         weight = self._load(op.source).to(dtype)
         match op:
             case Copy() | Cast() | Dequantise():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lora_tool.choices import Choice
 from lora_tool.formats.quantised.encodings import encoding_of
+from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.operation import InputNames, Operation, Sums, input_of, rows_of
 from lora_tool.plan.core.terms import BiasTerm, LoraTerm
 from lora_tool.tensors import DType, StoredTensor
@@ -46,10 +47,17 @@ class _RowOperation(Operation):
 
     __slots__ = ()
 
+    source: StoredTensor
+
     @property
     def sums(self) -> Sums:
         """What a bound of the output's rounding is made from: one rounding of the source's value if nothing is added."""
         return Sums()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The output's: the source's."""
+        return self.source.shape
 
     @abstractmethod
     def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
@@ -309,8 +317,10 @@ class BiasDelta(_RowOperation):
 LowRank = LoraDelta | DoraDelta
 """What adds products of low rank."""
 
-RowOp = Copy | Cast | Dequantise | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
-"""What can be done to one source. A closed union: whoever computes one handles all."""
+OnSource = Copy | Cast | Dequantise | LoraDelta | DoraDelta | BiasDelta | ReplaceRows
+"""What can be done to one source, whose rows are the output's."""
+RowOp = OnSource | FactorOp
+"""What makes rows of an output. A closed union: whoever computes one handles all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +342,7 @@ class Assemble(Operation):
         return "; ".join(dict.fromkeys(map(str, self.parts)))
 
     def describe(self, input_names: InputNames) -> dict[str, Any]:
-        parts = [{"rows": part.source.shape[0], **part.describe(input_names)} for part in self.parts]
+        parts = [{"rows": part.shape[0], **part.describe(input_names)} for part in self.parts]
         return _described(self, self.source, input_names, parts=parts)
 
     def reference(self, read: Read) -> Values:

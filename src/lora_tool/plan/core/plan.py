@@ -64,6 +64,11 @@ class Plan:
         """Whether a base weight must be changed as PEFT changes it when it builds its layers."""
         return any(step.op.taken_out for step in self.steps)
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What is known of the result before it is written, as JSON data: the modules of an adapter that is computed."""
+        return {"modules": self.manifest["modules"]} if "modules" in self.manifest else {}
+
     def counts(self) -> dict[str, int]:
         """Return how many tensors have each fate, of the output first, then of the inputs."""
         fates = [step.action.value for step in self.steps] + [item.action.value for item in self.leftovers]
@@ -89,6 +94,7 @@ class Plan:
             "findings": [finding_json(finding) for finding in self.findings],
             "warnings": list(self.warnings),
             "counts": self.counts(),
+            **self.figures,
             "shards": [shard_json(shard, self.input_names) for shard in self.shards],
             "side_files": [
                 {"filename": file.filename, "source": str(file.source) if file.source else None, "reason": file.reason}

@@ -14,7 +14,8 @@ from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import ALLOW_IN_MEMORY, WITH_PEFT
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.names.model import RowMapping, row_count
-from lora_tool.plan.core.ops import Assemble, LoraDelta, Op, RowOp, row_ops
+from lora_tool.plan.core.factor_ops import FactorOp
+from lora_tool.plan.core.ops import Assemble, Cast, Copy, LoraDelta, Op, RowOp, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import StoredTensor, TensorSpec, TensorTable, contiguous
 
@@ -90,7 +91,7 @@ def _merged_copies(parts: Sequence[RowOp]) -> list[RowOp]:
     made: list[RowOp] = []
     for part in parts:
         last = made[-1] if made else None
-        if last is not None and part.keeps_values and type(last) is type(part):
+        if last is not None and isinstance(part, Copy | Cast) and type(last) is type(part):
             made[-1] = replace(part, source=_stacked(last.source, part.source))
         else:
             made.append(part)
@@ -107,7 +108,7 @@ def _named(part: RowOp, at_place: _Places) -> RowOp:
     spans = contiguous(part.source.spans)
     whole = len(spans) == 1 and not part.source.is_transposed
     known = at_place.get((spans[0].path, spans[0].offset, spans[0].nbytes)) if whole else None
-    if known is None:
+    if known is None or isinstance(part, FactorOp):  # no step of a model makes factors
         return part
     source = known
     if known.shape != part.source.shape:

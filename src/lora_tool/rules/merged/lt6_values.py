@@ -223,6 +223,25 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
             yield _fault(subject, found, f"should be the trained one: {_amount(found)}")
 
 
+@rule("LT626", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
+    """A computed adapter is not what its inputs give.
+
+    What it does: Compares ΔW of every module of an adapter that `combine` or `resize` wrote with the weighted sum of its
+    inputs, by QR in float64, where it was written by Gram matrices: no farther than the best approximation of its rank,
+    and what rounding explains. Right after writing, samples of both factors are computed again, too.
+
+    Why it matters: The adapter does something else than the adapters that it claims to be made of.
+
+    Example: The file was cut and padded by a bad copy, or edited after it was written.
+
+    What to do: Write it again, into a new folder.
+    """
+    for found in subject.evidence.values():
+        if found.action is TensorAction.COMPUTED and found.verdict in (Verdict.DIFFERENT, Verdict.UNCHANGED):
+            yield _fault(subject, found, found.reason or f"is not what its inputs give: {_amount(found)}")
+
+
 @rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
 def merged_into_another_base(subject: MergedSubject) -> Iterator[Fault]:
     """Most of the tensors that the adapter leaves alone are not this base's.

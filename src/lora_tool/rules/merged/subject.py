@@ -87,5 +87,15 @@ class MergedSubject(ModelSubject):
         return other >= _SEVERAL and 2 * other > len(kept)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComputedAdapter(MergedSubject):
+    """An adapter that was computed from others, beside what they give."""
+
+    @property
+    def kind(self) -> str:
+        """An adapter, which rules of models say nothing about."""
+        return "adapter"
+
+
 _KEPT = frozenset({TensorAction.COPIED, TensorAction.CAST, TensorAction.DEQUANTISED})
 _SEVERAL = 2

@@ -1,0 +1,82 @@
+"""The steps that write one module's factors: put beside one another, or turned to a lower rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from lora_tool.actions import TensorAction
+from lora_tool.keys import PREFIX
+from lora_tool.plan.algebra.terms import Factors, biases
+from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
+from lora_tool.plan.core.ops import Assemble, Op, copied_as
+from lora_tool.plan.core.steps import Step
+from lora_tool.tensors import DType, TensorSpec
+
+_POWER_OF_TWO = 0.5
+"""frexp's mantissa of a power of two."""
+
+
+def exact_type(sums: Iterable[Factors]) -> DType:
+    """Return the type in which the factors of all sums can be written without rounding, float32 where none is.
+
+    A power of two as scale rounds nothing, but in float16, which has few exponents.
+    """
+    found, scaled = set(), False
+    for factors in sums:
+        for term in factors.terms:
+            found |= {term.a.dtype, term.b.dtype} | ({term.bias.dtype} if term.bias else set())
+            scaled |= abs(math.frexp(term.scale)[0]) != _POWER_OF_TWO or (term.scale != 1 and DType.F16 in found)
+            scaled |= term.bias is not None and len(factors.terms) > 1
+    if DType.F64 in found:
+        return DType.F64
+    return found.pop() if len(found) == 1 and not scaled else DType.F32
+
+
+def factor_steps(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None) -> Iterator[Step]:
+    """Yield the steps that write lora_A and lora_B, of all scaling, and the bias of lora_B where there is one.
+
+    `turned` are the matrices for B and A that take them to a lower rank; None keeps all ranks, one after the other.
+    """
+    rank = turned[0].columns if turned else factors.rank
+    a, b = ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
+    above: Op
+    if turned:
+        above = Mix(parts=factors.a_parts, matrix=turned[1], below=True)
+        across: Op = Mix(parts=factors.b_parts, matrix=turned[0])
+    else:
+        copies = tuple(copied_as(dtype, part) for part in factors.a_parts)
+        above = copies[0] if len(copies) == 1 else Assemble(parts=copies)
+        columns = tuple(Columns(tensor=term.b, count=term.rank, scale=term.scale) for term in factors.terms)
+        unscaled = len(columns) == 1 and columns[0].scale == 1
+        across = copied_as(dtype, columns[0].tensor) if unscaled else Beside(parts=columns)
+    yield _step(factors, a, dtype, (rank, *factors.inner), above)
+    yield _step(factors, b, dtype, (factors.out, rank, *factors.outer), across)
+    yield from bias_steps(factors, dtype)
+
+
+def bias_steps(factors: Factors, dtype: DType = DType.F32) -> Iterator[Step]:
+    """Yield the step that writes the bias of lora_B, where there is one."""
+    held = biases(factors.terms)
+    if held:
+        scales = [factors.terms[at].scale for at in held]
+        op = _summed([Columns(tensor=each, count=1, scale=s) for each, s in zip(held.values(), scales, strict=True)])
+        yield _step(factors, "lora_B.bias", dtype, (factors.out,), op)
+
+
+def _summed(columns: Sequence[Columns]) -> Op:
+    """Return the operation that adds scaled columns up."""
+    if len(columns) == 1:
+        return Beside(parts=tuple(columns))
+    return Mix(parts=tuple(each.tensor for each in columns), matrix=SmallMatrix.of([[each.scale] for each in columns]))
+
+
+def _step(factors: Factors, part: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
+    parts = op.parts if isinstance(op, Assemble) else (op,)
+    action = TensorAction.COMPUTED
+    if all(each.is_copy for each in parts):
+        action = TensorAction.COPIED
+    elif all(each.keeps_values for each in parts):
+        action = TensorAction.CAST
+    out = TensorSpec(name=f"{PREFIX}{factors.module}.{part}", dtype=dtype, shape=shape)
+    return Step(out=out, op=op, action=action, reason=str(op))

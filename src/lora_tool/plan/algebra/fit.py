@@ -1,0 +1,58 @@
+"""Which adapters can be computed with: those whose ΔW is B·A and nothing else, of one base."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from lora_tool.adapter.support import AS_PLAIN_LORA, refusals_of_config
+from lora_tool.adapter.view import AdapterView
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.adapter_config import INITS_RECOMPUTED
+from lora_tool.plan.algebra.peft_config import base_of
+
+
+def require_sums(view: AdapterView) -> None:
+    """Return if the adapter's ΔW is a sum of products that other products can be added to.
+
+    Raises `UnsupportedAdapter` naming the first feature in the way.
+    """
+    config = view.config
+    root = shlex.quote(str(view.adapter.root))
+    merge = f"merge it instead, which is exact: lora-tool merge {root}"
+    for refusal in refusals_of_config(view):
+        raise UnsupportedAdapter(
+            f"{config.path}: {refusal.text}",
+            hint=f"lora-tool merge --allow-in-memory {root}" if refusal.in_memory else refusal.hint,
+        )
+    if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
+        raise UnsupportedAdapter(
+            f"{config.path}: DoRA scales the rows of W + ΔW, so its change is no product of two factors", hint=merge
+        )
+    if config.init_lora_weights in INITS_RECOMPUTED:
+        raise UnsupportedAdapter(
+            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT takes the untrained factors out of the "
+            "base first, so B·A alone is not the change",
+            hint=AS_PLAIN_LORA,
+        )
+    if config.target_parameters:
+        raise UnsupportedAdapter(
+            f"{config.path}: `target_parameters`: the factors of fused experts lie interleaved in one tensor",
+            hint=merge,
+        )
+    if not view.layers:
+        raise UnsupportedAdapter(
+            f"{view.adapter.root} has no LoRA layers: there is nothing to compute with", hint=merge
+        )
+
+
+def require_one_base(views: Sequence[AdapterView]) -> None:
+    """Return if all adapters name one base, or none. Raises `IncompatibleBase`."""
+    named = [(base_of(view.config), view) for view in views if view.config.base_model]
+    for name, view in named[1:]:
+        if name != named[0][0]:
+            raise IncompatibleBase(
+                f"{named[0][1].adapter.root} was trained on {named[0][0]}, {view.adapter.root} on {name}: their deltas do "
+                "not belong to one model",
+                hint="if the two are the same model, say which to write: `base=MODEL`",
+            )

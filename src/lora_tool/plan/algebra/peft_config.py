@@ -1,0 +1,95 @@
+"""The `adapter_config.json` of an adapter whose factors hold all of ΔW: its scaling is 1 everywhere, whatever the ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lora_tool.adapter.view import AdapterView
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
+from lora_tool.formats.files import json_bytes, read_json
+from lora_tool.plan.core.steps import SideFile
+
+_WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""The fields that say which modules have LoRA."""
+_MUST_AGREE = ("lora_bias", "ensure_weight_tying", "fan_in_fan_out")
+_BIASES = ("none", "lora_only", "all")
+_PLAIN: Mapping[str, Any] = {
+    "use_rslora": False,
+    "init_lora_weights": True,
+    "use_dora": False,
+    "inference_mode": True,
+    "eva_config": None,
+    "corda_config": None,
+    "lora_ga_config": None,
+    "loftq_config": {},
+}
+"""What every adapter is whose B·A is its ΔW."""
+
+
+def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, base: Path | None = None) -> SideFile:
+    """Return the config of the sum of adapters on `base`, by default the one that they name; ranks by target module.
+
+    PEFT scales by alpha / r, and alpha is r in every module. Raises `UnsupportedAdapter` where the adapters' configs
+    contradict each other in what cannot be added up.
+    """
+    first = views[0].config
+    for name in _MUST_AGREE:
+        for view in views[1:]:
+            if getattr(view.config, name) != getattr(first, name):
+                raise UnsupportedAdapter(
+                    f"`{name}` is {getattr(first, name)} in {first.path}, {getattr(view.config, name)} in "
+                    f"{view.config.path}: one adapter cannot be both",
+                    hint="merge them into one model instead: lora-tool merge A B -o OUT",
+                )
+    raw = {**read_json(first.path), **_PLAIN, **rank_fields(ranks), **_targets(views, tuple(ranks))}
+    saved = [name for view in views for name in view.config.modules_to_save]
+    raw["modules_to_save"] = list(dict.fromkeys(saved)) or None
+    raw["bias"] = max((view.config.bias for view in views), key=_BIASES.index)
+    tokens = next((view for view in views if view.tokens), None)
+    if tokens is not None:
+        raw["trainable_token_indices"] = read_json(tokens.config.path).get("trainable_token_indices")
+    raw["base_model_name_or_path"] = str(base.resolve()) if base else base_of(first)
+    reason = f"that of {first.path.parent}, with scaling 1 everywhere"
+    return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=reason)
+
+
+def base_of(config: AdapterConfig) -> str | None:
+    """Return the base that an adapter names; a folder beside it by its whole path, which is true elsewhere, too."""
+    if not config.base_model or Path(config.base_model).is_absolute():
+        return config.base_model
+    beside = config.path.parent / config.base_model
+    return str(beside.resolve()) if beside.is_dir() else config.base_model
+
+
+def rank_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return r, lora_alpha and their patterns, by which PEFT finds these ranks, and a scaling of 1 for each."""
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {module: rank for module, rank in ranks.items() if rank != usual}
+    if not _found(ranks, usual, others):  # one path is the end of another
+        others = {f"^{re.escape(module)}": rank for module, rank in others.items()}
+    return {"r": usual, "lora_alpha": usual, "rank_pattern": others, "alpha_pattern": dict(others)}
+
+
+def _found(ranks: Mapping[str, int], usual: int, patterns: Mapping[str, int]) -> bool:
+    config = AdapterConfig(path=Path(FILE_NAME), r=usual, rank_pattern=patterns)
+    return all(config.rank(module) == rank for module, rank in ranks.items())
+
+
+def _targets(views: Sequence[AdapterView], modules: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that name the modules: the adapters' own where those mean the same, else each by its path."""
+    raws = [read_json(view.config.path) for view in views]
+    fields = [{name: _unordered(raw.get(name)) for name in _WHERE} for raw in raws]
+    if all(each == fields[0] for each in fields):
+        return {name: raws[0].get(name) for name in _WHERE}
+    plain = all(isinstance(raw.get("target_modules"), list) and not any(map(raw.get, _WHERE[1:])) for raw in raws)
+    names = {name for raw in raws for name in raw["target_modules"]} if plain else set(modules)
+    return {**dict.fromkeys(_WHERE), "target_modules": sorted(names)}
+
+
+def _unordered(value: object) -> object:
+    return tuple(sorted(map(str, value))) if isinstance(value, list) else value or None

@@ -1,0 +1,97 @@
+"""What a computed adapter was made from, by its manifest: so that it can be computed again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lora_tool.checkpoint import AdapterDir, open_checkpoint, require_whole
+from lora_tool.errors import CheckpointError, NotACheckpoint
+from lora_tool.formats import manifest as manifest_format
+from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.plan.core.manifest import input_name
+from lora_tool.sources import Reference, open_adapter_at, opened_adapter, resolve
+
+_SUMS = frozenset({"combine", "resize"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumInputs:
+    """An adapter that is a sum, and the adapters that it was computed from, with their weights."""
+
+    made: AdapterDir
+    manifest: Manifest
+    adapters: tuple[AdapterDir, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def keep(self) -> float | None:
+        """The share of ‖ΔW‖² that every module was to keep, None where that was not asked."""
+        keep = self.manifest.raw.get("keep")
+        return float(keep) if isinstance(keep, int | float) else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing was to be left out."""
+        return self.manifest.raw.get("rank") is None and self.keep is None
+
+    @property
+    def head_of(self) -> int | None:
+        """The place of the adapter whose head was chosen."""
+        name = self.manifest.raw.get("head_of")
+        return next((at for at in range(len(self.adapters)) if input_name(at + 1) == name), None)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the inputs' fingerprints by the names that the manifest gives them."""
+        return {input_name(at): fingerprint(each.weights) for at, each in enumerate(self.adapters, start=1)}
+
+
+def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs | None:
+    """Return a computed adapter with its inputs, `adapters` or those that its manifest names; None for anything else.
+
+    Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
+    """
+    made = open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
+    path = made.root / manifest_format.FILE_NAME
+    if not isinstance(made, AdapterDir) or not path.is_file():
+        return None
+    manifest = read_manifest(path)
+    if manifest.raw.get("operation") not in _SUMS:
+        return None
+    require_whole(made)
+    recorded = tuple(_recorded(manifest))
+    opened = tuple(map(opened_adapter, adapters)) or tuple(_open(entry, made) for entry in recorded)
+    if len(opened) != len(recorded):
+        raise NotACheckpoint(
+            f"{made.root} was computed from {len(recorded)} adapters, {len(opened)} were given",
+            hint="give them in their order: --adapter A --adapter B",
+        )
+    return SumInputs(made=made, manifest=manifest, adapters=opened, weights=tuple(map(_weight, recorded)))
+
+
+def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
+    number = 1
+    while entry := manifest.input(input_name(number)):
+        yield entry
+        number += 1
+
+
+def _weight(entry: Mapping[str, Any]) -> float:
+    weight = entry.get("weight", 1.0)
+    return float(weight) if isinstance(weight, int | float) else 1.0
+
+
+def _open(entry: Mapping[str, Any], made: AdapterDir) -> AdapterDir:
+    hub_id, revision = entry.get("hub_id"), entry.get("revision")
+    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
+    try:
+        return open_adapter_at(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
+    except CheckpointError as error:
+        raise NotACheckpoint(
+            f"{made.root} was computed from {hub_id or entry.get('path')}, which is not there any more: {error}",
+            hint=f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER",
+        ) from error

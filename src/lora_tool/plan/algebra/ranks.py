@@ -1,0 +1,98 @@
+"""What a change of ranks does to each module, in figures: known before anything is written."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lora_tool.display import counted
+
+_ENOUGH = 0.99
+"""The share of ‖ΔW‖² by which ranks are compared."""
+_LITTLE = 0.9
+"""A module that keeps less than this share is worth a warning."""
+_WORST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRank:
+    """One module's ΔW before and after."""
+
+    module: str
+    before: int
+    """The ranks of all terms together."""
+    after: int
+    energy: float
+    """‖ΔW‖²."""
+    discarded: float
+    """What of it is left out."""
+    largest: float
+    """The largest singular value."""
+    enough: int
+    """The rank that keeps 99 % of ‖ΔW‖²."""
+
+    @property
+    def kept(self) -> float:
+        """The share of ‖ΔW‖² that is kept; all of a ΔW that is zero."""
+        return 1 - self.discarded / self.energy if self.energy else 1.0
+
+    @property
+    def error(self) -> float:
+        """‖ΔW' - ΔW‖/‖ΔW‖."""
+        return math.sqrt(self.discarded / self.energy) if self.energy else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {
+            "module": self.module,
+            "rank_before": self.before,
+            "rank": self.after,
+            "kept": self.kept,
+            "error": self.error,
+            "norm": math.sqrt(self.energy),
+            "largest_singular_value": self.largest,
+            "rank_for_99_percent": self.enough,
+        }
+
+
+def enough() -> float:
+    """Return the share of ‖ΔW‖² that `ModuleRank.enough` is for."""
+    return _ENOUGH
+
+
+def total_kept(modules: Sequence[ModuleRank]) -> float:
+    """Return the share of the sum of all ‖ΔW‖² that is kept."""
+    energy = math.fsum(each.energy for each in modules)
+    return 1 - math.fsum(each.discarded for each in modules) / energy if energy else 1.0
+
+
+def rank_lines(modules: Sequence[ModuleRank]) -> Iterator[str]:
+    """Yield the summary: how much is kept, where the least is, and which rank would do."""
+    worst = sorted(modules, key=lambda each: (each.kept, each.module))[:_WORST]
+    least = ", ".join(f"{each.module} {each.kept:.2%}" for each in worst)
+    yield f"kept {total_kept(modules):.4%} of ‖ΔW‖²; the least in {least}"
+    ranks = [each.enough for each in modules]
+    yield (
+        f"rank for {_ENOUGH:.0%} of ‖ΔW‖²: {statistics.median_high(ranks)} in the median of "
+        f"{counted(len(modules), 'module')}, {max(ranks)} at most; written: {_span([each.after for each in modules])}, "
+        f"before: {_span([each.before for each in modules])}"
+    )
+
+
+def rank_warnings(modules: Sequence[ModuleRank]) -> Iterator[str]:
+    """Yield a warning where a module loses much."""
+    lost = [each for each in modules if each.kept < _LITTLE]
+    if lost:
+        worst = min(lost, key=lambda each: each.kept)
+        yield (
+            f"{counted(len(lost), 'module')} of {len(modules)} keep less than {_LITTLE:.0%} of ‖ΔW‖², {worst.module} only "
+            f"{worst.kept:.1%}: --keep {_ENOUGH} chooses each rank by what it keeps"
+        )
+
+
+def _span(ranks: Sequence[int]) -> str:
+    low, high = min(ranks), max(ranks)
+    return f"{low}" if low == high else f"{low} to {high}"

@@ -1,0 +1,139 @@
+"""The modules of a weighted sum of adapters: for each the factors of its ΔW, as matrices, whoever they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from lora_tool.adapter.view import AdapterView, LoraLayer
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.plan.core.operation import rows_of
+from lora_tool.tensors import StoredTensor
+
+_WHICH = "lora-tool validate ADAPTER says what is wrong with it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Term:
+    """One adapter's share: `scale` · B·A, with B of [out, r], A of [r, in], and what LoRA adds to the bias."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+    """The adapter's weight in the sum times the module's scaling."""
+    bias: StoredTensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rows of A, columns of B."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factors:
+    """ΔW = Σ scale·B·A of one module."""
+
+    module: str
+    terms: tuple[Term, ...]
+    embedding: bool
+    inner: tuple[int, ...]
+    """The shape of a row of A as it is stored: that of a convolution has more than one dimension."""
+    outer: tuple[int, ...]
+    """What follows rank in the shape of B: ones, of a convolution."""
+
+    @property
+    def rank(self) -> int:
+        """The ranks together: that of the sum without any loss."""
+        return sum(term.rank for term in self.terms)
+
+    @property
+    def a_parts(self) -> tuple[StoredTensor, ...]:
+        """All A's, which stand one below the other."""
+        return tuple(term.a for term in self.terms)
+
+    @property
+    def b_parts(self) -> tuple[StoredTensor, ...]:
+        """All B's, which stand beside one another."""
+        return tuple(term.b for term in self.terms)
+
+    @property
+    def out(self) -> int:
+        """Rows of ΔW."""
+        return self.b_parts[0].shape[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of ΔW."""
+        return self.a_parts[0].shape[1]
+
+
+def factors_of_sum(views: Sequence[AdapterView], weights: Sequence[float]) -> tuple[Factors, ...]:
+    """Return what Σ weight·adapter does to each module, in the order in which the adapters name them.
+
+    Raises `UnsupportedAdapter` for a layer whose factors are no two matrices, `IncompatibleBase` where a module has
+    different sizes in two adapters.
+    """
+    found: dict[str, list[tuple[LoraLayer, Term]]] = {}
+    for view, weight in zip(views, weights, strict=True):
+        names = {layer.adapter_name for layer in view.layers}
+        if len(names) > 1:
+            raise UnsupportedAdapter(
+                f"{view.adapter.root}: holds several adapters in one file: {', '.join(sorted(map(str, names)))}",
+                hint=_WHICH,
+            )
+        for layer in view.layers:
+            found.setdefault(layer.module, []).append((layer, _term(layer, weight)))
+    return tuple(_factors(module, own) for module, own in found.items())
+
+
+def _term(layer: LoraLayer, weight: float) -> Term:
+    a, b = layer.a, layer.b
+    named = layer.any_tensor
+    if a is None or b is None or layer.scaling is None or layer.rank is None or layer.strays:
+        raise UnsupportedAdapter(f"{named.path}: `{layer.module}` is no pair of lora_A and lora_B", hint=_WHICH)
+    if b.shape[1] != a.shape[0]:
+        raise UnsupportedAdapter(
+            f"{named.path}: `{layer.module}` is a grouped convolution, whose B belongs to A group by group",
+            hint="merge the adapter instead: lora-tool merge --allow-in-memory ADAPTER",
+        )
+    if not (a.dtype.is_float and b.dtype.is_float):
+        raise UnsupportedAdapter(
+            f"{named.path}: factors of {a.dtype} and {b.dtype} cannot be computed with: expected F16, BF16, F32 or F64"
+        )
+    return Term(a=as_matrix(a), b=as_matrix(b), scale=weight * layer.scaling, bias=layer.bias)
+
+
+def as_matrix(tensor: StoredTensor, *, rows: int | None = None) -> StoredTensor:
+    """Return the same bytes as a matrix of so many rows, by default the first dimension: kernels become rows of B and A."""
+    height = tensor.shape[0] if rows is None else rows
+    spec = replace(tensor.spec, shape=(height, prod(tensor.shape) // max(1, height)))
+    return tensor if spec.shape == tensor.shape else StoredTensor(spec=spec, spans=tensor.spans)
+
+
+def _factors(module: str, own: Sequence[tuple[LoraLayer, Term]]) -> Factors:
+    layers, terms = [layer for layer, _ in own], tuple(term for _, term in own)
+    first = layers[0].pair
+    if first is None:
+        raise AssertionError("a term has two factors")
+    inner, outer = first[0].shape[1:], first[1].shape[2:]
+    for layer, term in zip(layers, terms, strict=True):
+        pair = layer.pair
+        sizes = (pair[1].shape[0], pair[0].shape[1:], layer.embedding) if pair else None
+        if sizes != (terms[0].b.shape[0], inner, layers[0].embedding):
+            raise IncompatibleBase(
+                f"`{module}` is [{term.b.shape[0]}, {term.a.shape[1]}] in {term.a.path.parent}, "
+                f"[{terms[0].b.shape[0]}, {terms[0].a.shape[1]}] in {terms[0].a.path.parent}: not adapters of one base",
+                hint="combine adapters that were trained on the same model",
+            )
+    return Factors(module=module, terms=terms, embedding=layers[0].embedding, inner=inner, outer=outer)
+
+
+def biases(terms: Sequence[Term]) -> Mapping[int, StoredTensor]:
+    """Return the biases that the terms have, by their place, each as a matrix of one column."""
+    return {at: as_matrix(term.bias) for at, term in enumerate(terms) if term.bias is not None}
+
+
+def some_rows(tensor: StoredTensor, first: int, rows: int) -> StoredTensor:
+    """Return some rows of a factor."""
+    return rows_of(tensor, first, rows)

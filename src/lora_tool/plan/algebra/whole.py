@@ -1,0 +1,80 @@
+"""What adapters hold besides LoRA in their sum: heads, saved modules, biases, trained tokens. They do not add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lora_tool.actions import TensorAction
+from lora_tool.adapter.view import AdapterView, WholeTensor
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.stored import same_values
+from lora_tool.keys import Part
+from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.tensors import StoredTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTensors:
+    """The whole tensors of a sum, and those that are not in it."""
+
+    steps: tuple[Step, ...]
+    dropped: tuple[InputRecord, ...]
+
+
+def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None = None) -> WholeTensors:
+    """Return every whole tensor of the adapters once: those that are the same in all of them, or in one alone.
+
+    Where several have other values, those of `head_of` are taken. Raises `UnsupportedAdapter` where it does not say.
+    """
+    kept: dict[str, tuple[StoredTensor, AdapterView]] = {}
+    dropped: list[InputRecord] = []
+    ordered = sorted(views, key=lambda view: view is not head_of)
+    for view in ordered:
+        for name, tensor in _named(view, dropped):
+            first, whose = kept.setdefault(name, (tensor, view))
+            if first is tensor:
+                continue
+            same = same_values(first, tensor)
+            if not same and whose is not head_of:
+                raise UnsupportedAdapter(
+                    f"{tensor.path}: `{tensor.name}` has other values than in {whose.adapter.root}, and whole tensors do "
+                    "not add up as ΔW does",
+                    hint=f"say whose to keep: --head-of {whose.adapter.root}",
+                )
+            why = "holds it with the same values" if same else "has the one that was asked for"
+            dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))
+    return WholeTensors(
+        steps=tuple(
+            Step(
+                out=replace(tensor.spec, name=name),
+                op=Copy(source=tensor),
+                action=TensorAction.COPIED,
+                reason=f"copied from {view.adapter.root}",
+            )
+            for name, (tensor, view) in kept.items()
+        ),
+        dropped=tuple(dropped),
+    )
+
+
+def _named(view: AdapterView, dropped: list[InputRecord]) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the whole tensors by the names that PEFT gives them; note those that it does not load."""
+    for name, first in view.repeats.items():
+        dropped.append(_dropped(view.adapter.tensors[name], f"a copy of {first.name}, which is in the file too"))
+    for item in view.whole:
+        if item.tensor.name in view.repeats:
+            continue
+        if item.part is Part.ORIGINAL_MODULE:
+            dropped.append(_dropped(item.tensor, "the frozen original of a saved module; PEFT does not load it either"))
+        else:
+            yield _peft_name(view, item), item.tensor
+
+
+def _peft_name(view: AdapterView, item: WholeTensor) -> str:
+    return replace(view.adapter.keys[item.tensor.name], module=item.module, leaf=item.leaf).canonical
+
+
+def _dropped(tensor: StoredTensor, reason: str) -> InputRecord:
+    return InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)

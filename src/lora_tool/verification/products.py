@@ -1,0 +1,146 @@
+"""Whether an adapter is the sum that it was computed as: by QR of its factors and of its inputs', in float64.
+
+With L = [B₁ … Bₙ | B'], R = [A₁ᵀ … Aₙᵀ | A'ᵀ] and their thin factorisations L = Q_L·T_L, R = Q_R·T_R, the difference
+Σ sₖ·BₖAₖ - s'·B'A' is Q_L·(T_L·C·T_Rᵀ)·Q_Rᵀ, so its norm is that of the small matrix in the middle (Golub and Van Loan,
+Matrix Computations, 4th ed., §5.4); the singular values of the sum alone say how near an adapter of this rank can be.
+Gram matrices and eigenvalues, which wrote the adapter, are not used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from lora_tool.actions import TensorAction, Verdict
+from lora_tool.cores import available_cores
+from lora_tool.plan.algebra.terms import Factors, Term
+from lora_tool.progress import Progress
+from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.tensors import StoredTensor
+from lora_tool.verification.elements import FLOATS, Array, Files, rows_and_columns
+
+_DOUBLE = np.dtype(np.float64)
+_EPSILON = float(np.finfo(np.float64).eps)
+_FROM_THE_BEST = 1e-6
+"""How much farther than the best approximation of its rank an adapter may be, relative to that."""
+_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far what was written is from the sum, and how far it had to be."""
+
+    norm: float
+    """‖ΔW‖ of the sum."""
+    found: float
+    """‖ΔW' - ΔW‖."""
+    best: float
+    """That of the best approximation of the rank that was written."""
+    rounding: float
+    """What storing the factors, and computing here, may add."""
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing but rank and rounding keeps the two apart."""
+        return self.found <= self.best * (1 + _FROM_THE_BEST) + self.rounding
+
+
+def check_products(
+    sums: Sequence[Factors], made: Sequence[Factors], *, least: float | None, exact: bool, progress: Progress
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of every module of an adapter: `made` as it is written, `sums` what it was computed from.
+
+    `least` is the share of ‖ΔW‖² that each was to keep, `exact` that nothing was to be left out. The evidence is named by
+    the written lora_B. Raises `OSError`, `SourceChanged`.
+    """
+    written = {each.module: each for each in made}
+    pairs = [(each, written[each.module].terms[0]) for each in sums if each.module in written]
+    with Files() as files, threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as pool:
+
+        def one(pair: tuple[Factors, Term]) -> TensorEvidence:
+            found = _evidence(*pair, files, least=0.0 if least is None else least, exact=exact)
+            progress(pair[1].a.nbytes + pair[1].b.nbytes)
+            return found
+
+        return {found.name: found for found in pool.map(one, pairs)}
+
+
+def _evidence(factors: Factors, written: Term, files: Files, *, least: float, exact: bool) -> TensorEvidence:
+    fits = (written.b.shape[0], written.a.shape[1]) == (factors.out, factors.width)
+    found = difference(factors, written, files, exact=exact) if fits else None
+    share = 1.0 if found is None or not found.norm else found.found / found.norm
+    if found is None:
+        reason = f"is [{written.b.shape[0]}, {written.a.shape[1]}], the sum [{factors.out}, {factors.width}]"
+    elif not found.right:
+        nearest = "nothing" if exact else f"{found.best:.6g}, the least at rank {written.rank},"
+        reason = (
+            f"ΔW is {found.found:.6g} away from what its inputs give, {share:.3g} of it; {nearest} was to be expected"
+        )
+    elif share**2 > (1 - least) * (1 + _FROM_THE_BEST) + (found.rounding / found.norm if found.norm else 0.0):
+        reason = f"keeps {1 - share**2:.4%} of ‖ΔW‖², and was to keep {least:.4%}"
+    else:
+        reason = ""
+    numel = written.a.spec.numel + written.b.spec.numel
+    return TensorEvidence(
+        name=written.b.name,
+        action=TensorAction.COMPUTED,
+        verdict=Verdict.DIFFERENT if reason else Verdict.RIGHT,
+        compared=numel,
+        numel=numel,
+        wrong=numel if reason else 0,
+        distance=None if found is None else share,
+        rank=written.rank,
+        reason=reason,
+    )
+
+
+def difference(factors: Factors, written: Term, files: Files, *, exact: bool) -> Difference:
+    """Return how far `written` is from the sum, and how near it could be; at its own rank, or, `exact`, at any."""
+    terms = (*factors.terms, written)
+    scales = np.concatenate([np.full(each.rank, each.scale) for each in factors.terms])
+    signed = np.concatenate([scales, np.full(written.rank, -written.scale)])
+    left = _triangle([each.b for each in terms], files, below=False)
+    right = _triangle([each.a for each in terms], files, below=True)
+    own = len(scales)
+    values = np.linalg.svd((left[:, :own] * scales) @ right[:, :own].T, compute_uv=False)
+    rest = values[len(values) if exact else written.rank :]
+    sizes = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=0) * np.abs(signed)
+    b, a = float(np.linalg.norm(left[:, own:])), float(np.linalg.norm(right[:, own:]))
+    stored = abs(written.scale) * (_rounding(written.b, b) * a + _rounding(written.a, a) * b)
+    return Difference(
+        norm=float(np.linalg.norm(values)),
+        found=float(np.linalg.norm((left * signed) @ right.T)),
+        best=float(np.linalg.norm(rest)),
+        rounding=1.1 * stored + 64 * _EPSILON * float(sizes.sum()),
+    )
+
+
+def _rounding(factor: StoredTensor, norm: float) -> float:
+    """Return how far rounding each element once may take a factor of this norm."""
+    layout = FLOATS[factor.dtype]
+    return layout.roundoff * norm + 2.0 ** (layout.smallest - layout.digits) * math.sqrt(factor.spec.numel)
+
+
+def _triangle(parts: Sequence[StoredTensor], files: Files, *, below: bool) -> Array:
+    """Return T of the thin factorisation of the parts beside one another, some rows at a time."""
+    made = np.zeros((0, sum(part.shape[0 if below else 1] for part in parts)))
+    for block in _blocks(parts, files, below=below):
+        made = np.asarray(np.linalg.qr(np.concatenate([made, block]), mode="r"))
+    return made
+
+
+def _blocks(parts: Sequence[StoredTensor], files: Files, *, below: bool) -> Iterator[Array]:
+    if below:  # a row of Aᵀ is a column in the file
+        whole = [files.matrix(part, None, _DOUBLE) for part in parts]
+        for at in range(0, whole[0].shape[1], _ROWS):
+            yield np.concatenate([part[:, at : at + _ROWS] for part in whole]).T
+        return
+    height = rows_and_columns(parts[0].shape)[0]
+    for at in range(0, height, _ROWS):
+        rows = [(at, min(at + _ROWS, height))]
+        yield np.concatenate([files.matrix(part, rows, _DOUBLE) for part in parts], axis=1)

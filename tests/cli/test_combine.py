@@ -1,0 +1,100 @@
+"""`lora-tool combine`, `resize` and the check of what they wrote, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lora_tool.checkpoint import open_adapter
+from lora_tool.errors import WrongValue
+from lora_tool.weighted import weighted
+from tests.cli.calling import Caller
+
+ADAPTER, REWARD = "fixtures/causal-llama/adapter", "fixtures/reward-qwen2/adapter"
+
+
+def test_a_sum_is_written_told_and_verified(call: Caller, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    called = call("combine", f"{ADAPTER}=0.5", "-o", half)
+    assert called.code == 0
+    assert "combining 0.5·fixtures/causal-llama/adapter" in called.out
+    assert "exact: rank 4 = 4" in called.out
+    assert f"next: lora-tool merge {half}" in called.out
+    recorded = json.loads((half / "lora_tool.json").read_text())
+    assert recorded["operation"] == "combine"
+    assert recorded["inputs"]["adapter"]["weight"] == 0.5
+    verified = call("verify", half)
+    assert verified.code == 0
+    assert "computed are what their inputs give" in verified.out
+
+
+def test_what_is_lost_is_known_before_anything_is_written(call: Caller, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    planned = call("resize", ADAPTER, "--rank", "2", "-o", small, "--dry-run", "--json").json
+    assert not small.exists()
+    written = call("resize", ADAPTER, "--rank", "2", "-o", small, "--json").json
+    assert planned["modules"] == written["modules"]
+    assert {module["rank"] for module in written["modules"]} == {2}
+    assert all(0 < module["kept"] <= 1 and module["rank_for_99_percent"] >= 1 for module in written["modules"])
+    assert call("validate", small).code == 0
+    assert call("merge", small, "--base", "fixtures/causal-llama/base", "-o", tmp_path / "merged").code == 0
+
+
+def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    assert call("resize", ADAPTER, "--keep", "0.8", "-o", kept).code == 0
+    weights = kept / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-400:] = bytes(400)
+    weights.write_bytes(content)
+    called = call("verify", kept)
+    assert called.code == 5
+    assert "LT626" in called.out
+    assert "away from what its inputs give" in called.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (("combine", ADAPTER, "-o", "out", "--rank", "2", "--keep", "0.5"), 2, "not both"),
+        (("combine", "-o", "out"), 2, "Missing argument"),
+        (("combine", f"{ADAPTER}=0", "-o", "out"), 2, "leaves it out"),
+        (("combine", f"{ADAPTER}=nan", "-o", "out"), 2, "no number to multiply with"),
+        (("combine", ADAPTER, "-o", "out", "--head-of", "nobody"), 2, "none of the adapters"),
+        (("combine", ADAPTER, REWARD, "-o", "out"), 1, "LT512"),
+        (("combine", ADAPTER, "nothing-here=0.5", "-o", "out"), 3, "nothing-here"),
+        (("combine", ADAPTER, "-o", ADAPTER), 6, "is or holds the input"),
+        (("combine", "fixtures/causal-llama/base", "-o", "out"), 3, "expected an adapter"),
+        (("resize", ADAPTER, "-o", "out"), 2, "one of --rank and --keep"),
+        (("resize", ADAPTER, "-o", "out", "--keep", "0"), 2, "0<x<=1"),
+    ],
+)
+def test_a_wrong_command_is_refused(typed: tuple[str, ...], code: int, said: str, call: Caller) -> None:
+    called = call(*typed)
+    assert called.code == code
+    assert said in called.err
+    assert not Path("out").exists()
+
+
+def test_what_models_are_asked_is_not_asked_of_an_adapter(call: Caller, tmp_path: Path) -> None:
+    assert call("combine", ADAPTER, "-o", tmp_path / "same").code == 0
+    assert call("verify", tmp_path / "same", "--logits").code == 2
+
+
+def test_an_equals_sign_in_a_path_is_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ADAPTER, tmp_path / "lr=0.5")
+    monkeypatch.chdir(tmp_path)
+    assert weighted("lr=0.5") == ("lr=0.5", 1.0)
+    assert weighted("lr=0.5=0.25") == ("lr=0.5", 0.25)
+    assert weighted("step=last") == ("step=last", 1.0)
+    assert weighted("hf://owner/name@main=-2") == ("hf://owner/name@main", -2.0)
+    assert weighted(Path("lr=0.5")) == (Path("lr=0.5"), 1.0)
+    opened = open_adapter("lr=0.5")
+    assert weighted(opened) == (opened, 1.0)
+    Path("lr").mkdir()
+    with pytest.raises(WrongValue, match="both are there"):
+        weighted("lr=0.5")
+    assert weighted("lr/=0.5") == ("lr/", 0.5)
