@@ -208,7 +208,7 @@ SAMPLES = {
 }
 
 
-MADE = {"verl checkpoint", "FSDP checkpoint of rank files", "FSDP full state dict"}
+MADE = {"verl checkpoint", "FSDP checkpoint of rank files", "FSDP full state dict", "training state in one file"}
 """Kinds that tests/oracle/test_trainer_checkpoints.py makes, and judges so."""
 
 

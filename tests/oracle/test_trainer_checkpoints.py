@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lora_tool import merge
 from lora_tool.checkpoint import open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
@@ -136,3 +138,55 @@ def test_under_hsdp_one_replica_is_enough_and_both_are_compared(trainers: Path, 
     adapter = trainers / "adapter-fp32"
     execute(plan_consolidate(actor, adapter_config=adapter), tmp_path / "out")
     require_equal(tmp_path / "out" / WEIGHTS, adapter / WEIGHTS)
+
+
+@pytest.mark.parametrize("name", ["dcp-tp", "fsdp2-dcp-bf16"])
+def test_what_dcp_to_torch_makes_is_read(trainers: Path, tmp_path: Path, name: str) -> None:
+    """A file of any name, beside the adapter's config."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    (folder,) = {path.parent for path in (trainers / name).rglob(".metadata")}
+    adapter = trainers / f"adapter-{dtype_of(name)}"
+    dcp_to_torch_save(str(folder), str(tmp_path / "whole.pt"))
+    assert open_checkpoint(tmp_path).kind.name == "training state in one file"
+    require_plain_data(open_sharded(tmp_path))
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    execute(plan_consolidate(tmp_path), tmp_path / "adapter")
+    require_equal(tmp_path / "adapter" / WEIGHTS, adapter / WEIGHTS)
+
+
+def test_rank_0s_slices_under_the_name_of_the_whole(trainers: Path, tmp_path: Path) -> None:
+    """As accelerate wrote `pytorch_model_fsdp.bin` under FSDP2 once; the adapter beside it is good."""
+    folder = Path(shutil.copytree(trainers / "adapter-fp32", tmp_path / "checkpoint-4"))
+    shutil.copy(trainers / "fsdp2-ranks" / "pytorch_model_fsdp_0_rank0.bin", folder / "pytorch_model_fsdp.bin")
+    assert codes(folder) == {"LT401"}
+    with pytest.raises(FindingsFound, match="holds what rank 0 of 4 had of each tensor"):
+        plan_consolidate(folder)
+    assert "LT401" in {finding.code for finding in validate(open_checkpoint(folder)).findings}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_programs_lora_is_not_written_as_a_model(tmp_path: Path) -> None:
+    """Torchtitan's names, in a distributed checkpoint beside its optimizer."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    weights = {f"layers.0.attention.wq.{leaf}.weight": torch.ones(4, 4) for leaf in ("lora_a", "lora_b")}
+    state = {"layers.0.attention.wq.weight": torch.ones(4, 4), **weights, "optimizer": {"step": torch.ones(1)}}
+    save(state, checkpoint_id=str(tmp_path / "step-4"), no_dist=True)
+    for what in ("auto", "model"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"not PEFT's \(`layers\.0\.attention\.wq\.lora_a\.weight`\)"):
+            plan_consolidate(tmp_path / "step-4", what=what)
+    assert len(list(plan_consolidate(tmp_path / "step-4", what="state").steps)) == 3
+
+
+def test_verls_merged_folder_is_not_merged(trainers: Path, tmp_path: Path) -> None:
+    """`verl.model_merger` writes the base and, in a folder in it, the adapter, whose config names no base."""
+    merged = Path(shutil.copytree(trainers / "base", tmp_path / "merged"))
+    inside = Path(shutil.copytree(trainers / "adapter-fp32", merged / "lora_adapter"))
+    config = json.loads((inside / "adapter_config.json").read_text())
+    (inside / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    (finding,) = (finding for finding in validate(open_checkpoint(merged)).findings if finding.code == "LT321")
+    assert finding.hint == f"lora-tool merge {inside}"
+    merge(inside, out=tmp_path / "truly-merged")
+    merge(trainers / "adapter-fp32", base=trainers / "base", out=tmp_path / "expected")
+    require_equal(tmp_path / "truly-merged" / "model.safetensors", tmp_path / "expected" / "model.safetensors")

@@ -161,6 +161,11 @@ def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
         )
 
 
+def is_known(name: str) -> bool:
+    """Return whether a file of this name is another program's, which is called by its own."""
+    return any(re.match(pattern, name) for pattern, _ in (*_ADAPTERS, *_MODELS, *_ANY, *_RANK_FILES))
+
+
 def _refuse(folder: Folder, known: Iterable[tuple[str, OtherFormat]]) -> None:
     for name in folder.files:
         for pattern, other in known:

@@ -19,14 +19,21 @@ from lora_tool.sharded.faults import (
 )
 
 
-def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int]) -> Iterator[Finding]:
+def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone: bool) -> Iterator[Finding]:
     """Yield what is wrong with the rank files of one save, no tensor read: LT401 to LT408, LT416.
 
-    `ranks` is the number of processes that saved, `there` are those whose files are there, readable or not.
+    `ranks` is the number of processes that saved, `there` are those whose files are there, readable or not. `alone` is
+    a file that should hold everything.
     """
     gaps = {name: gap for name, tensor in found.tensors.items() if (gap := gap_in(tensor))}
     lost = [rank for rank in range(ranks) if rank not in there]
-    if lost:
+    if lost and alone:
+        one_rank = next(iter(found.files.values()), None)
+        path = one_rank.path if one_rank else found.folder
+        message = f"holds what rank {one_rank.saved_by if one_rank else 0} of {ranks} had of each tensor: nothing was gathered"
+        hint = "what the others had was never written: use an adapter beside it, or another step"
+        yield fault("LT401", path, message, subject=next(iter(gaps), None), hint=hint)
+    elif lost:
         # under HSDP the others may hold everything that it held
         severity = Severity.ERROR if gaps or not found.files else Severity.WARNING
         one = f"file of rank {lost[0]} is missing" if len(lost) == 1 else f"files of ranks {some(lost)} are missing"
@@ -34,7 +41,7 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int]) -> Ite
         message = f"the {one} ({counted(ranks, 'rank')}: 0-{ranks - 1}){rest}"
         yield fault("LT401", found.folder, message, hint=COPY, severity=severity)
     yield from unreadable_files(found.problems)
-    yield from _of_other_ranks(found, ranks)
+    yield from () if alone else _of_other_ranks(found, ranks)
     yield from repeated_files((file.path, _content(file)) for file in found.files.values() if _holds_values(file))
     yield from _other_runs(found)
     if not lost and not found.problems:

@@ -87,7 +87,15 @@ def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
     matches = {file: match for file in checkpoint.rank_files["."] if (match := FULL_FILE.match(file))}
     _require_one_model(checkpoint, {match["model"] for match in matches.values()})
     path = checkpoint.root / next(iter(matches))
-    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"FSDP full state dict {path}")
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"FSDP full state dict {path}", alone=True)
+
+
+def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+    """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`."""
+    _require_here(checkpoint, tag)
+    (name,) = checkpoint.rank_files["."]
+    path = checkpoint.root / name
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"training state {path}", alone=True)
 
 
 def _state(
@@ -97,13 +105,14 @@ def _state(
     *,
     ranks: int | None,
     title: str,
+    alone: bool = False,
     faults: Iterable[Finding] = (),
 ) -> RankState:
     folder = _inside(checkpoint, tag)
     found = read_rank_files(folder, paths)
     ranks = ranks or max(found.ranks, *paths, 1)
     lost = base_layers_left_out(found.tensors)
-    found_faults = rank_faults(found, ranks=ranks, there=paths.keys())
+    found_faults = rank_faults(found, ranks=ranks, there=paths.keys(), alone=alone)
     return RankState(
         root=checkpoint.root,
         folder=folder,
