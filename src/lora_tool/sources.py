@@ -28,7 +28,7 @@ from lora_tool.formats.model_config import FILE_NAME as CONFIG
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.quantised.names import full_precision_name, give_full_precision, quantised_by_name, require_read
 from lora_tool.hub_cache import may_hold
-from lora_tool.hub_names import FORMS, HubName, hub_name, is_address
+from lora_tool.hub_names import FORMS, HubName, hub_id_of, hub_name, is_address
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
 
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
@@ -184,6 +184,27 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
         message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
         raise NotACheckpoint(message, hint="name the one you mean: `base=PATH`")
     return _tidy(found[0]) if found else None
+
+
+def moved_to(reference: str, near: Path) -> Path | None:
+    """Return where the model lies that a path which leads to nothing meant: in the one folder of that name in or beside
+    the folder `near`, beside the one above it, or in the working directory. None where there is none or several, and
+    for names of the Hub.
+
+    As much of the path's end as possible is looked for. Nobody has compared it with the model that was meant.
+    """
+    path = Path(reference).expanduser()
+    if is_address(reference) or hub_id_of(reference) is not None or is_folder(path):
+        return None
+    parts = [part for part in path.parts if part not in (path.anchor, "..")]
+    above = Path(os.path.abspath(near)).parents[:2]  # noqa: PTH100 - links stay as named
+    places = (near, *above, Path())
+    for at in range(len(parts)):
+        folders = [place.joinpath(*parts[at:]) for place in places]
+        found = {os.path.realpath(folder): folder for folder in folders if is_file(folder / CONFIG)}
+        if found:
+            return _tidy(next(iter(found.values()))) if len(found) == 1 else None
+    return None
 
 
 def _require_no_file(reference: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.cli.calling import Caller, assert_golden
+from tests.cli.calling import FIXTURES, Caller, assert_golden
 
 FIRST, SECOND = "fixtures/reward-run/checkpoint-2", "fixtures/reward-run/checkpoint-4"
 
@@ -32,6 +35,30 @@ def test_exit_code_tells(call: Caller, other: str, code: int) -> None:
 
 def test_all_lists_each_module(call: Caller) -> None:
     assert call("diff", FIRST, SECOND, "--all").out.count("layers.1.") == 7
+
+
+def test_a_small_turn_has_digits_that_say_something(call: Caller, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(FIXTURES / "reward-run" / "checkpoint-4", tmp_path / name)
+    weights = tmp_path / "b" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("q_proj.lora_B.weight"))
+    before = tensors[name].double()
+    noise = torch.randn(before.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    tensors[name] = (before + 1e-4 * noise * before.std()).float()
+    save_file(tensors, weights)
+    a = tensors[name.replace("lora_B", "lora_A")].double()
+    first, second = before @ a, tensors[name].double() @ a
+    unit = first / first.norm() - second / second.norm()
+    (line,) = [line for line in call("diff", tmp_path / "a", tmp_path / "b").out.splitlines() if "q_proj" in line]
+    assert f"1 - {float((unit * unit).sum()) / 2:.1e}" in line
+
+
+def test_a_plot_is_drawn(call: Caller, tmp_path: Path) -> None:
+    done = call("diff", FIRST, SECOND, "--plot", tmp_path / "d.svg", "--json")
+    assert done.json["same"] is False
+    assert done.err == f"drawn: {tmp_path / 'd.svg'}\n"
+    assert "How far the direction turned" in (tmp_path / "d.svg").read_text()  # matplotlib's comment on its glyphs
 
 
 @pytest.mark.parametrize("other", ["fixtures/reward-qwen2/base", "fixtures/reward-run"])

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
+from safetensors.torch import load_file
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint
+from lora_tool import diff
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint
+from lora_tool.display import four_digits
 from lora_tool.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.inspection.curves import training_curves
+from lora_tool.inspection.naming import place
 from lora_tool.inspection.spectra import Spectrum, spectra
-from lora_tool.pictures.drawing import draw
+from lora_tool.pictures.drawing import draw, draw_comparison
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
+from lora_tool.pictures.panels import Line, curve_panels, spectra_panels, spectra_sentence
+from lora_tool.pictures.sheet import sheet
+from lora_tool.pictures.theme import themed, variables
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+REWARD = FIXTURES / "reward-qwen2"
 TRAINED = FIXTURES / "reward-run" / "checkpoint-4"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -31,6 +42,11 @@ def spectrum(
     module: str, *values: float, target: str = "up", layer: int | None = 0, base: float | None = None
 ) -> Spectrum:
     return Spectrum(module=module, target=target, layer=layer, rank=len(values), singular_values=values, base_norm=base)
+
+
+@pytest.fixture(scope="module")
+def page_of_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(open_checkpoint(TRAINED), tmp_path_factory.mktemp("page") / "page.html", facts=[("base", "some/base")])
 
 
 class Links(HTMLParser):
@@ -48,36 +64,160 @@ class Links(HTMLParser):
         ]
 
 
-def test_cells_are_modules_by_target_and_layer() -> None:
-    relative, rank, *_ = grids(
+def test_cells_are_modules_by_target_and_layer_in_the_order_of_the_tables() -> None:
+    moved, rank, *_ = grids(
         [
-            spectrum("a.0.up", 3.0, 4.0, base=10, target="a.*.up"),
-            spectrum("a.1.up", 6.0, 8.0, base=10, target="a.*.up", layer=1),
-            spectrum("a.1.down", 1.0, base=2, target="a.*.down", layer=1),
+            spectrum("a.1.down_proj", 1.0, base=2, target="a.*.down_proj", layer=1),
             spectrum("head", 2.0, base=2, target="head", layer=None),
+            spectrum("a.0.up_proj", 3.0, 4.0, base=10, target="a.*.up_proj"),
+            spectrum("a.1.up_proj", 6.0, 8.0, base=10, target="a.*.up_proj", layer=1),
+            spectrum("a.0.q_proj", 1.0, base=10, target="a.*.q_proj"),
         ]
     )
-    assert relative.title == "‖ΔW‖ / ‖W‖"
-    assert (relative.rows, relative.columns) == (("up", "down", "head"), ("0", "1", "–"))
-    assert relative.cells == ((0.5, 1.0, None), (None, 0.5, None), (None, None, 1.0))
-    assert relative.most == 1
-    assert rank.cells[1] == (None, 1.0, None)
+    assert moved.unit == "‖ΔW‖ / ‖W‖"
+    assert (moved.rows, moved.columns) == (("q_proj", "up_proj", "down_proj", "head"), ("0", "1", "–"))
+    assert moved.cells == ((0.1, None, None), (0.5, 1.0, None), (None, 0.5, None), (None, None, 1.0))
+    assert rank.cells[2] == (None, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"), "q k v o gate up down"),
+        (("mlp.c_proj", "mlp.c_fc", "attn.c_proj", "attn.c_attn"), "c_attn attn.c_proj c_fc mlp.c_proj"),
+        (("experts.*.w2", "experts.*.w1", "experts.*.w3", "q_proj"), "q experts.*.w1 experts.*.w3 experts.*.w2"),
+        (("score", "lm_head", "self_attn.v_proj.weight", "embed_tokens"), "embed_tokens v score lm_head"),
+    ],
+)
+def test_targets_stand_as_a_layer_computes_them(targets: tuple[str, ...], expected: str) -> None:
+    ordered = sorted(targets, key=place)
+    assert all(target.find(name) >= 0 for target, name in zip(ordered, expected.split(), strict=True)), ordered
+
+
+def test_colours_go_over_the_range_of_the_data() -> None:
+    moved, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((3.0, 4.0, 5.0, math.nan))])
+    assert [moved.position(cell) for cell in moved.cells[0]] == [0.0, 0.5, 1.0, None]
+    wide, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((0.01, 0.1, 1.0))])
+    assert wide.logarithmic
+    assert [wide.position(cell) for cell in wide.cells[0]] == pytest.approx([0.0, 0.5, 1.0])
+    assert "logarithmic" in wide.said
+
+
+def test_a_map_of_one_colour_is_a_sentence() -> None:
+    alike = [spectrum(f"m.{at}", value, value, layer=at) for at, value in enumerate((1.0, 1.01))]
+    kept = [replace(item, kept=1 - 2e-4, base_norm=10.0) for item in alike]
+    moved, rank, rounding = grids(kept)
+    assert moved.said == "Every weight moved alike: ‖ΔW‖ / ‖W‖ is 0.1414 to 0.1428."
+    assert rank.said == "Every ΔW uses 2 directions (effective rank); its rank is 2."
+    assert rounding.said == "Rounding to the base's type keeps every ΔW: 1 − cosine is at most 0.0002."
+    with themed():
+        text = page("t", [], (moved, rank, rounding), kept, {}, footer="")
+    assert moved.said in text
+    assert '<table class="map' not in text
+    lost, *_ = (each for each in grids([replace(kept[0], kept=0.9), kept[1]]) if each.unit == "1 − cosine")
+    assert lost.cells[0] == pytest.approx((0.1, 2e-4))
+    assert not lost.flat
 
 
 def test_experts_of_one_layer_share_a_cell_and_say_so() -> None:
     grid, _ = grids([spectrum(f"e.{n}", float(n), target="e.*") for n in range(1, 4)])
-    assert grid.rows == ("e.* (largest of 3)",) or grid.rows[0].endswith("(largest of 3)")
+    assert grid.rows == ("* (largest of 3)",)
     assert grid.cells == ((3.0,),)
 
 
 def test_without_one_base_norm_no_map_is_relative() -> None:
     grid, _ = grids([spectrum("a", 1.0, base=2), spectrum("b", 1.0, target="b")])
-    assert grid.title == "‖ΔW‖"
+    assert grid.unit == "‖ΔW‖"
 
 
-def test_page_fetches_and_runs_nothing(tmp_path: Path) -> None:
-    draw(open_checkpoint(TRAINED), tmp_path / "page.html", base=None, facts=[("base model", "some/base")])
-    text = (tmp_path / "page.html").read_text()
+def test_the_page_has_the_numbers_of_the_formed_products(tmp_path: Path) -> None:
+    adapter, base = open_checkpoint(REWARD / "adapter"), open_checkpoint(REWARD / "base")
+    assert isinstance(base, ModelDir)
+    text = draw(adapter, tmp_path / "page.html", base=base).read_text()
+    stored = load_file(REWARD / "adapter" / "adapter_model.safetensors")
+    weights = {k: v for path in (REWARD / "base").glob("*.safetensors") for k, v in load_file(path).items()}
+    modules = [name.removesuffix(".lora_A.weight") for name in stored if name.endswith(".lora_A.weight")]
+    assert len(modules) == 14
+    for path in modules:
+        delta = 2 * (stored[f"{path}.lora_B.weight"].double() @ stored[f"{path}.lora_A.weight"].double()).numpy()
+        weight = weights[f"{path.removeprefix('base_model.model.')}.weight"].double().numpy()
+        values = np.linalg.svd(delta, compute_uv=False)[:4]
+        shares = values / values.sum()
+        layer, name = path.split(".")[4], path.rpartition(".")[2]
+        effective = math.exp(-(shares * np.log(shares)).sum())
+        moved = np.linalg.norm(delta) / np.linalg.norm(weight)
+        cells = re.findall(rf'title="{name}, layer {layer}: ([^"]+)"', text)
+        assert [float(cell) for cell in cells[:2]] == pytest.approx([moved, effective], rel=1e-3)
+        for value in (np.linalg.norm(delta), values[0]):
+            assert f"<td>{four_digits(float(value))}</td>" in text
+
+
+def test_a_line_of_a_panel_is_the_median_of_neighbouring_layers() -> None:
+    items = [spectrum(f"m.{at}", float(at + 1), 0.5, layer=at) for at in range(80)]
+    (panel,) = spectra_panels(items)
+    assert len(panel.lines) == 16
+    assert panel.lines[0] == Line(share=0.0, values=(3.0, 0.5))
+    assert panel.lines[-1] == Line(share=1.0, values=(78.0, 0.5))
+    assert (panel.low, panel.high, panel.enough) == ((1.0, 0.5), (80.0, 0.5), 1)
+    assert "every 5 layers" in spectra_sentence(items)
+
+
+def test_many_targets_are_drawn_by_how_far_they_moved() -> None:
+    panels = spectra_panels([spectrum(f"t{at}", float(at), target=f"t{at}") for at in range(1, 30)])
+    assert sorted(int(panel.name[1:]) for panel in panels) == list(range(18, 30))
+
+
+def test_an_evaluation_is_in_the_panel_of_what_it_evaluates() -> None:
+    points = ((1.0, 2.0),)
+    names = ("num_tokens", "eval_loss", "eval_sets_loss", "loss", "eval_rewards/margins", "rewards/margins", "eval_odd")
+    panels = {panel.name: panel for panel in curve_panels(dict.fromkeys(names, points))}
+    assert list(panels) == ["loss", "rewards/margins", "num_tokens", "eval_odd"]
+    assert list(panels["loss"].lines) == ["training", "evaluation", "evaluation sets"]
+    assert [panel.main for panel in panels.values()] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("end", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".html", b"<!doctype html>")]
+)
+def test_every_form_is_what_its_name_says_and_the_same_again(tmp_path: Path, end: str, begin: bytes) -> None:
+    files = {draw(open_checkpoint(FIXTURES / "causal-llama" / "adapter"), tmp_path / f"{n}{end}") for n in range(2)}
+    (content,) = {path.read_bytes() for path in files}
+    assert content.startswith(begin)
+
+
+def test_the_page_follows_light_and_dark_and_prints(page_of_a_checkpoint: Path) -> None:
+    text = page_of_a_checkpoint.read_text()
+    for rule in ("prefers-color-scheme: dark", "@media print", "print-color-adjust: exact", "max-width: 600px"):
+        assert rule in text
+    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawings) == 7 + 3
+    for drawing in drawings:
+        colours = set(re.findall(r"#[0-9a-f]{6}\b", re.sub(r'href="#\w+"|url\(#\w+\)', "", drawing)))
+        assert colours <= {"#ffffff"}, "a colour that does not follow"
+        assert "var(--ink)" in drawing
+    named = set(re.findall(r"var\(--([a-z]+\d*)\)", text))
+    for scheme in (variables(dark=False), variables(dark=True)):
+        assert named <= scheme.keys() | {"ground", "wide"}
+
+
+def test_a_comparison_is_drawn_with_numpys_numbers(tmp_path: Path) -> None:
+    run = FIXTURES / "reward-run"
+    path = tmp_path / "page.html"
+    draw_comparison(diff(run / "checkpoint-2", run / "checkpoint-4"), path, names=("a/2", "a/4"))
+    held = [load_file(run / name / "adapter_model.safetensors") for name in ("checkpoint-2", "checkpoint-4")]
+    text = path.read_text()
+    for module in (name.removesuffix(".lora_A.weight") for name in held[0] if name.endswith("lora_A.weight")):
+        one, two = (2 * (t[f"{module}.lora_B.weight"].double() @ t[f"{module}.lora_A.weight"].double()) for t in held)
+        cells = re.findall(rf'title="{module.rpartition(".")[2]}, layer {module.split(".")[4]}: ([^"]+)"', text)
+        turned = 1 - float((one * two).sum() / one.norm() / two.norm())
+        expected = [float((two - one).norm() / one.norm()), turned, float(two.norm() / one.norm())]
+        assert [float(cell) for cell in cells] == pytest.approx(expected, rel=2e-3)
+    draw_comparison(diff(run / "checkpoint-2", run / "checkpoint-2"), path, names=("a", "a"))
+    assert "The two are the same everywhere." in path.read_text()
+
+
+def test_page_fetches_and_runs_nothing(page_of_a_checkpoint: Path) -> None:
+    text = page_of_a_checkpoint.read_text()
     links = Links()
     links.feed(text)
     assert [link for link in links.found if not re.match(r"(xlink:)?href=#", link)] == []
@@ -92,20 +232,22 @@ def test_page_fetches_and_runs_nothing(tmp_path: Path) -> None:
 def test_names_from_files_are_escaped() -> None:
     nasty = "</td><script>alert(1)</script>\u202e$x$"
     items = [spectrum(nasty, 1.0, target=nasty)]
-    text = page(nasty, [("base model", nasty)], grids(items), items, {nasty: ((1.0, 2.0),)})
+    text = page(nasty, [("base model", nasty)], grids(items), items, {nasty: ((1.0, 2.0),)}, footer=nasty)
     assert "<script>" not in text
     assert "\u202e" not in text
 
 
 def test_nan_is_shown_and_breaks_nothing() -> None:
     items = [spectrum("a", math.nan, math.nan), spectrum("b", 0.0, 0.0, layer=1), spectrum("c", 1.0, 0.5, layer=2)]
-    text = page("t", [], grids(items), items, {})
+    text = page("t", [], grids(items), items, {}, footer="")
     assert "layer 0: NaN" in text
+    sheet("t", "", grids(items), items, {}, "").savefig(io.BytesIO())
 
 
 def test_an_untrained_adapter_is_drawn_without_a_warning() -> None:
     items = [spectrum("a", 0.0, 0.0), spectrum("b", 0.0, 0.0, layer=1)]
-    assert "layer 0: 0" in page("t", [], grids(items), items, {})
+    assert "Nothing moved: every ΔW is zero." in page("t", [], grids(items), items, {}, footer="")
+    sheet("t", "", grids(items), items, {}, "").savefig(io.BytesIO())
 
 
 def test_picture_shows_something(tmp_path: Path) -> None:
@@ -141,9 +283,8 @@ def test_nothing_to_draw_and_nowhere_to_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser")
-def test_a_browser_shows_the_page_without_a_network(tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_without_a_network(tmp_path: Path, page_of_a_checkpoint: Path) -> None:
     assert BROWSER is not None
-    draw(open_checkpoint(TRAINED), tmp_path / "page.html")
     flags = [
         "--headless",
         "--no-sandbox",
@@ -158,7 +299,7 @@ def test_a_browser_shows_the_page_without_a_network(tmp_path: Path) -> None:
             "--dump-dom",
             "--screenshot=shot.png",
             "--window-size=1150,2400",
-            f"file://{tmp_path}/page.html",
+            f"file://{page_of_a_checkpoint}",
         ],
         cwd=tmp_path,
         capture_output=True,
@@ -167,7 +308,7 @@ def test_a_browser_shows_the_page_without_a_network(tmp_path: Path) -> None:
         timeout=120,
     )
     assert "gate_proj" in shown.stdout
-    assert "effective rank of ΔW" in shown.stdout
+    assert "How many directions each ΔW uses" in shown.stdout
     shot = imread(tmp_path / "shot.png")
     coloured = (abs(shot[..., 0] - shot[..., 1]) > 0.2) | (abs(shot[..., 1] - shot[..., 2]) > 0.2)
     assert coloured.mean() > 0.01  # heat maps and lines, not only black text on white

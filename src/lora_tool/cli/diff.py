@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 
 import click
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
-from lora_tool.cli.options import FolderOrId, json_option, quiet_option
+from lora_tool.cli.options import FolderOrId, json_option, plot_option, quiet_option
 from lora_tool.cli.terminal import print_json, progress_bar
+from lora_tool.display import printable
 
 
 @click.command(
@@ -18,10 +20,11 @@ from lora_tool.cli.terminal import print_json, progress_bar
 @click.argument("first", type=FolderOrId())
 @click.argument("second", type=FolderOrId())
 @click.option("--all", "every", is_flag=True, help="List every module and tensor, not one line a target.")
+@plot_option("Draw how far apart they are, by target and layer")
 @click.option("--exit-code", "tell", is_flag=True, help="Exit with 1 if they differ.")
 @quiet_option("No progress bar.")
 @json_option
-def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as_json: bool) -> int:
+def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bool, quiet: bool, as_json: bool) -> int:
     """Compare two adapters, or two models (a base with its merged model, say), module by module: folders, or on the Hub
     owner/name[@revision], hf://owner/name or the URL of a page.
 
@@ -31,6 +34,11 @@ def command(*, first: str, second: str, every: bool, tell: bool, quiet: bool, as
     from lora_tool.pipeline.comparing import diff  # noqa: PLC0415 - after the usage is known to be right
 
     comparison = diff(first, second, watch=lambda what, total: progress_bar(what, total, quiet=quiet or as_json))
+    if plot is not None:
+        from lora_tool.pictures.drawing import draw_comparison  # noqa: PLC0415 - matplotlib, only for pictures
+
+        draw_comparison(comparison, plot, names=(first, second))
+        click.echo(f"drawn: {printable(str(plot))}", err=True)
     if as_json:
         print_json(first=first, second=second, same=comparison.same, **dataclasses.asdict(comparison))
     else:

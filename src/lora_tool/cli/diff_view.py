@@ -9,17 +9,18 @@ from typing import TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from lora_tool.cli.tables import new_table, print_all, ranges
+from lora_tool.cli.tables import new_table, print_all, ranges, spanning
 from lora_tool.display import number
 from lora_tool.inspection.comparison import Comparison, Difference, ModuleChange
-from lora_tool.inspection.naming import short_names
+from lora_tool.inspection.naming import place, short_names
 from lora_tool.keys import split_layer
 
 
 def show_comparison(comparison: Comparison, out: TextIO, *, every: bool = False) -> None:
     """Write the comparison to `out`: one line for the modules of a target, or with `every` for each."""
-    parts: list[RenderableType] = [_summary(comparison)]
+    parts: list[RenderableType] = [Text(comparison.summary, style="bold")]
     if comparison.fields:
         rows = [(name, *pair) for name, pair in comparison.fields.items()]
         parts.append(new_table(("config", "first", "second"), rows))
@@ -29,21 +30,13 @@ def show_comparison(comparison: Comparison, out: TextIO, *, every: bool = False)
     print_all(parts, out)
 
 
-def _summary(comparison: Comparison) -> str:
-    if comparison.same:
-        return f"the same: {len(comparison.differences)} modules and tensors"
-    counts: dict[ModuleChange, int] = defaultdict(int)
-    for item in comparison.differences:
-        counts[item.change] += 1
-    return ", ".join(f"{counts[change]} {change}" for change in ModuleChange if counts[change])
-
-
 def _each(items: Iterable[Difference]) -> Table:
     rows = (
         (
             item.name,
             str(item.change),
-            *map(number, (item.first, item.second, item.apart, item.relative, item.cosine)),
+            *map(number, (item.first, item.second, item.apart, item.relative)),
+            _cosine(item.turned),
             item.note,
         )
         for item in items
@@ -57,15 +50,11 @@ def _by_target(items: Iterable[Difference]) -> Table:
         groups[item.target, item.change, item.note].append(item)
     names = _short({item.target: item.kind for members in groups.values() for item in members})
     differ = len({change for _, change, _ in groups}) > 1  # else the line above says it of all
-    columns = [
-        "\ntarget", "\n×>", "\nlayers", "\n", "‖1st‖\nmed>", "‖2nd‖\nmed>", "relative\nmed>", "relative\nmax>",
-        "cosine\nmin>", "cosine\nmed>", "\n",
-    ]  # fmt: skip
     rows = []
-    for (target, change, note), members in groups.items():
+    for (target, change, note), members in sorted(groups.items(), key=lambda group: place(group[0][0])):
         layers = sorted({layer for item in members if (layer := split_layer(item.name)[0]) is not None})
         relatives = [item.relative for item in members if item.relative is not None]
-        cosines = [item.cosine for item in members if item.cosine is not None]
+        turned = [item.turned for item in members if item.turned is not None]
         rows.append(
             (
                 names[target],
@@ -76,12 +65,27 @@ def _by_target(items: Iterable[Difference]) -> Table:
                 _median([item.second for item in members if item.second is not None]),
                 _median(relatives),
                 number(max(relatives, default=None)),
-                number(min(cosines, default=None)),
-                _median(cosines),
+                _cosine(max(turned, default=None)),
+                _cosine(statistics.median(turned) if turned else None),
                 note,
             )
         )
-    return new_table(columns, rows)
+    columns = ("target", "×>", "layers", "", "1st>", "2nd>", "med>", "max>", "min>", "med>", "")
+    spans = {"norms": range(4, 6), "relative": range(6, 8), "cosine": range(8, 10)}
+    return new_table(spanning(columns, rows, spans), rows)
+
+
+_NEAR = 1e-3
+"""1 - cosine below which three digits of a cosine are 1.00."""
+_NOISE = 1e-14
+"""What rounding in float64 leaves of 1 - cosine where the directions are the same."""
+
+
+def _cosine(turned: float | None) -> str:
+    """Return the cosine by how far it is `turned`; near 1 as its distance from it, which has digits that say something."""
+    if turned is None or not turned < _NEAR:
+        return number(None if turned is None else 1.0 - turned)
+    return f"1 - {turned:.1e}" if turned > _NOISE else "1"
 
 
 def _short(kinds: Mapping[str, str]) -> Mapping[str, str]:

@@ -83,16 +83,15 @@ def new_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> T
 
 
 def spanning(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], spans: Mapping[str, range]) -> list[str]:
-    """Return the columns with a first line over them: the name of each span in its middle, with rules beside it.
-
-    Columns under no span get an empty line.
+    """Return the columns with a first line over them: the name of each span in its middle, over two columns in the
+    first, with rules beside it. Columns under no span get an empty line.
     """
     over = dict.fromkeys(range(len(columns)), "")
     for name, places in spans.items():
         for at in places:
             title = columns[at].removesuffix(">")
             over[at] = "─" * max(map(cell_len, (title, *(str(row[at]) for row in rows))))
-        over[places[len(places) // 2]] = name
+        over[places[(len(places) - 1) // 2]] = name
     return [f"{over[at]}\n{column}" for at, column in enumerate(columns)]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -25,7 +25,7 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
-from lora_tool.display import as_options
+from lora_tool.display import as_options, json_text
 from lora_tool.errors import LoraToolError
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.report.findings import Severity
@@ -34,6 +34,9 @@ from lora_tool.report.model import Report, Unread, joined
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.sources import Wanted, opened_model, resolve
 from lora_tool.validation.validating import validate
+
+if TYPE_CHECKING:
+    from lora_tool.cli.fixing import Fixes
 
 _LONG = 1 << 30
 """Bytes that take half a second to read from the page cache, and long from a disk."""
@@ -68,6 +71,12 @@ _LONG = 1 << 30
     is_flag=True,
     help="Read all weights, and exit with 1 for warnings and for rules that could not run, too.",
 )
+@click.option(
+    "--fix",
+    is_flag=True,
+    help="Show as a diff what answers findings mechanically, in configs and names; not in weights.",
+)
+@click.option("--apply", is_flag=True, help="Write what --fix shows; each file is kept as it was, as FILE.orig.")
 @format_option
 @report_option
 @config_option
@@ -77,13 +86,15 @@ _LONG = 1 << 30
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
-    PATH is this folder by default. Files are read, never changed, and no code in them is run. An adapter on the Hub,
+    PATH is this folder by default. Files are read, changed by --fix --apply alone, and no code in them is run. An adapter on the Hub,
     owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters
     are small); the base model never is.
     """
     paths = paths or (".",)
     if options["reward"] and options["num_labels"] not in (None, 1):
         raise click.UsageError(f"--rm means one label, --num-labels {options['num_labels']} was given")
+    if options["apply"] and not options["fix"]:
+        raise click.UsageError("--apply is for --fix")
     configured = configuration(options["config_file"], paths)
     rules = rule_choice(ctx, configured)
     told = _reporting(ctx, configured, rules.fail_on)
@@ -97,11 +108,28 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
         "deep": True if told.strict and options["deep"] is None else options["deep"],
         "servers": options["servers"] or configured.servers,
     }
+    report, errors = _all_judged(paths, asked, quiet=options["quiet"])
+    fixed = None
+    if options["fix"]:
+        from lora_tool.cli.fixing import fixes  # noqa: PLC0415 - only where asked for
+
+        fixed = fixes(report, task=asked["task"], apply=options["apply"])
+        if fixed.kept:
+            report, errors = _all_judged(paths, asked, quiet=options["quiet"])
+    report = replace(report, ignored=rules.ignored)
+    _show(report, told, fixed, quiet=options["quiet"])
+    for error in errors:
+        show_error(error)
+    return max(map(exit_code, errors), default=FINDINGS if told.fails(report) else DONE)
+
+
+def _all_judged(paths: Sequence[str], asked: Mapping[str, Any], *, quiet: bool) -> tuple[Report, list[LoraToolError]]:
+    """Return one report of all the folders, and why some could not be opened."""
     reports: list[Report] = []
     errors: list[LoraToolError] = []
     for path in paths:
         try:
-            reports.append(_judged(path, asked, quiet=options["quiet"]))
+            reports.append(_judged(path, asked, quiet=quiet))
             continue
         except LoraToolError as refused:
             errors.append(refused)
@@ -109,11 +137,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> in
             errors.append(LoraToolError(f"{failed.filename or path}: {failed.strerror or failed}"))
         message, hint = str(errors[-1]), errors[-1].hint
         reports.append(Report(unread=(Unread(path=path, message=as_options(message), hint=hint and as_options(hint)),)))
-    report = replace(joined(reports), ignored=rules.ignored)
-    _show(report, told, quiet=options["quiet"])
-    for error in errors:
-        show_error(error)
-    return max(map(exit_code, errors), default=FINDINGS if told.fails(report) else DONE)
+    return joined(reports), errors
 
 
 def _reporting(ctx: click.Context, configured: Configuration, fail_on: Severity) -> Reporting:
@@ -158,9 +182,19 @@ def _open_adapter(reference: str) -> AdapterDir:
     return open_adapter(path, hint="give an adapter: --adapter ADAPTER")
 
 
-def _show(report: Report, told: Reporting, *, quiet: bool) -> None:
+def _show(report: Report, told: Reporting, fixed: Fixes | None, *, quiet: bool) -> None:
     nothing = not report.subjects and told.form is Form.TEXT  # the errors on stderr say all there is
     silent = quiet and not report.findings and told.form in (Form.TEXT, Form.GITHUB)
-    if not nothing and not silent:
+    text = told.form is Form.TEXT
+    shown = "" if fixed is None else "\n".join(fixed.lines(color=text and wants_colour()))
+    if fixed is not None and fixed.kept and told.form is not Form.JSON:
+        click.echo(f"{shown}\n", err=not text)  # before what is found now
+    if fixed is not None and told.form is Form.JSON:
+        from lora_tool.report.json import report_json  # noqa: PLC0415 - JSON's words, only where asked for
+
+        click.echo(json_text({**report_json(report), "fixes": fixed.to_json()}, spread=3))
+    elif not nothing and not silent:
         click.echo(report_text(report, told.form, told.least, color=wants_colour()))
+    if fixed is not None and not fixed.kept and told.form is not Form.JSON and not nothing:
+        click.echo(f"\n{shown}", err=not text)
     told.write_files(lambda form: report_text(report, form, told.least))

@@ -27,7 +27,7 @@ class ModelConfig:
     model_type: str | None = None
     architectures: tuple[str, ...] = ()
     num_labels: int | None = None
-    """From `id2label`, else `num_labels`; None where neither is there."""
+    """From `num_labels`, which transformers lets win, else `id2label`; None where neither is there."""
     pad_token_id: int | None = None
     vocab_size: int | None = None
     num_hidden_layers: int | None = None
@@ -81,7 +81,7 @@ def _num_labels(fields: Fields) -> int | None:
         fields.expected("id2label", "object of numbers to labels", labels)
         labels = None
     explicit = fields.optional_integer("num_labels")
-    return explicit if labels is None else len(labels)
+    return len(labels) if labels is not None and explicit is None else explicit
 
 
 def _is_label(entry: tuple[str, object]) -> bool:

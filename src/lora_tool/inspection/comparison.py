@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,15 @@ class Difference:
         """`apart` divided by the first's norm."""
         return self.apart / self.first if self.apart is not None and self.first else None
 
+    @property
+    def turned(self) -> float | None:
+        """1 - cosine, from 0 to 2, with the digits that a cosine near 1 has lost; None where one of the two is zero."""
+        if not self.first or not self.second or self.apart is None:
+            return None
+        # the law of cosines: the square of `apart` is that of the norms' difference and 2 first second (1 - cosine)
+        beyond = (self.apart - (self.second - self.first)) * (self.apart + (self.second - self.first))
+        return min(max(beyond / (2 * self.first * self.second), 0.0), 2.0) if math.isfinite(beyond) else math.nan
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -86,6 +96,14 @@ class Comparison:
     def __repr__(self) -> str:
         changed = sum(item.change is not ModuleChange.SAME for item in self.differences)
         return f"Comparison({changed} of {len(self.differences)} modules and tensors differ)"
+
+    @property
+    def summary(self) -> str:
+        """How many modules and tensors changed in what way."""
+        if self.same:
+            return f"the same: {len(self.differences):,} modules and tensors"
+        counts = Counter(item.change for item in self.differences)
+        return ", ".join(f"{counts[change]:,} {change}" for change in ModuleChange if counts[change])
 
     @property
     def same(self) -> bool:

@@ -22,14 +22,14 @@ _MAIN = tuple(
         r"(.*_)?loss",
         r"(.*[/_])?(accuracy|accuracies|mean_token_accuracy|f1|auc)",
         r"(.*[/_])?margins?",
-        r"(.*_)?(mean_)?reward|(.*_)?rewards/(chosen|rejected)",
+        r"(eval_)?(.*_)?(?<!min_)(?<!max_)reward|(.*_)?rewards/(chosen|rejected)",
     )
 )
 """What a run is judged by, in the order that it is looked at; everything else follows by name."""
 _BESIDE = ("grad_norm", "entropy", "kl", "learning_rate")
 _NOT_CURVES = frozenset({"step", "epoch", "total_flos", "num_input_tokens_seen"})
 _SUMMED_UP = ("train_",)
-_SPEED = re.compile(r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|model_preparation_time)")
+_SPEED = re.compile(r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|model_preparation_time|num_tokens)")
 
 
 def is_main(name: str) -> bool:

@@ -28,9 +28,9 @@ _PLACES = {name: place for place, names in enumerate(_ORDER) for name in names}
 def place(target: str) -> int:
     """Return what sorts targets as a layer computes them: q, k, v, o, gate, up, down; those of other names come last.
 
-    A `target` is a path or its end, with anything in brackets behind it.
+    A `target` is a path or its end, perhaps with a parameter's name, and with anything in brackets behind it.
     """
-    parts = target.partition(" ")[0].split(".")
+    parts = target.partition(" ")[0].removesuffix(".weight").removesuffix(".bias").split(".")
     ends = (".".join(parts[at:]) for at in range(max(len(parts) - 2, 0), len(parts)))
     return min((_PLACES[end] for end in ends if end in _PLACES), default=len(_ORDER))
 

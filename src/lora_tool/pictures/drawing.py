@@ -1,9 +1,9 @@
-"""Drawing what a checkpoint folder holds to a file: a page or a picture, by the file's name."""
+"""Drawing what a checkpoint folder holds, or what differs between two, to a file: a page or a picture, by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
 
 from threadpoolctl import threadpool_limits
 
@@ -11,13 +11,20 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir
 from lora_tool.display import printable
 from lora_tool.errors import NotACheckpoint
 from lora_tool.execution.folder import replace_file
-from lora_tool.inspection.curves import trainer_state_of, training_curves
-from lora_tool.inspection.spectra import spectra
-from lora_tool.pictures.figures import adapter_figure
-from lora_tool.pictures.grid import grids
+from lora_tool.inspection.comparison import Comparison
+from lora_tool.inspection.curves import Curves, trainer_state_of, training_curves
+from lora_tool.inspection.spectra import Spectrum, spectra
+from lora_tool.pictures.changes import change_grids
+from lora_tool.pictures.grid import Grid, grids
 from lora_tool.pictures.page import page
 from lora_tool.pictures.saving import save
+from lora_tool.pictures.sheet import sheet
+from lora_tool.pictures.theme import themed
 from lora_tool.validation.bases import last_adapter
+from lora_tool.version import __version__
+
+_IN_SUBTITLE = ("base model", "task", "method", "training", "made with", "found")
+"""Facts that stand below a sheet's title."""
 
 
 def draw(
@@ -26,8 +33,9 @@ def draw(
     """Write the pictures of an adapter, with its run's curves where it holds a `trainer_state.json`, and return `path`.
 
     Of a run folder the adapter is that of its latest checkpoint. A `path` that ends in ``.html`` becomes a page, in
-    ``.svg`` or ``.pdf`` lines and text, any other a PNG. It appears complete or not at all, and replaces a file of that name. Raises `NotACheckpoint` where
-    there is nothing to draw, `OSError` where weights cannot be read, `ExecutionError`.
+    ``.svg`` or ``.pdf`` lines and text, any other a PNG. It appears complete or not at all, and replaces a file of that
+    name. Raises `NotACheckpoint` where there is nothing to draw, `OSError` where weights cannot be read,
+    `ExecutionError`.
     """
     with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
         adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
@@ -40,12 +48,44 @@ def draw(
             f"{root} holds no LoRA pairs and no training log: there is nothing to draw",
             hint="give an adapter, a trainer checkpoint or a run folder",
         )
-    maps = grids(found) if found else ()
     latest = f" · {adapter.root.name}" if isinstance(checkpoint, RunDir) and adapter is not None else ""
-    title = printable(f"{root.resolve().name}{latest}")
-    if path.suffix == ".html":
-        dora = isinstance(adapter, AdapterDir) and adapter.config is not None and adapter.config.use_dora
-        replace_file(path, page(title, facts, maps, found, curves, dora=dora).encode())
-    else:
-        save(adapter_figure(title, maps, found, curves), path)
+    dora = isinstance(adapter, AdapterDir) and adapter.config is not None and adapter.config.use_dora
+    before = ", before DoRA's magnitudes" if dora else ""
+    explained = f"ΔW = scaling·B·A{before}; singular values are exact, from the factors" if found else ""
+    title = f"{root.resolve().name}{latest}"
+    _write(path, title, list(facts), grids(found) if found else (), found, curves, explained)
     return path
+
+
+def draw_comparison(comparison: Comparison, path: Path, *, names: tuple[str, str]) -> Path:
+    """Write what differs between the first and second of `names` as heat maps, and return `path`; forms as of `draw`.
+
+    Raises `NotACheckpoint` where the two have nothing in common to compare, `ExecutionError`.
+    """
+    maps = change_grids(comparison)
+    if not maps:
+        raise NotACheckpoint(f"{names[0]} and {names[1]} have no module or tensor in common: there is nothing to draw")
+    facts = [("first", names[0]), ("second", names[1]), ("found", comparison.summary)]
+    facts += [(name, " → ".join(pair)) for name, pair in comparison.fields.items()]
+    ends = [PurePath(name).name or name for name in names]
+    _write(path, " → ".join(ends if ends[0] != ends[1] else names), facts, maps, (), {}, "")
+    return path
+
+
+def _write(
+    path: Path,
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    maps: Sequence[Grid],
+    found: Sequence[Spectrum],
+    curves: Curves,
+    explained: str,
+) -> None:
+    title = printable(title)
+    footer = ". ".join(filter(None, (f"lora-tool {__version__}", explained)))
+    with themed():
+        if path.suffix == ".html":
+            replace_file(path, page(title, facts, maps, found, curves, footer=footer).encode())
+        else:
+            told = [value for name, value in facts if name in _IN_SUBTITLE and value]
+            save(sheet(title, " · ".join(map(printable, told)), maps, found, curves, footer), path)

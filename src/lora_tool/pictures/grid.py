@@ -1,14 +1,21 @@
-"""One number per module, laid out as targets by layers: the data of a heat map."""
+"""One number per module, laid out as targets by layers: the data of a heat map, its scale, and what is good."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
-from lora_tool.inspection.naming import short_names
+from lora_tool.display import four_digits
+from lora_tool.inspection.naming import place, short_names
 from lora_tool.inspection.spectra import Spectrum
+
+_FLAT = 0.05
+"""Share of the largest number within which all are alike: colours would show nothing but noise."""
+_DECADES = 30.0
+"""How far apart the ends of a scale may be before most of its cells would have the colour of its lower end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,49 +23,175 @@ class Grid:
     """`cells[row][column]` is the number of target `rows[row]` in layer `columns[column]`; None where there is none."""
 
     title: str
+    unit: str
+    """What the numbers are, in a few signs."""
+    sentence: str
+    """What the picture shows and what is good."""
+    flat: str = ""
+    """What is said instead of a picture that would be of one colour; empty where there is one."""
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[tuple[float | None, ...], ...]
 
     @property
+    def said(self) -> str:
+        """The sentence that stands above the picture, or in its place."""
+        return self.flat or self.sentence + (" The colours are logarithmic." if self.logarithmic else "")
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All finite numbers."""
+        return finite(self.cells)
+
+    @property
+    def least(self) -> float:
+        """The lower end of the colour scale."""
+        return min(self.numbers, default=0.0)
+
+    @property
     def most(self) -> float:
-        """The largest finite number, 1 where there is none or it is zero: the end of the colour scale."""
-        finite = [cell for row in self.cells for cell in row if cell is not None and math.isfinite(cell)]
-        return max(finite, default=1.0) or 1.0
+        """The upper end of the colour scale."""
+        return max(self.numbers, default=0.0)
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether equal steps of colour are equal ratios."""
+        return self.least > 0 and self.most / self.least > _DECADES
+
+    def position(self, value: float | None) -> float | None:
+        """Return where on the colour scale the value is, from 0 to 1; None for what is no number."""
+        if value is None or not math.isfinite(value):
+            return None
+        if self.least == self.most:
+            return 0.5
+        scale = math.log if self.logarithmic else float
+        low, high = scale(self.least), scale(self.most)
+        return min(max((scale(value) - low) / (high - low), 0.0), 1.0)
+
+
+class Placed(Protocol):
+    """Whatever belongs to a module: its path without its layer, and the layer."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def layer(self) -> int | None: ...
+
+
+Item = TypeVar("Item", bound=Placed)
 
 
 def grids(spectra: Iterable[Spectrum]) -> tuple[Grid, ...]:
     """Return the heat maps of an adapter: how far each module moved, and in how many directions.
 
     The first is ‖ΔW‖/‖W‖ where the base's norms are known for every module, else ‖ΔW‖. With a base there is a third:
-    how much of ΔW is left after rounding to the base's type.
+    how much of ΔW is lost in rounding to the base's type.
     """
     listed = tuple(spectra)
     relative = bool(listed) and all(item.relative_norm is not None for item in listed)
     kept = any(item.kept is not None for item in listed)
-    return (
-        _grid("‖ΔW‖ / ‖W‖", listed, lambda item: item.relative_norm)
-        if relative
-        else _grid("‖ΔW‖", listed, lambda item: item.norm),
-        _grid("effective rank of ΔW", listed, lambda item: item.effective_rank),
-        *([_grid("share of ΔW left after rounding (cosine)", listed, lambda item: item.kept)] if kept else []),
+    return (_moved(listed, relative=relative), _directions(listed), *([_lost(listed)] if kept else []))
+
+
+def _moved(spectra: Sequence[Spectrum], *, relative: bool) -> Grid:
+    unit = "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖"
+    than = "far below 1, and no module stands out" if relative else "no module stands out, and none is at 0"
+    return laid_out(
+        spectra,
+        (lambda item: item.relative_norm) if relative else (lambda item: item.norm),
+        title="How far training moved each weight",
+        unit=unit,
+        sentence=f"{unit} of every module. Good: {than}. One at 0 was not trained; a single bright one took the change.",
+        flat=lambda least, most: (
+            f"Every weight moved alike: {unit} is {span(least, most)}." if most else "Nothing moved: every ΔW is zero."
+        ),
     )
 
 
-def _grid(title: str, spectra: tuple[Spectrum, ...], value: Callable[[Spectrum], float | None]) -> Grid:
-    names = short_names({item.target for item in spectra})
-    layers = sorted({item.layer for item in spectra if item.layer is not None})
-    columns: tuple[int | None, ...] = (*layers, *([None] if any(item.layer is None for item in spectra) else []))
+def _directions(spectra: Sequence[Spectrum]) -> Grid:
+    ranks = sorted({item.rank for item in spectra})
+    of = "" if not ranks else f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    return laid_out(
+        spectra,
+        lambda item: item.effective_rank,
+        title="How many directions each ΔW uses",
+        unit=f"effective rank, of {of}",
+        sentence=f"Effective rank of every ΔW; its rank is {of}. Good: between the ends. "
+        "Near the rank a larger one may learn more; near 1 a smaller one would do.",
+        flat=lambda least, most: f"Every ΔW uses {span(least, most)} directions (effective rank); its rank is {of}.",
+    )
+
+
+def _lost(spectra: Sequence[Spectrum]) -> Grid:
+    unit = "1 − cosine"
+    enough = 0.01
+    return laid_out(
+        spectra,
+        lambda item: None if item.kept is None else max(1.0 - item.kept, 0.0) if item.kept == item.kept else math.nan,
+        title="What rounding after a merge loses",
+        unit=unit,
+        sentence="1 − cosine of ΔW and what is left of it in the base's type. Good: below 0.01. "
+        "Near 1 nothing of ΔW is left: merge with --dtype float32.",
+        flat=lambda _, most: f"Rounding to the base's type keeps every ΔW: {unit} is at most {four_digits(most)}.",
+        is_flat=lambda least, most: most <= enough or most - least <= _FLAT * most,
+    )
+
+
+def span(least: float, most: float) -> str:
+    """Return two numbers as one range, or one number."""
+    low, high = four_digits(least), four_digits(most)
+    return low if low == high else f"{low} to {high}"
+
+
+def alike(least: float, most: float) -> bool:
+    """Return whether numbers from `least` to `most` are one number for all that a picture can show."""
+    return most - least <= _FLAT * abs(most)
+
+
+def finite(cells: Iterable[Iterable[float | None]]) -> tuple[float, ...]:
+    """Return the cells that are numbers."""
+    return tuple(cell for row in cells for cell in row if cell is not None and math.isfinite(cell))
+
+
+def laid_out(
+    items: Sequence[Item],
+    value: Callable[[Item], float | None],
+    *,
+    title: str,
+    unit: str,
+    sentence: str,
+    flat: Callable[[float, float], str],
+    is_flat: Callable[[float, float], bool] = alike,
+) -> Grid:
+    """Return the values by target and layer, targets as a layer computes them; several of one cell are the largest.
+
+    `flat` is the sentence for a map from least to most that `is_flat`.
+    """
+    names = short_names({item.target for item in items})
+    layers = sorted({item.layer for item in items if item.layer is not None})
+    columns: tuple[int | None, ...] = (*layers, *([None] if any(item.layer is None for item in items) else []))
     held: dict[tuple[str, int | None], list[float]] = defaultdict(list)
-    for item in spectra:
+    for item in items:
         number = value(item)
         if number is not None:
             held[item.target, item.layer].append(number)
     most = {row: max((len(held[row, column]) for column in columns), default=1) for row in names}
-    rows = tuple(dict.fromkeys(item.target for item in spectra))
+    rows = sorted(dict.fromkeys(item.target for item in items), key=place)
+    cells = tuple(tuple(_largest(held[row, column]) for column in columns) for row in rows)
+    numbers = finite(cells)
+    broken = any(cell is not None and not math.isfinite(cell) for row in cells for cell in row)
+    shows_nothing = numbers and not broken and is_flat(min(numbers), max(numbers))
     return Grid(
         title=title,
+        unit=unit,
+        sentence=sentence,
+        flat=flat(min(numbers), max(numbers)) if shows_nothing else "",
         rows=tuple(names[row] + (f" (largest of {most[row]})" if most[row] > 1 else "") for row in rows),
         columns=tuple("–" if column is None else str(column) for column in columns),
-        cells=tuple(tuple(max(held[row, column], default=None) for column in columns) for row in rows),
+        cells=cells,
     )
+
+
+def _largest(values: Sequence[float]) -> float | None:
+    """Return the largest value, NaN where one is NaN; None of none."""
+    return math.nan if any(map(math.isnan, values)) else max(values, default=None)

@@ -11,7 +11,9 @@ from lora_tool.errors import MissingDependency
 from lora_tool.execution.folder import replace_file
 from lora_tool.pictures.page import page
 from lora_tool.pictures.saving import save
+from lora_tool.pictures.theme import ONE, RULE, SOFT, plain, themed
 from lora_tool.rules.merged.pairs import PairEvidence
+from lora_tool.version import __version__
 
 try:
     from matplotlib.figure import Figure
@@ -20,6 +22,9 @@ except ImportError as error:
     raise MissingDependency("matplotlib", extra="plot") from error
 
 _MOST_BARS = 60
+_SENTENCE = (
+    "Right of the line the chosen text has the higher reward. Good: most pairs are there, and merging changed nothing."
+)
 
 
 def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
@@ -27,13 +32,16 @@ def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
 
     It appears complete or not at all, and replaces a file of that name. Raises `OSError` where it cannot be written.
     """
-    figure = margins_figure(found)
-    if path.suffix == ".html":
-        text = page(printable(title), _facts(found), (), (), {}, drawn=(("Margins", figure),))
-        replace_file(path, text.encode())
-        return
-    figure.suptitle(printable(title).replace("$", r"\$"))
-    save(figure, path)
+    with themed():
+        figure = margins_figure(found)
+        if path.suffix == ".html":
+            drawn = (("How far apart chosen and rejected are", _SENTENCE, figure),)
+            text = page(printable(title), _facts(found), (), (), {}, footer=f"lora-tool {__version__}", drawn=drawn)
+            replace_file(path, text.encode())
+            return
+        figure.suptitle(plain(title), x=0.01, ha="left", weight="bold", fontsize=13)
+        figure.axes[0].set_title(_SENTENCE, fontsize=8.5, fontweight="normal", color=SOFT)
+        save(figure, path)
 
 
 def _facts(found: PairEvidence) -> list[tuple[str, str]]:
@@ -62,15 +70,13 @@ def margins_figure(found: PairEvidence) -> Figure:
     for name, margins in shown.items():
         merged = name == "merged"
         # one filled, one an outline: they lie on each other where the merge is good
-        axes.hist(
-            margins, bins=edges, label=name, histtype="step" if merged else "stepfilled", alpha=1 if merged else 0.35
-        )
-    axes.axvline(0, color="#666666", linewidth=1)
-    axes.set_title("Right of the line the chosen text has the higher reward", loc="left")
+        look = {"histtype": "step", "color": ONE, "linewidth": 1.6} if merged else {"color": RULE}
+        axes.hist(margins, bins=edges, label=name, **look)
+    axes.axvline(0, color=SOFT, linewidth=1)
     axes.set_xlabel("reward of chosen - reward of rejected")
     axes.set_ylabel("pairs")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+    axes.grid(axis="y")
     axes.legend()
     return figure
 

@@ -1,10 +1,13 @@
-"""An adapter's pictures as one HTML file: no script, no network, every name from a file escaped."""
+"""Pictures as one HTML file: no script, no network, every name from a file escaped; it follows the reader's light or
+dark, fits a phone and can be printed.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -13,8 +16,22 @@ from lora_tool.display import four_digits, printable
 from lora_tool.errors import MissingDependency
 from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.spectra import Spectrum
-from lora_tool.pictures.figures import colour, curves_figure, spectra_figure
 from lora_tool.pictures.grid import Grid
+from lora_tool.pictures.panels import (
+    CURVES_SENTENCE,
+    curve_panels,
+    draw_curve,
+    draw_spectra,
+    label_step,
+    scale_marks,
+    spectra_panels,
+    spectra_sentence,
+    value_range,
+)
+from lora_tool.pictures.theme import by_name, depth_colours, heat_colour, variables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 try:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,7 +39,11 @@ try:
 except ImportError as error:
     raise MissingDependency("jinja2", extra="plot") from error
 
+Panel = TypeVar("Panel")
+
 _TEMPLATE = "page.html.jinja"
+_LABELS = 10
+"""Numbers of layers that a phone has room for."""
 
 
 def page(
@@ -32,10 +53,12 @@ def page(
     spectra: Sequence[Spectrum],
     curves: Curves,
     *,
-    dora: bool = False,
-    drawn: Sequence[tuple[str, Figure]] = (),
+    footer: str,
+    drawn: Sequence[tuple[str, str, Figure]] = (),
 ) -> str:
-    """Return the page as text: `facts` are names and values that are listed at its top, `drawn` figures by their headings."""
+    """Return the page as text: `facts` are names and values that are listed at its top, `drawn` figures by their
+    headings and sentences.
+    """
     environment = Environment(
         loader=PackageLoader("lora_tool.pictures", ""),
         autoescape=True,
@@ -44,33 +67,67 @@ def page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    layers = sorted({item.layer for item in spectra if item.layer is not None})
+    panels = curve_panels(curves)
     return environment.get_template(_TEMPLATE).render(
         title=title,
+        light=variables(dark=False),
+        dark=variables(dark=True),
         facts=[(name, Markup("<br>").join(map(printable, value.splitlines()))) for name, value in facts if value],
         grids=[_lines(grid) for grid in grids],
         spectra=spectra,
-        spectra_svg=_svg(spectra_figure(spectra)) if spectra else "",
-        curves_svg=_svg(curves_figure(curves)) if curves else "",
-        scale=[colour(step / 8, 1) for step in range(9)],
-        colour=colour,
+        spectra_sentence=spectra_sentence(spectra),
+        spectra_svgs=_spectra_svgs(spectra),
+        layers=layers,
+        depths=len(depth_colours()),
+        curves_sentence=CURVES_SENTENCE,
+        main_svgs=[_svg((4.2, 2.4), draw_curve, panel) for panel in panels if panel.main],
+        small_svgs=[_svg((2.1, 1.25), draw_curve, panel) for panel in panels if not panel.main],
+        heat=[heat_colour(step / 8) for step in range(9)],
         number=four_digits,
-        version=version("lora-tool"),
-        dora=dora,
-        drawn=[(heading, _svg(figure)) for heading, figure in drawn],
+        footer=footer,
+        drawn=[(heading, sentence, _named(figure)) for heading, sentence, figure in drawn],
     )
 
 
 def _lines(grid: Grid) -> dict[str, object]:
-    lines = [
-        (row, list(zip(grid.columns, cells, strict=True))) for row, cells in zip(grid.rows, grid.cells, strict=True)
-    ]
-    return {"title": grid.title, "columns": grid.columns, "lines": lines, "most": grid.most}
+    step = label_step(len(grid.columns), _LABELS)
+    columns = len(grid.columns)
+    return {
+        "grid": grid,
+        "labels": [(grid.columns[at], min(step, columns - at)) for at in range(0, columns, step)],
+        "marks": [four_digits(value) for value in scale_marks(grid)],
+        "lines": [
+            (row, [(column, cell, _cell(grid, cell)) for column, cell in zip(grid.columns, cells, strict=True)])
+            for row, cells in zip(grid.rows, grid.cells, strict=True)
+        ],
+    }
 
 
-def _svg(figure: Figure) -> Markup:
+def _cell(grid: Grid, cell: float | None) -> str:
+    return "transparent" if cell is None else heat_colour(grid.position(cell))
+
+
+def _spectra_svgs(spectra: Sequence[Spectrum]) -> list[Markup]:
+    panels = spectra_panels(spectra)
+    draw = partial(draw_spectra, ends=value_range(panels))
+    return [_svg((2.7, 2.0), draw, panel) for panel in panels]
+
+
+def _svg(size: tuple[float, float], draw: Callable[[Axes, Panel], None], panel: Panel) -> Markup:
+    """Return the panel of so many inches; on the page it is as wide as there is room."""
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure.subplots(), panel)
+    return _named(figure)
+
+
+def _named(figure: Figure) -> Markup:
+    figure.patch.set_alpha(0)
+    for axes in figure.axes:
+        axes.patch.set_alpha(0)
     buffer = io.StringIO()
     # text as text: smaller, searchable, and the reader's own font
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lora-tool"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
-    return Markup(text[text.index("<svg") :])  # noqa: S704 - matplotlib escapes what it writes into its SVG
+    return Markup(by_name(text[text.index("<svg") :]))  # noqa: S704 - matplotlib escapes what it writes into its SVG

@@ -33,6 +33,7 @@ from lora_tool.sources import (
     Source,
     Wanted,
     located,
+    moved_to,
     open_adapter_at,
     opened_adapter,
     opened_model,
@@ -130,7 +131,8 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
     try:
         return resolve(config.base_model, near=near, revision=config.revision, download=True)
     except NotACheckpoint as error:
-        error.hint = error.hint or hint
+        moved = moved_to(config.base_model, near)
+        error.hint = hint.replace("MODEL", shlex.quote(str(moved))) if moved else error.hint or hint
         raise
 
 

@@ -40,6 +40,9 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: `lora-tool convert ADAPTER --to peft` gives the tensors their names. Later, save the unwrapped model
     (`accelerator.unwrap_model(model).save_pretrained(…)`).
+
+    `lora-tool validate --fix` takes prefixes out of the names in place, where the file's header has room for all of
+    them; the weights stay where they are.
     """
     if subject.config.peft_type not in (None, *KNOWN_TYPES):
         return  # LT217 says so; a prompt's embeddings belong to no module

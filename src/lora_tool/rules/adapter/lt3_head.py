@@ -176,6 +176,9 @@ def wrong_task(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Set `"task_type": "SEQ_CLS"` if this is a reward model or classifier; else leave `--rm` out.
 
+    `lora-tool validate --fix` does so for a head of one row, where `--rm` is given, and where `auto_mapping` names the
+    class that was trained on.
+
     An image classifier has no task type of PEFT's; a `classifier` that `modules_to_save` names is noted only. Without a
     task type, the class that the adapter was trained on (`auto_mapping`) may say it just as well.
     """

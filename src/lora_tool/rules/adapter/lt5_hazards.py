@@ -18,7 +18,7 @@ from lora_tool.hub_names import hub_id_of
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
-from lora_tool.sources import local_folder, resolve, source_of
+from lora_tool.sources import local_folder, moved_to, resolve, source_of
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
@@ -92,6 +92,37 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
     if not _is_same_model(found.path, base):
         message = f"is {named} ({found.path}), and the base is {given.hub_id or base.root}, which holds other weights"
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
+
+
+@rule("LT521", Severity.WARNING, on=AdapterSubject)
+def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
+    """The base is no longer where the adapter says.
+
+    What it does: Where `base_model_name_or_path` is a path that leads to nothing and no `--base` is given, looks for a
+    model in a folder of that name: in or beside the adapter's folder, beside the one above it, or in the working directory.
+
+    Why it matters: PEFT writes the path as it was typed when training. On another machine, or from another folder, it
+    leads nowhere, and loading the adapter fails although the base is there.
+
+    Example: `base_model_name_or_path` is `/workspace/llama-base`, and `llama-base` lies beside the adapter.
+
+    What to do: Write the path into `adapter_config.json`: `lora-tool validate ADAPTER --fix` does so if the model fits.
+    Or name the base each time: `--base MODEL`.
+    """
+    named, root = subject.config.base_model, subject.checkpoint.root
+    if subject.base is not None or not named:
+        return
+    try:
+        lost = hub_id_of(named) is None and local_folder(named, root) is None
+    except CheckpointError:  # it means two folders
+        return
+    found = moved_to(named, root) if lost else None
+    if found is not None:
+        message = f"is {named}, where no model is; one of that name is {found}"
+        hint = (
+            f"if it is the same: lora-tool validate --fix {shlex.quote(str(root))}, or --base {shlex.quote(str(found))}"
+        )
+        yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path, hint=hint)
 
 
 def _is_same_model(named: Path, base: ModelDir) -> bool:

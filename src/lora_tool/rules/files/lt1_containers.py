@@ -210,6 +210,8 @@ def total_size(subject: Subject) -> Iterator[Fault]:
     Example: `total_size` is 1,000 and the tensors hold 2,048 bytes.
 
     What to do: Set `metadata.total_size` to the bytes of all tensors, or save the model again.
+
+    `lora-tool validate --fix` does the first.
     """
     yield from defects(subject, Defect.TOTAL_SIZE)
 

@@ -42,6 +42,8 @@ def no_pad_token(subject: Subject) -> Iterator[Fault]:
     Example: A Llama reward model whose `config.json` has `"pad_token_id": null`.
 
     What to do: Set `pad_token_id` in `config.json` to the tokenizer's pad token, the one that was trained with.
+
+    `lora-tool validate --fix` does so where the tokenizer beside a model names one.
     """
     if isinstance(subject, ModelSubject):
         config = subject.checkpoint.config
@@ -99,8 +101,8 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
 def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     """The config names another number of labels than the head has rows.
 
-    What it does: Compares `id2label` (or `num_labels`) in a classifier's `config.json` with the rows of its head, and
-    the head's bias with them. A head that answers questions has two: where the answer begins and where it ends.
+    What it does: Compares `num_labels`, which wins where it is there, else `id2label` in a classifier's `config.json`
+    with the rows of its head, and the head's bias with them. A head that answers questions has two: where the answer begins and where it ends.
 
     Why it matters: Loading fails with a size mismatch, or, with `ignore_mismatched_sizes`, puts a random head there.
     Where the config names no labels, transformers assumes two: a reward model has one.
@@ -109,6 +111,8 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Set `id2label` and `label2id` to as many labels as the head has rows: `{"0": "LABEL_0"}` for a reward
     model.
+
+    `lora-tool validate --fix` does so, unless somebody gave the labels names: which of them are meant it cannot tell.
     """
     model = subject.checkpoint
     weight, told = head_weight(subject.tensors), labels_of(model)
@@ -130,7 +134,8 @@ def labels_against_head(subject: ModelSubject) -> Iterator[Fault]:
     means = (
         f"means {counted(told, 'label')}" if model.config.num_labels is not None else "is not set, which means 2 labels"
     )
-    yield Fault(subject="id2label", message=f"{means}, {rows}", path=str(model.config.path))
+    field = "num_labels" if model.config.raw.get("num_labels") is not None else "id2label"
+    yield Fault(subject=field, message=f"{means}, {rows}", path=str(model.config.path))
 
 
 @rule("LT312", Severity.ERROR, on=ModelSubject, needs=_WHOLE)

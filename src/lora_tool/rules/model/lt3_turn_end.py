@@ -31,6 +31,8 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`.
     `lora-tool merge` does so where the tokenizer lies beside the adapter.
+
+    `lora-tool validate --fix` does so in a model that is written already.
     """
     model = subject.checkpoint
     config = model.config

@@ -38,6 +38,8 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
 
     What to do: Use a token that is there as the pad token (`tokenizer.pad_token = tokenizer.eos_token`), or resize the
     embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save them with the adapter.
+
+    Where the tokenizer's own pad token has a row, `lora-tool validate --fix` writes its id into a model's config.
     """
     checkpoint = subject.checkpoint
     rows = _largest(subject)
