@@ -13,7 +13,7 @@ from pathlib import Path
 from lora_tool import keys
 from lora_tool.architectures.heads import NEW_MODULES, head_of
 from lora_tool.checkpoint import ModelDir, open_checkpoint
-from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
 from lora_tool.formats.files import read_json
 from lora_tool.formats.partitions import Role, StateEntry
@@ -30,15 +30,10 @@ def has_lora(names: Mapping[str, StateEntry]) -> bool:
     return any(".lora_A." in name or ".lora_embedding_A." in name for name in names)
 
 
-def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> AdapterConfig:
-    """Return the config that was given, or the first in the folders `near`. Raises `IncompleteCheckpoint`."""
-    paths = [given / FILE_NAME if given.is_dir() else given] if given else [folder / FILE_NAME for folder in near]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        places = ", ".join(str(place.parent) for place in paths)
-        message = f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights"
-        raise IncompleteCheckpoint(message, hint="give the one that the run began with: `adapter_config=FILE`")
-    return read_adapter_config(path)
+def near_adapter_config(near: tuple[Path, ...]) -> AdapterConfig | None:
+    """Return the config in the first of the folders that has one. Raises `CorruptFile`, `BadConfig`."""
+    path = next((folder / FILE_NAME for folder in near if (folder / FILE_NAME).is_file()), None)
+    return None if path is None else read_adapter_config(path)
 
 
 def unwrapped_name(name: str) -> str:
@@ -124,6 +119,8 @@ def _classifier(config: AdapterConfig) -> str | None:
     """Return what in the config says that the model has a head of its own: the task, or without one the class."""
     if config.task_type:
         return config.task_type if config.task_type in ("SEQ_CLS", "TOKEN_CLS") else None
+    if not config.path.is_file():
+        return None  # it is rebuilt
     mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
     name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
     return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None
