@@ -16,6 +16,7 @@ from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
     ModelDir,
+    base_around,
     open_checkpoint,
     open_model,
     require_whole,
@@ -37,6 +38,7 @@ from lora_tool.sources import (
     opened_adapter,
     opened_model,
     resolve,
+    source_of,
 )
 from lora_tool.weighted import all_weighted
 
@@ -123,6 +125,9 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
     config, hint = adapter.config, f"lora-tool merge {adapter.root} --base MODEL"
     if config is None:
         require_whole(adapter)
+    around = base_around(adapter)
+    if config is not None and not config.base_model and around is not None:
+        return source_of(around, str(around))
     if config is None or not config.base_model:
         raise NotACheckpoint(f"{adapter.root}: adapter_config.json names no base model", hint=hint)
     try:
@@ -211,9 +216,10 @@ def _called_with(
 def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
     """Merge `adapters`, one or the sum of several, into their base, and return what was written.
 
-    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. It is judged as `validate` does, planned as by `plan_merge`,
-    written as by `execute`, and read back: what the command `merge` does. Raises `FindingsFound`, `CheckpointError`,
-    `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue` for an argument.
+    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. It is judged as
+    `validate` does, planned as by `plan_merge`, written as by `execute`, and read back: what the command `merge` does.
+    Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue`
+    for an argument.
     """
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the arguments are known to be right
 
