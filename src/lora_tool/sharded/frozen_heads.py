@@ -18,6 +18,7 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adap
 from lora_tool.formats.files import read_json
 from lora_tool.formats.partitions import StateEntry
 from lora_tool.keys import AdapterKey, Part
+from lora_tool.progress import decided
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import fault
 from lora_tool.sharded.state import TrainingState
@@ -38,6 +39,7 @@ def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> Adapte
         places = ", ".join(str(place.parent) for place in paths)
         message = f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights"
         raise IncompleteCheckpoint(message, hint="give the one that the run began with: `adapter_config=FILE`")
+    decided(f"adapter config: {path}, {'which was given' if given else 'the nearest'}")
     return read_adapter_config(path)
 
 
