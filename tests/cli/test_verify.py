@@ -133,6 +133,7 @@ def _rounds_a_block_wrongly(values: AnyArray, dtype: DType, out: AnyArray) -> An
 
 
 def test_a_wrong_merge_is_not_published(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
     monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
     called = call("merge", "--rm", ADAPTER, "-o", tmp_path / "out")
     assert called.code == 5
@@ -147,6 +148,7 @@ def test_a_wrong_merge_is_not_published(call: Caller, tmp_path: Path, monkeypatc
 def test_a_wrong_merge_replaces_nothing(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out").code == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
     monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
     assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out", "--overwrite").code == 5
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
@@ -181,6 +183,7 @@ def test_consolidate_reads_back_what_it_wrote(
     good = call(*asked, "--json").json["verification"]
     assert good["right"] == good["tensors"] > 0
     shutil.rmtree(tmp_path / "out")
+    monkeypatch.setenv("LORA_TOOL_KERNEL", "off")
     monkeypatch.setattr(kernels, "round_to", _rounds_a_block_wrongly)
     called = call(*asked)
     assert called.code == 5

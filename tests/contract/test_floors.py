@@ -9,7 +9,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
 FLOORS: dict[str, float] = {
-    **dict.fromkeys(("errors", "keys", "display", "cores", "progress", "version", "actions", "exhaustive"), 0),
+    **dict.fromkeys(
+        ("errors", "keys", "display", "cores", "float_mode", "progress", "version", "actions", "exhaustive"), 0
+    ),
     "choices": 0.1,
     "tensors": 0.2,
     "hub_names": 0.2,

@@ -109,6 +109,39 @@ def test_what_is_merged_into_quantised_weights_is_rounded_once(
     assert not any(info.values())
 
 
+LISTS = {
+    "nf4-double": "llm_int8_skip_modules",
+    "bnb-int8": "llm_int8_skip_modules",
+    "fp8-block": "modules_to_not_convert",
+}
+
+
+@pytest.mark.parametrize("form", LINEAR)
+def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
+    form: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
+) -> None:
+    base, _ = quantise(plain, tmp_path / "base", form, is_linear)
+    lora = adapter(ATTENTION)
+    merged = merge_with_ours(base, lora, tmp_path / "merged", "float32", store="touched-16bit")
+    whole = saved_tensors(merge_with_ours(base, lora, tmp_path / "whole", "float32"))
+    before, after = saved_tensors(base), saved_tensors(merged)
+    freed = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1) for part in "qkv"}
+    assert {name for name in after if name.rpartition(".")[0] in freed} == {f"{module}.weight" for module in freed}
+    assert not different(after, {f"{module}.weight": whole[f"{module}.weight"] for module in freed})
+    others = {name: tensor for name, tensor in before.items() if not name.startswith(tuple(freed))}
+    assert {name for name in after if name.rpartition(".")[0] not in freed} == others.keys()
+    for name, tensor in others.items():
+        assert torch.equal(after[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    table = json.loads((merged / "config.json").read_text())["quantization_config"]
+    assert set(table.pop(LISTS.get(form, "ignore"))) == {"lm_head", *freed}
+    assert table == {k: v for k, v in FORMS[form][1].items() if k != "ignore"}
+    assert not verify(merged).report.findings
+    if form == "fp8-block":  # on a CPU transformers loads it dequantised
+        model, info = AutoModelForCausalLM.from_pretrained(merged, dtype=BF16, output_loading_info=True)
+        assert not any(info.values())
+        assert not different(model.state_dict(), whole)
+
+
 def test_quantised_weights_that_change_are_not_kept_quantised(
     plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:

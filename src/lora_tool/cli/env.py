@@ -10,6 +10,8 @@ import click
 
 from lora_tool.cli.options import json_option
 from lora_tool.cores import available_cores
+from lora_tool.errors import LoraToolError
+from lora_tool.execution.native.library import FILE, VARIABLE, kernel, loaded
 
 _PACKAGES = (
     *("numpy", "ml-dtypes", "safetensors", "huggingface-hub", "hf-xet", "click", "rich"),
@@ -22,13 +24,15 @@ _PACKAGES = (
 def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """Print the versions of lora-tool, Python, the system and the libraries that matter, for a bug report.
 
-    Nothing is imported, so it works where an installation is broken. No path, name or token is printed.
+    No library is imported, so it works where an installation is broken. No path, name or token is printed. `kernel` is
+    what computes `--precision float32`: compiled, at the fastest level of this processor, or numpy and why.
     """
     facts = {
         "lora-tool": metadata.version("lora-tool"),
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": str(available_cores()),
+        "kernel": _kernel(),
         **{package: _version(package) for package in _PACKAGES},
     }
     if as_json:
@@ -37,6 +41,17 @@ def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     width = max(map(len, facts))
     for name, value in facts.items():
         click.echo(f"{name:<{width}}  {value}")
+
+
+def _kernel() -> str:
+    try:
+        found = kernel()
+    except LoraToolError as error:
+        return f"none: {error}"
+    if found is not None:
+        return str(found)
+    why_not = loaded(FILE)[1]
+    return f"none, numpy computes: {why_not or f'{VARIABLE}=off'}"
 
 
 def _version(package: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
     check_output,
     check_space,
@@ -86,7 +87,10 @@ def execute(
         with _refusals(journal):
             verification = check(folder) if check is not None else None
         plan = replace(plan, warnings=(*plan.warnings, *map(str, kept)))
-        write_file(folder / manifest_format.FILE_NAME, manifest_bytes(plan, done.hashes, retained, verification))
+        write_file(
+            folder / manifest_format.FILE_NAME,
+            manifest_bytes(plan, done.hashes, retained, arithmetic_of(plan), verification),
+        )
         sources.check_unchanged()
         journal.remove()
     return Path(out)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import MissingDependency
+from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.formats.files import read_at
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
@@ -36,6 +37,7 @@ def digest_of(plan: Plan) -> str:
         "manifest": dict(plan.manifest),
         "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
         "versions": [__version__, *_versions(plan)],
+        "arithmetic": arithmetic_of(plan),
     }
     text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()

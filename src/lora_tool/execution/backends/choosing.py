@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lora_tool.execution.backends.backend import Backend
+from lora_tool.execution.native.library import TYPES, kernel
 from lora_tool.exhaustive import assert_never
+from lora_tool.plan.core.factor_ops import FactorOp
 from lora_tool.plan.core.ops import Precision, RowOp
+from lora_tool.plan.core.plan import Plan
 
 ChooseBackend = Callable[[Precision, RowOp], type[Backend]]
 
@@ -18,6 +21,10 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
     elif op.taken_out:
         precision = Precision.PEFT  # whatever was asked for: a decomposition is PEFT's own
     match precision:
+        case Precision.FLOAT32 if kernel() is not None and _fits_kernel(op):
+            from lora_tool.execution.backends.native_backend import NativeBackend  # noqa: PLC0415 - see above
+
+            return NativeBackend
         case Precision.FLOAT32 | Precision.FLOAT64:
             from lora_tool.execution.backends.numpy_backend import NumpyBackend  # noqa: PLC0415 - see above
 
@@ -28,3 +35,23 @@ def backend_for(precision: Precision, op: RowOp) -> type[Backend]:
             return TorchBackend
         case _:
             return assert_never(precision)
+
+
+def _fits_kernel(op: RowOp) -> bool:
+    """Return whether float32 holds the operation's inputs, and is what it is computed in."""
+    return not isinstance(op, FactorOp) and all(tensor.dtype in TYPES for tensor in op.inputs)
+
+
+def arithmetic_of(plan: Plan) -> str | None:
+    """Return what computes the values of the plan, for its record; None where every tensor is copied."""
+    if plan.only_copies:
+        return None
+    match plan.precision:
+        case Precision.FLOAT32:
+            return str(kernel() or "numpy")
+        case Precision.FLOAT64:
+            return "numpy"
+        case Precision.PEFT:
+            return "torch"
+        case _:
+            return assert_never(plan.precision)

@@ -17,6 +17,7 @@ from lora_tool.execution.output import write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.exhaustive import assert_never
+from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.core.delta_retention import DeltaRetention
 from lora_tool.plan.core.factor_ops import Beside, FactorOp, Mix
@@ -44,6 +45,9 @@ _STRIP = 1 << 12
 """Columns of factors that are widened at a time, where each row of a product needs all rows of them."""
 _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
+
+_ALIGNMENT = 64
+"""Of buffers, in bytes: a cache line, and the widest vector."""
 
 
 class NumpyBackend:
@@ -75,7 +79,7 @@ class NumpyBackend:
         """See `Backend`."""
         self._retained = None
         self._wide = np.dtype(np.float64 if self._needs_float64(unit.op) else np.float32)
-        with np.errstate(all="ignore"):  # what is not finite is refused by name
+        with ieee_arithmetic(), np.errstate(all="ignore"):  # what is not finite is refused by name
             if isinstance(unit.op, DoraDelta) and unit.op.transposed:
                 self._column_norms = self._norms_of_columns(unit.op, unit)
             for first, last in _blocks(unit):
@@ -98,10 +102,8 @@ class NumpyBackend:
         for first, last in _blocks(unit):
             if self._stopped():
                 break
-            moved = self._delta(op, first, last)
-            np.add(moved, self._wide_copy(self._stored(op.source, first, last)), out=moved)
-            whole = moved.reshape(last - first, -1).astype(np.float64, copy=False)
-            squares += kernels.sums_of_squares(whole, axis=0)
+            moved = self._moved(op, first, last).astype(np.float64, copy=False)
+            squares += kernels.sums_of_squares(moved, axis=0)
         return np.asarray(np.sqrt(squares), dtype=self._wide)
 
     def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
@@ -149,9 +151,9 @@ class NumpyBackend:
                 delta = self._delta(op, first, last)
                 return self._stored(op.source, first, last), delta, False
             case DoraDelta():
-                delta, source = self._delta(op, first, last), self._stored(op.source, first, last)
-                self._scale_to_magnitude(op, source, delta.reshape(-1, op.source.shape[1]), first, last)
-                return source, delta, True
+                moved = self._moved(op, first, last)
+                self._scale_to_magnitude(op, moved, first, last)
+                return self._stored(op.source, first, last), moved.reshape(-1), True
             case _:
                 return assert_never(op)
 
@@ -206,15 +208,20 @@ class NumpyBackend:
         np.copyto(wide, stored, casting="unsafe")
         return wide
 
-    def _scale_to_magnitude(self, op: DoraDelta, source: Array, delta: Array, first: int, last: int) -> None:
-        """Replace `delta` by m/‖W + Δ‖ · (W + Δ); the norms are of rows, of columns where W is stored [in, out]."""
-        np.add(delta, self._wide_copy(source).reshape(delta.shape), out=delta)
+    def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
+        """Return rows `first` to `last` of W + Δ in the working precision, in this worker's buffer."""
+        moved = self._delta(op, first, last)
+        np.add(moved, self._wide_copy(self._stored(op.source, first, last)), out=moved)
+        return moved.reshape(last - first, -1)
+
+    def _scale_to_magnitude(self, op: DoraDelta, moved: Array, first: int, last: int) -> None:
+        """Replace W + Δ by m/‖W + Δ‖ · (W + Δ); the norms are of rows, of columns where W is stored [in, out]."""
         if op.transposed:
             factor = self._wide_rows(op.magnitude, 0, op.magnitude.shape[0]) / self._column_norms
-            np.multiply(delta, factor, out=delta)
+            np.multiply(moved, factor, out=moved)
         else:
-            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(kernels.sums_of_squares(delta, axis=1))
-            np.multiply(delta, factor[:, np.newaxis], out=delta)
+            factor = self._wide_rows(op.magnitude, first, last) / np.sqrt(kernels.sums_of_squares(moved, axis=1))
+            np.multiply(moved, factor[:, np.newaxis], out=moved)
 
     def _delta(self, op: LowRank, first: int, last: int) -> Array:
         """Return what is added to rows `first` to `last`, flat, in this worker's buffer."""
@@ -257,20 +264,26 @@ class NumpyBackend:
         return self._kept[3]
 
     def _a(self, term: LoraTerm) -> Array:
-        """Return the rows of A that are the term's expert's."""
-        return self._wide_rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+        return self._stored_a(term).astype(self._wide, copy=False)
 
     def _b(self, term: LoraTerm, rows: slice) -> Array:
-        """Return these rows of B, with the columns of the term's expert."""
+        return np.ascontiguousarray(self._stored_b(term, rows)).astype(self._wide, copy=False)
+
+    def _stored_a(self, term: LoraTerm) -> Array:
+        """Return the rows of A that are the term's expert's, as they are stored."""
+        return self._rows(term.a, term.expert * term.rank, (term.expert + 1) * term.rank)
+
+    def _stored_b(self, term: LoraTerm, rows: slice) -> Array:
+        """Return these rows of B as they are stored, with the columns of the term's expert."""
         if term.experts == 1:
-            return self._wide_rows(term.b, rows.start, rows.stop)
+            return self._rows(term.b, rows.start, rows.stop)
         if self._stack is None or self._stack[0] is not term.b:
             # every expert's columns are scattered over all of B, and its experts come one after the other
             self._stack = (term.b, self._rows(term.b, 0, term.b.shape[0]))
         grouped = term.layout is ExpertLayout.GROUPED_BY_EXPERT
         own = slice(term.expert * term.rank, (term.expert + 1) * term.rank)
         columns = own if grouped else slice(term.expert, None, term.experts)
-        return np.ascontiguousarray(self._stack[1][rows, columns]).astype(self._wide, copy=False)
+        return np.asarray(self._stack[1][rows, columns])
 
     def _wide_rows(self, tensor: StoredTensor, first: int, last: int) -> Array:
         return self._rows(tensor, first, last).astype(self._wide, copy=False)
@@ -293,7 +306,8 @@ class NumpyBackend:
         needed = math.prod(shape) * dtype.itemsize
         held = self._buffers.get(name)
         if held is None or held.nbytes < needed:
-            held = self._buffers[name] = np.empty(needed, np.uint8)
+            raw = np.empty(needed + _ALIGNMENT, np.uint8)
+            held = self._buffers[name] = raw[-raw.ctypes.data % _ALIGNMENT :]
         return held[:needed].view(dtype).reshape(shape)
 
 

@@ -42,7 +42,8 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     content = json_bytes(raw, indent=2, sort_keys=True)
     reason = "the base's" + (", with " + ", ".join(sorted(changes)) if changes else "")
     reason += ", without auto_map" if own_code else ""
-    reason += ", without quantization" if config.edited else ""
+    if config.edited:
+        reason += ", with fewer quantised modules" if config.quantization else ", without quantization"
     return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
 
 

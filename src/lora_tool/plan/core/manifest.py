@@ -83,12 +83,13 @@ def manifest_bytes(
     plan: Plan,
     hashes: Mapping[Path, str],
     survived: Mapping[str, DeltaRetention],
+    arithmetic: str | None = None,
     verification: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Return the content of `lora_tool.json`: the same plan gives the same bytes.
 
     `hashes` are those of `plan.hashed`, `survived` says of each changed tensor what rounding left of the change,
-    `verification` what a check of the written folder found, None without one.
+    `arithmetic` what computed the values, None where nothing did, `verification` what a check of the written folder found, None without one.
     """
     fidelity = summary(survived)
     table = {
@@ -96,6 +97,7 @@ def manifest_bytes(
         **plan.manifest,
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
+        "arithmetic": arithmetic,
         "versions": _versions(plan.precision.packages),
         "warnings": [*_gone_on(plan), *plan.warnings, *filter(None, [advice(fidelity, plan)])],
         "fidelity": fidelity,

@@ -30,7 +30,7 @@ class Precision(Choice):
     """The arithmetic of a merge; the manifest states it."""
 
     FLOAT32 = "float32"
-    """W + s·(B·A) accumulated in float32 and rounded once, in numpy."""
+    """W + s·(B·A) accumulated in float32 and rounded once: by the compiled kernel, else in numpy."""
     PEFT = "peft"
     """PEFT's own order of operations in torch: bit for bit its default `merge_and_unload` on the same machine."""
     FLOAT64 = "float64"

@@ -85,8 +85,8 @@ class MergeOptions:
     )
     store: Storage | str | None = option(
         None,
-        "Quantised weights: all dequantised, or byte for byte as in the base.  "
-        "[default: as-base where the adapter changes none of them]",
+        "A quantised base: all plain, plain where the adapter changes it, or as it is.  "
+        "[default: as-base where the adapter changes no quantised weight, else all-16bit]",
         parse=Storage,
     )
     expert_layout: ExpertLayout | str | None = option(

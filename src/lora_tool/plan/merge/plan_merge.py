@@ -98,15 +98,14 @@ def plan_merge(
     options |= {"text_only": True} if text_only else {}
     notes: tuple[str, ...] = ()
     if plain is not base:
-        quantised = QuantisedBase(stored=base, plain=plain)
-        storage = quantised.settle(steps, store, cast=dtype not in (None, plain.dtype) or text_only)
-        options |= {"store": storage.value}
-        if storage is Storage.AS_BASE:
-            steps, left = quantised.as_stored(steps, {item.name for item in dropped}), ()
-            merge = replace(merge, base=replace(merge.base, config=base.config))
-        else:
-            left = (*left, *quantised.left_behind())
-        notes = tuple(quantised.notes(storage, steps))
+        without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
+        cast = dtype not in (None, plain.dtype) or text_only
+        stored = QuantisedBase(stored=base, plain=plain).settle(steps, store, without, cast=cast)
+        steps, notes = stored.steps, (stored.note,)
+        if stored.storage is not Storage.ALL_16BIT:  # what the class has no place for stays with the rest
+            left = left if merge.head is not None else ()
+        left, options = (*left, *stored.leftovers), {**options, "store": stored.storage.value}
+        merge = replace(merge, base=replace(merge.base, config=stored.config))
     leftovers = (*dropped, *left, *adapter_leftovers(merge))
     require_all_consumed(merge, steps, leftovers)
     _require_same_everywhere(steps, precision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lora_tool.actions import NEW, TensorAction
@@ -16,9 +17,11 @@ from lora_tool.checkpoint import ModelDir
 from lora_tool.choices import Choice
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
+from lora_tool.plan.merge.skip_lists import together, with_plain_modules
 from lora_tool.tensors import StoredTensor
 
 
@@ -28,8 +31,23 @@ class Storage(Choice):
 
     ALL_16BIT = "all-16bit"
     """Every weight as the matrix that it stands for, in the type of the model; nothing is quantised."""
+    TOUCHED_16BIT = "touched-16bit"
+    """The weights that the adapters change, and those that servers fuse with them, as plain ones; the rest as in the base."""
     AS_BASE = "as-base"
     """Quantised weights byte for byte; only for adapters that change none of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModel:
+    """What is written of a quantised base with its changes."""
+
+    storage: Storage
+    steps: tuple[Step, ...]
+    leftovers: tuple[InputRecord, ...]
+    """Tensors on disk that are not written."""
+    config: ModelConfig
+    note: str
+    """What the plan says of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +63,56 @@ class QuantisedBase:
         found = ((name, encoding_of(tensor)) for name, tensor in self.plain.tensors.items())
         return {name: encoding for name, encoding in found if encoding is not None}
 
-    @property
-    def formats(self) -> str:
-        """What the formats of its weights are called."""
-        return ", ".join(dict.fromkeys(map(str, self.encodings.values())))
+    def settle(
+        self, steps: Sequence[Step], asked: Storage | None, dropped: Collection[str], *, cast: bool
+    ) -> StoredModel:
+        """Return what is written: as `asked`, else as the base where `steps` change no quantised weight, else plain.
 
-    def settle(self, steps: Sequence[Step], asked: Storage | None, *, cast: bool) -> Storage:
-        """Return how the output is stored: as `asked`, else as the base where `steps` change no quantised weight.
-
-        `cast` says that all weights are to have another type than the base's. Raises `UnsupportedAdapter` for a storage
-        in which the changes would be lost.
+        `cast` says that all weights are to have another type than the base's, `dropped` are tensors of the base that the
+        output is to be without. Raises `UnsupportedAdapter` for a storage in which the changes would be lost.
         """
         touched = self._touched(steps)
+        if asked in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:
+            raise UnsupportedAdapter(
+                f"{self.stored.root}: weights that stay quantised keep their type and their names",
+                hint=f'`store="{Storage.ALL_16BIT}"` for another dtype, or for the text model alone',
+            )
         if asked is Storage.AS_BASE and touched:
             raise UnsupportedAdapter(
                 f"{self.stored.root}: the adapter changes {counted(len(touched), 'quantised weight')}, the first is "
                 f"`{touched[0].out.name}` ({self._format(touched[0])}): rounded back to that format it would lose most of "
                 "what was trained",
-                hint=f'`store="{Storage.ALL_16BIT}"` merges exactly, and writes plain weights',
+                hint=f'`store="{Storage.ALL_16BIT}"` and `store="{Storage.TOUCHED_16BIT}"` merge exactly',
             )
-        if asked is Storage.AS_BASE and cast:
-            raise UnsupportedAdapter(
-                f"{self.stored.root}: quantised weights that stay as they are keep their type",
-                hint=f'`store="{Storage.ALL_16BIT}"` with a dtype, or no dtype',
+        storage = asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
+        if storage is Storage.ALL_16BIT:
+            names = frozenset(self.encodings)
+            return StoredModel(
+                storage=storage,
+                steps=tuple(steps),
+                leftovers=tuple(self._left_behind(names)),
+                config=self.plain.whole_config,
+                note=self._note(f"{self._what(names)} dequantised and merged as plain weights", steps),
             )
-        return asked or (Storage.ALL_16BIT if touched or cast else Storage.AS_BASE)
+        return self._mostly_as_stored(steps, storage, dropped, frozenset(step.out.name for step in touched))
+
+    def _mostly_as_stored(
+        self, steps: Sequence[Step], storage: Storage, dropped: Collection[str], touched: frozenset[str]
+    ) -> StoredModel:
+        """Return what is written where quantised weights stay, but for those that are fused with one that changes."""
+        freed = together(touched, self.encodings) if touched else frozenset()
+        left = tuple(self._left_behind(freed))
+        found = self._as_stored(steps, {*dropped, *(item.name for item in left)}, freed)
+        note = f"{self._what(self.encodings.keys() - freed)} as in the base, byte for byte: the adapter changes none of them"
+        config = self.stored.whole_config
+        if freed:
+            config = with_plain_modules(self.stored, self.plain, freed)
+            fused = (
+                f", {len(freed - touched)} of them fused with one that the adapter changes" if freed - touched else ""
+            )
+            stay = counted(len(self.encodings) - len(freed), "other")
+            note = self._note(f"{self._what(freed)} written as plain ones{fused}; {stay} as in the base", found)
+        return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note)
 
     def _touched(self, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that change a quantised weight, or compute with one."""
@@ -85,44 +128,59 @@ class QuantisedBase:
         found = (encoding_of(tensor) for tensor in step.op.inputs)
         return str(next(filter(None, found), self.encodings.get(step.out.name)))
 
-    def as_stored(self, steps: Sequence[Step], dropped: Collection[str]) -> tuple[Step, ...]:
+    def _as_stored(self, steps: Sequence[Step], dropped: AbstractSet[str], freed: AbstractSet[str]) -> tuple[Step, ...]:
         """Return the steps with every tensor copied as it is stored that they do not change, but for those `dropped`.
 
-        Raises `UnsupportedAdapter` where a changed tensor has another name on disk.
+        The weights `freed` are written by their steps. Raises `UnsupportedAdapter` where a changed tensor has another
+        name on disk.
         """
-        changed = {step.out.name: step for step in steps if step.action in NEW}
-        kept = {name: tensor for name, tensor in self.stored.tensors.items() if name not in dropped}
-        found = tuple(changed.get(name) or _copy(tensor) for name, tensor in kept.items())
-        others = [step for name, step in changed.items() if name not in kept]
-        renamed = [step for step in others if step.action is TensorAction.MERGED]
+        wanted = {step.out.name: step for step in steps if step.action in NEW or step.out.name in freed}
+        of = self._weights_of_parts()
+        found: dict[str, Step] = {}
+        for name, tensor in self.stored.tensors.items():
+            weight = of.get(name, name)
+            if weight in wanted:
+                found.setdefault(weight, wanted[weight])
+            elif dropped.isdisjoint({name, weight}):
+                found[name] = _copy(tensor)
+        others = [step for name, step in wanted.items() if name not in found]
+        renamed = [step.out.name for step in others if step.action is not TensorAction.ADDED]
+        renamed += sorted(freed - wanted.keys())
         if renamed:
             raise UnsupportedAdapter(
-                f"{self.stored.root}: `{renamed[0].out.name}` has another name in the base, and the names of its quantised "
-                "weights stay as they are",
+                f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, and the names of "
+                "weights that stay quantised are kept",
                 hint=f'`store="{Storage.ALL_16BIT}"` writes all under their new names',
             )
-        return (*found, *others)
+        return (*found.values(), *others)
 
-    def left_behind(self) -> Iterator[InputRecord]:
-        """Yield the tensors on disk that a plain model does not have: parts of weights, and what was calibrated."""
-        of = {part.name: name for name, encoding in self.encodings.items() for part in parts(encoding)}
+    def _weights_of_parts(self) -> dict[str, str]:
+        """Return tensor on disk → the quantised weight that it is a part of."""
+        return {part.name: name for name, encoding in self.encodings.items() for part in parts(encoding)}
+
+    def _left_behind(self, freed: Collection[str]) -> Iterator[InputRecord]:
+        """Yield the tensors on disk that are not written for the weights `freed`: their parts, and what was calibrated."""
+        of = self._weights_of_parts()
+        modules = {name.removesuffix(".weight") for name in freed}
         for name, tensor in self.stored.tensors.items():
-            if name in of and of[name] != name:
+            if of.get(name) in freed and of[name] != name:
                 yield InputRecord(
                     path=tensor.path, name=name, action=TensorAction.CONSUMED, reason=f"a part of {of[name]}"
                 )
-            elif name not in self.plain.tensors:
-                reason = "measured on the quantised model, and of no use to a plain one"
-                yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
+            elif name not in self.plain.tensors and name not in of and freed:
+                everywhere = len(freed) == len(self.encodings)
+                if everywhere or name.rpartition(".")[0] in modules:
+                    reason = "measured on the quantised weight, and of no use to a plain one"
+                    yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
-    def notes(self, storage: Storage, steps: Sequence[Step]) -> Iterator[str]:
-        """Yield what the plan says of the quantised weights."""
-        what = f"{counted(len(self.encodings), 'quantised weight')} ({self.formats})"
-        if storage is Storage.AS_BASE:
-            yield f"{what}: the adapter changes none of them, they stay byte for byte as in the base"
-        else:
-            before, after = size(self.stored.weights.nbytes), size(sum(step.out.nbytes for step in steps))
-            yield f"{what}: dequantised and merged as plain weights, {before} in the base, {after} merged"
+    def _what(self, names: Collection[str]) -> str:
+        formats = dict.fromkeys(str(encoding) for name, encoding in self.encodings.items() if name in names)
+        return f"{counted(len(names), 'quantised weight')} ({', '.join(formats)})"
+
+    def _note(self, what: str, steps: Sequence[Step]) -> str:
+        """Return a line of the plan with the sizes before and after."""
+        after = sum(step.out.nbytes for step in steps)
+        return f"{what}, {size(self.stored.weights.nbytes)} in the base, {size(after)} merged"
 
 
 def _copy(tensor: StoredTensor) -> Step:

@@ -1,0 +1,103 @@
+"""Compiling the kernel of lora-tool: a hook of its build, which falls back to numpy, and a command for a working copy.
+
+`python src/build_kernel.py` compiles it in place. Needed is a C compiler alone, `cc` or what CC names; `LORA_TOOL_KERNEL`
+says whether it may be missing: `auto` (it may), `require` (it may not), `off` (it is not looked for).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+NATIVE = Path(__file__).resolve().parent / "lora_tool" / "execution" / "native"
+LIBRARY = NATIVE / "kernel.so"
+# CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
+# the source has two
+FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+
+
+class CannotCompileError(Exception):
+    """There is no compiler, or it failed; the message is its own."""
+
+
+def sources_digest() -> str:
+    """Return a sha256 of the sources, which the library tells of itself."""
+    files = sorted(path for path in NATIVE.iterdir() if path.suffix in (".c", ".h"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def compile_kernel(library: Path = LIBRARY, *flags: str) -> None:
+    """Write the `library`, whole or not at all. Raises `CannotCompileError`."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        told = f'-DLORA_TOOL_SOURCES="{sources_digest()}"'
+        command = [*compiler, *FLAGS, *flags, told, "-o", str(made), str(NATIVE / "merge.c"), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the user's compiler
+        except OSError as error:
+            raise CannotCompileError(f"{compiler[0]}: {error.strerror}") from error
+        if done.returncode != 0 or not made.exists():
+            raise CannotCompileError(f"{shlex.join(command)}\n{done.stderr or 'made nothing'}")
+        made.replace(library)
+
+
+def build(asked: str) -> str | None:
+    """Make or remove the library as LORA_TOOL_KERNEL asks; return why there is none, None where there is one.
+
+    Raises `CannotCompileError` where one is required.
+    """
+    LIBRARY.unlink(missing_ok=True)
+    if asked == "off":
+        return "LORA_TOOL_KERNEL=off"
+    try:
+        compile_kernel()
+    except CannotCompileError as error:
+        if asked == "require":
+            raise CannotCompileError(f"LORA_TOOL_KERNEL=require, and the kernel cannot be compiled: {error}") from error
+        return str(error)
+    return None
+
+
+def wheel_tag() -> str:
+    """Return the tag of a wheel with the library: every Python 3 of this platform."""
+    name = sysconfig.get_platform().replace("universal2", platform.machine())
+    return f"py3-none-{re.sub('[^a-zA-Z0-9]', '_', name)}"
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # as a command, where nothing is built for installing
+    pass
+else:
+
+    class KernelHook(BuildHookInterface[Any]):  # type: ignore[misc] # hatchling is there only where wheels are built
+        """What hatchling calls before it makes a wheel, editable ones too."""
+
+        PLUGIN_NAME = "custom"
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Compile the kernel and mark the wheel as one of this platform, or say why it computes in numpy."""
+            del version
+            if self.target_name != "wheel":
+                return
+            why_not = build(os.environ.get("LORA_TOOL_KERNEL", "auto").lower())
+            if why_not is not None:
+                self.app.display_warning(f"lora-tool is built without its compiled kernel, in numpy: {why_not}")
+                return
+            build_data["pure_python"] = False
+            build_data["tag"] = wheel_tag()
+            build_data["artifacts"].append(str(LIBRARY.relative_to(Path(self.root))))
+
+
+if __name__ == "__main__":
+    sys.exit(build("require"))

@@ -1,0 +1,117 @@
+"""The arithmetic of `--precision float32`, compiled: a block of rows is read, changed where it lies, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lora_tool.execution import kernels
+from lora_tool.execution.backends.numpy_backend import NumpyBackend, retention
+from lora_tool.execution.kernels import AnyArray as Array
+from lora_tool.execution.native.library import TYPES, Term, kernel
+from lora_tool.execution.reading import Sources
+from lora_tool.execution.units import ComputeUnit
+from lora_tool.plan.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision
+from lora_tool.plan.core.terms import LoraTerm
+from lora_tool.tensors import DType, StoredTensor
+
+
+class NativeBackend(NumpyBackend):
+    """See `Backend`. Blocks that the kernel flags go to numpy, which names what is wrong; so does what it cannot do."""
+
+    def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
+        super().__init__(sources, precision, stopped)
+        found = kernel()
+        if found is None:
+            raise AssertionError("no kernel: `backend_for` chooses another backend then")
+        self._kernel = found
+        self._rights: dict[int, tuple[StoredTensor, int, Array]] = {}
+
+    def _block(self, unit: ComputeUnit, first: int, last: int) -> Array:
+        match unit.op:
+            case _ if unit.out.dtype not in TYPES:
+                result = None
+            case Copy() | Cast() | Dequantise():
+                result = self._converted(unit, first, last)
+            case LoraDelta():
+                result = self._changed(unit, unit.op, first, last)
+            case _:
+                result = None
+        return super()._block(unit, first, last) if result is None else result
+
+    def _converted(self, unit: ComputeUnit, first: int, last: int) -> Array | None:
+        """Return rows of the source in the type of the output, flat; None where one is not finite."""
+        dtype = unit.op.source.dtype
+        stored = self._stored(unit.op.source, first, last)
+        out = self._place(stored, unit.out.dtype)
+        fine = self._kernel.convert(stored.ctypes.data, dtype, out.ctypes.data, unit.out.dtype, stored.size)
+        return out if fine else None
+
+    def _changed(self, unit: ComputeUnit, op: LoraDelta, first: int, last: int) -> Array | None:
+        """Return rows of W + Δ in the type of the output, flat; None where one is not finite."""
+        stored = self._stored(op.source, first, last)
+        size = last - first, op.source.shape[1]
+        terms = self._terms(op, first, last)
+        sampled, before, meant = kernels.CACHE_BLOCK, None, None
+        if first == unit.first:
+            rows = min(-(-sampled // max(1, size[1])), size[0])
+            meant = self._buffer("meant", (rows * size[1],), np.dtype(np.float32))
+            self._kernel.merge(
+                stored.ctypes.data, op.source.dtype, meant.ctypes.data, DType.F32, (rows, size[1]), terms
+            )
+            before = stored[:sampled].copy()
+        out = self._place(stored, unit.out.dtype)
+        if not self._kernel.merge(stored.ctypes.data, op.source.dtype, out.ctypes.data, unit.out.dtype, size, terms):
+            return None
+        if before is not None and meant is not None:
+            self._retained = retention(before, meant[:sampled], out[:sampled])
+        return out
+
+    def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
+        stored = self._stored(op.source, first, last)
+        size = last - first, op.source.shape[1]
+        moved = self._buffer("moved", size, self._wide)
+        terms = self._terms(op, first, last)
+        fine = self._kernel.merge(stored.ctypes.data, op.source.dtype, moved.ctypes.data, DType.F32, size, terms)
+        return moved if fine else super()._moved(op, first, last)
+
+    def _place(self, stored: Array, dtype: DType) -> Array:
+        """Return where the elements are written: where they were read, if they are of one size."""
+        storage = kernels.STORAGE[dtype]
+        return (
+            stored.view(storage)
+            if stored.itemsize == storage.itemsize
+            else self._buffer("result", stored.shape, storage)
+        )
+
+    def _terms(self, op: LowRank, first: int, last: int) -> tuple[Term, ...]:
+        """Return the terms of rows `first` to `last`, their factors packed."""
+        made = []
+        for at, term in enumerate(op.terms):
+            # W stored [in, out] has columns of A for its rows, and its delta is Aᵀ·Bᵀ
+            inner = slice(first + term.first, last + term.first)
+            rows = self._stored_a(term)[:, inner].T if op.transposed else self._stored_b(term, inner)
+            left = self._packed(f"left {at}", rows, self._kernel.rows)
+            right = self._right_packed(at, op, term)
+            made.append(Term(left.ctypes.data, right.ctypes.data, term.rank, term.scaling))
+        return tuple(made)
+
+    def _right_packed(self, at: int, op: LowRank, term: LoraTerm) -> Array:
+        """Return the right factor of the term `at`, kept from one block to the next."""
+        tensor = term.b if op.transposed else term.a
+        held = self._rights.get(at)
+        if held is None or held[0] is not tensor or held[1] != term.expert:
+            columns = self._stored_b(term, slice(0, tensor.shape[0])) if op.transposed else self._stored_a(term).T
+            packed = self._packed(f"right {at}", columns, self._kernel.columns)
+            self._rights[at] = held = (tensor, term.expert, packed)
+        return held[2]
+
+    def _packed(self, place: str, factor: Array, width: int) -> Array:
+        """Return the factor, [length, rank], in panels of `width`, in this worker's buffer."""
+        length, depth = factor.shape
+        packed = self._buffer(place, (-(-length // width) * width * depth,), np.dtype(np.float32))
+        along, down = (stride // factor.itemsize for stride in factor.strides)
+        dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)
+        self._kernel.pack(packed.ctypes.data, width, factor.ctypes.data, dtype, (length, depth), (along, down))
+        return packed

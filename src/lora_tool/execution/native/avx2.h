@@ -1,0 +1,47 @@
+/* x86-64 with AVX2, FMA and F16C: Intel since Haswell, AMD since Zen. */
+#include <cpuid.h>
+#include <immintrin.h>
+
+#define LEVEL avx2
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+
+static int avx2_runs(void) {
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C);
+}
+
+TARGET static inline void avx2_narrow_bf16(uint16_t *place, __m256 value) {
+    __m256i bits = _mm256_castps_si256(value);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i high = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x88);
+    _mm_storeu_si128((__m128i *)place, _mm256_castsi256_si128(packed));
+}
+
+TARGET static inline uint32_t avx2_largest(__m256i most) {
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4E));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xB1)));
+}
+
+#define LANES 8
+#define VECTORS 2
+#define ROWS 6
+#define VECTOR __m256
+#define BITS __m256i
+#define ZERO() _mm256_setzero_ps()
+#define SET(x) _mm256_set1_ps(x)
+#define LOAD(p) _mm256_loadu_ps(p)
+#define STORE(p, v) _mm256_storeu_ps(p, v)
+#define FMA(x, y, z) _mm256_fmadd_ps(x, y, z)
+#define MUL(x, y) _mm256_mul_ps(x, y)
+#define ADD(x, y) _mm256_add_ps(x, y)
+#define WIDEN_bf16(p)                                                                                                  \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define WIDEN_f16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define NARROW_bf16(p, v) avx2_narrow_bf16(p, v)
+#define NARROW_f16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define NOTHING() _mm256_setzero_si256()
+#define LARGER(b, v) _mm256_max_epu32(b, _mm256_slli_epi32(_mm256_castps_si256(v), 1))
+#define LARGEST(b) avx2_largest(b)
+#include "tile.h"

@@ -1,0 +1,37 @@
+/* x86-64 with AVX-512 F, BW and VL: Intel's servers since Skylake, AMD since Zen 4. */
+#define LEVEL avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma,f16c")))
+
+static int avx512_runs(void) {
+    return avx2_runs() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
+TARGET static inline void avx512_narrow_bf16(uint16_t *place, __m512 value) {
+    __m512i bits = _mm512_castps_si512(value);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i high = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
+    _mm256_storeu_si256((__m256i *)place, _mm512_cvtepi32_epi16(high));
+}
+
+#define LANES 16
+#define VECTORS 2
+#define ROWS 12
+#define VECTOR __m512
+#define BITS __m512i
+#define ZERO() _mm512_setzero_ps()
+#define SET(x) _mm512_set1_ps(x)
+#define LOAD(p) _mm512_loadu_ps(p)
+#define STORE(p, v) _mm512_storeu_ps(p, v)
+#define FMA(x, y, z) _mm512_fmadd_ps(x, y, z)
+#define MUL(x, y) _mm512_mul_ps(x, y)
+#define ADD(x, y) _mm512_add_ps(x, y)
+#define WIDEN_bf16(p)                                                                                                  \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define WIDEN_f16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define NARROW_bf16(p, v) avx512_narrow_bf16(p, v)
+#define NARROW_f16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define NOTHING() _mm512_setzero_si512()
+#define LARGER(b, v) _mm512_max_epu32(b, _mm512_slli_epi32(_mm512_castps_si512(v), 1))
+#define LARGEST(b) _mm512_reduce_max_epu32(b)
+#include "tile.h"

@@ -1,0 +1,211 @@
+"""The compiled kernel: found beside this file, tested once, and called with addresses. `merge.c` says what it computes.
+
+It is there where a C compiler was when lora-tool was installed. `LORA_TOOL_KERNEL` says whether it is used: `auto` where
+it can be, `off`, `require`, or one of its levels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lora_tool.choices import TextEnum, wrong_value
+from lora_tool.errors import ExecutionError
+from lora_tool.tensors import DType
+
+VARIABLE = "LORA_TOOL_KERNEL"
+FILE = Path(__file__).with_name("kernel.so")
+"""What `build_kernel.py` makes of `merge.c`."""
+VERSION = 1
+"""Of the functions in `merge.c`, and of the arithmetic that they define."""
+TYPES = {DType.BF16: 0, DType.F16: 1, DType.F32: 2}
+"""The types that it reads and writes."""
+
+
+@enum.unique
+class Level(TextEnum):
+    """A set of vector instructions. All give the same bits."""
+
+    SCALAR = "scalar"
+    AVX2 = "avx2"
+    AVX512 = "avx512"
+    NEON = "neon"
+
+    @property
+    def number(self) -> int:
+        return list(Level).index(self)
+
+
+_FASTEST_FIRST = (Level.AVX512, Level.NEON, Level.AVX2, Level.SCALAR)
+_OTHER_CHOICES = ("auto", "off", "require")
+
+
+class Term(ctypes.Structure):
+    """One term of a delta: the addresses of its packed factors, its rank and its scaling."""
+
+    _fields_ = (
+        ("left", ctypes.c_void_p),
+        ("right", ctypes.c_void_p),
+        ("depth", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """The kernel at one level. Calls give the interpreter lock away, and are safe from several threads."""
+
+    level: Level
+    rows: int
+    columns: int
+    """Of a tile: how wide the panels of left and right factors are."""
+    library: Any
+
+    def pack(
+        self, packed: int, width: int, factor: int, dtype: DType, size: tuple[int, int], strides: tuple[int, int]
+    ) -> None:
+        """Lay out the factor of `size` (its rows or columns, its rank) and `strides`, in elements, for `merge`."""
+        self.library.lora_tool_pack(packed, width, factor, TYPES[dtype], *size, *strides)
+
+    def merge(
+        self, source: int, source_type: DType, out: int, out_type: DType, size: tuple[int, int], terms: tuple[Term, ...]
+    ) -> bool:
+        """Write W + deltas, of `size` rows and columns, at `out`; return False where a result is NaN or infinite."""
+        listed = (Term * len(terms))(*terms)
+        types = TYPES[source_type], TYPES[out_type]
+        flagged: int = self.library.lora_tool_merge(
+            self.level.number, source, types[0], out, types[1], *size, listed, len(terms)
+        )
+        return flagged == 0
+
+    def convert(self, source: int, source_type: DType, out: int, out_type: DType, count: int) -> bool:
+        """Write `count` elements as another type at `out`; return False where one is NaN or infinite."""
+        types = TYPES[source_type], TYPES[out_type]
+        flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
+        return flagged == 0
+
+    def __str__(self) -> str:
+        return f"kernel {VERSION} ({self.level})"
+
+
+def kernel() -> Kernel | None:
+    """Return the kernel as `LORA_TOOL_KERNEL` asks for it, None where numpy is to compute.
+
+    Raises `WrongValue` for a word that it cannot be, `ExecutionError` where what is asked for is not there.
+    """
+    return asked_for(os.environ.get(VARIABLE) or "auto", FILE)
+
+
+@lru_cache
+def asked_for(asked: str, file: Path) -> Kernel | None:
+    """Return what `kernel` does, from this library."""
+    word = asked.lower()
+    if word not in (*_OTHER_CHOICES, *Level):
+        raise wrong_value(VARIABLE, asked, [*_OTHER_CHOICES, *map(str, Level)])
+    if word == "off":
+        return None
+    found, why_not = loaded(file)
+    if word == "auto":
+        return found[0] if found else None
+    if why_not is not None:
+        raise ExecutionError(
+            f"{VARIABLE}={asked}, and the compiled kernel cannot be used: {why_not}",
+            hint=f"install lora-tool again where a C compiler is, or unset {VARIABLE}: numpy computes then",
+        )
+    if word == "require":
+        return found[0]
+    level = next((one for one in found if one.level == word), None)
+    if level is None:
+        has = ", ".join(str(one.level) for one in found)
+        raise ExecutionError(f"{VARIABLE}={asked}: this processor has {has}", hint=f"choose one, or unset {VARIABLE}")
+    return level
+
+
+@lru_cache
+def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
+    """Return the kernel at each level of this processor, the fastest first, or none and the reason."""
+    if not file.exists():
+        return (), "it was not built when lora-tool was installed"
+    try:
+        library = _declared(ctypes.CDLL(str(file)))
+        version = library.lora_tool_version()
+    except (OSError, AttributeError) as error:
+        return (), f"{file.name} cannot be loaded: {error}"
+    if version != VERSION:
+        return (), f"{file.name} is of version {version}, and {VERSION} is needed"
+    levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
+    found = tuple(
+        Kernel(level=level, rows=rows, columns=library.lora_tool_columns(level.number), library=library)
+        for level, rows in levels
+        if rows
+    )
+    wrong = [str(one.level) for one in found if checksum(one) != CHECKSUM]
+    if wrong:
+        return (), f"{file.name} computes other bits than it should at {', '.join(wrong)}: a fault of its compiler?"
+    return found, None
+
+
+def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by name
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.lora_tool_pack.argtypes = [pointer, size, pointer, number, size, size, size, size]
+    library.lora_tool_pack.restype = None
+    library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
+    library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
+    library.lora_tool_sources.restype = ctypes.c_char_p
+    return library
+
+
+_ROWS, _COLUMNS, _DEPTH = 13, 37, 5
+CHECKSUM = 3661876134
+"""Of what `checksum` computes, by the definition in `merge.c`."""
+
+
+def trial() -> tuple[list[float], list[float], list[int]]:
+    """Return the left factor, the right factor and the bits of W, bfloat16, of the test that every kernel passes."""
+    state, drawn = 1, []
+    for _ in range(_DEPTH * (_ROWS + _COLUMNS) + _ROWS * _COLUMNS):
+        state = (1664525 * state + 1013904223) % 2**32  # Numerical Recipes' quick generator
+        drawn.append(state >> 8)
+    factors = [(value - 2**23) / 2**24 for value in drawn[: _DEPTH * (_ROWS + _COLUMNS)]]
+    # signs and fractions of all kinds, exponents from the subnormals of float16 to 2
+    bits = [(value >> 8 & 0x807F) | (100 + value % 29) << 7 for value in drawn[len(factors) :]]
+    return factors[: _DEPTH * _ROWS], factors[_DEPTH * _ROWS :], bits
+
+
+def checksum(kernel: Kernel) -> int:
+    """Return the CRC-32 of W + 0.3·(B·A) of `trial`, stored as each type from each type, W + B·A + 0.3·(B·A) last."""
+    b, a, bits = trial()
+    left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
+    packed = [(ctypes.c_float * (_DEPTH * 64))() for _ in range(2)]
+    kernel.pack(
+        ctypes.addressof(packed[0]), kernel.rows, ctypes.addressof(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1)
+    )
+    kernel.pack(
+        ctypes.addressof(packed[1]),
+        kernel.columns,
+        ctypes.addressof(right),
+        DType.F32,
+        (_COLUMNS, _DEPTH),
+        (1, _COLUMNS),
+    )
+    addresses = [ctypes.addressof(each) for each in packed]
+    scaled, plain = Term(*addresses, _DEPTH, 0.3), Term(*addresses, _DEPTH, 1.0)
+    weights = (ctypes.c_uint16 * len(bits))(*bits)
+    total = 0
+    for source_type in TYPES:
+        source = ctypes.create_string_buffer(4 * len(bits))
+        kernel.convert(ctypes.addressof(weights), DType.BF16, ctypes.addressof(source), source_type, len(bits))
+        for out_type in TYPES:
+            for terms in (scaled,), (plain, scaled):
+                out = ctypes.create_string_buffer(out_type.bits // 8 * len(bits))
+                kernel.merge(
+                    ctypes.addressof(source), source_type, ctypes.addressof(out), out_type, (_ROWS, _COLUMNS), terms
+                )
+                total = zlib.crc32(out.raw, total)
+    return total

@@ -1,0 +1,267 @@
+/* The arithmetic of `--precision float32`, compiled: W + sum of s·(B·A), rounded once to storage, in one pass.
+ *
+ * One definition, whatever the machine. For every element, with fma(x, y, z) = x·y + z rounded once:
+ *
+ *     chain = 0; for k = 0, 1, ...: chain = fma(b[k], a[k], chain)      in float32
+ *     delta = s·chain, rounded; the deltas of several terms are added in their order, each sum rounded
+ *     out   = W + delta, rounded to float32; then rounded to the type that is stored: to nearest, ties to even
+ *
+ * Subnormal numbers are kept, whatever mode the thread is in. A result that is NaN or infinite is flagged: whoever calls
+ * computes the block again in another way, which names the cause. No memory is allocated and no thread is started here;
+ * sizes are the caller's to check.
+ *
+ * A level is one set of vector instructions: `tile.h` is written once, and compiled with the words of each.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "lora-tool's kernel promises IEEE arithmetic: compile it without -ffast-math and -Ofast"
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "lora-tool's kernel works on the little-endian bytes of the files"
+#endif
+#if FLT_EVAL_METHOD != 0
+#error "lora-tool's kernel needs float operations that are rounded to float: on 32-bit x86, -msse2 -mfpmath=sse"
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define VERSION 1 /* of the functions below; native/library.py asks for it */
+
+enum type { BF16, F16, F32, TYPES };
+enum level { SCALAR, AVX2, AVX512, NEON };
+
+#define TILE_MOST (12 * 32) /* floats of the largest tile */
+
+/* |x| of float32 from which rounding gives an infinity, NaN included: bits without the sign, shifted left by one */
+static const uint32_t too_large[TYPES] = {0xFEFF0000u, 0x8EFFE000u, 0xFF000000u};
+
+struct term {
+    const float *left, *right; /* packed by `lora_tool_pack` for this level */
+    int64_t depth;
+    float scaling;
+};
+
+typedef void product_function(float *tile, const float *left, const float *right, int64_t depth, float scaling, int more);
+typedef uint32_t finish_function(const float *tile, int rows, int columns, const void *source, void *out, int64_t stride);
+typedef uint32_t convert_function(const void *source, void *out, int64_t count);
+
+struct words {
+    int rows, columns; /* of a tile */
+    product_function *product;
+    finish_function *finish[TYPES][TYPES];
+    convert_function *convert[TYPES][TYPES];
+};
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float from_bf16(uint16_t stored) { return float_of((uint32_t)stored << 16); }
+
+static inline uint16_t to_bf16(float value) {
+    uint32_t bits = bits_of(value);
+    return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+static inline float from_f16(uint16_t stored) {
+    uint32_t sign = (uint32_t)(stored & 0x8000u) << 16, exponent = stored >> 10 & 31u, fraction = stored & 0x3FFu;
+    if (exponent == 0) {
+        float value = (float)fraction * 0x1p-24f;
+        return float_of(sign | bits_of(value));
+    }
+    return float_of(sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | fraction << 13);
+}
+
+static inline uint16_t to_f16(float value) {
+    uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u, size = bits & 0x7FFFFFFFu;
+    if (size >= 0x477FF000u) { /* flagged */
+        return (uint16_t)(sign | 0x7C00u);
+    }
+    if (size < 0x38800000u) { /* subnormal: half has the distance of subnormal neighbours as its last place */
+        return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - 0x3F000000u));
+    }
+    return (uint16_t)(sign | (size - 0x38000000u + 0xFFFu + (size >> 13 & 1u)) >> 13);
+}
+
+#include "scalar.h"
+#if defined(__x86_64__)
+#include "avx2.h"
+#include "avx512.h"
+#elif defined(__aarch64__)
+#include "neon.h"
+#endif
+
+static const struct words *words_of(int level) {
+    switch (level) {
+    case SCALAR:
+        return &scalar_words;
+#if defined(__x86_64__)
+    case AVX2:
+        return avx2_runs() ? &avx2_words : 0;
+    case AVX512:
+        return avx512_runs() ? &avx512_words : 0;
+#elif defined(__aarch64__)
+    case NEON:
+        return &neon_words;
+#endif
+    default:
+        return 0;
+    }
+}
+
+/* Subnormal numbers are kept and ties go to even from the one to the other: another library may have set its own mode */
+#if defined(__x86_64__)
+typedef unsigned mode_type;
+static inline mode_type ieee_mode(void) {
+    mode_type before = _mm_getcsr();
+    _mm_setcsr(0x1F80); /* all exceptions masked */
+    return before;
+}
+static inline void restore_mode(mode_type before) { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+typedef uint64_t mode_type;
+static inline mode_type ieee_mode(void) {
+    mode_type before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"((mode_type)0) : "memory");
+    return before;
+}
+static inline void restore_mode(mode_type before) { __asm__ volatile("msr fpcr, %0" : : "r"(before) : "memory"); }
+#else
+#include <fenv.h>
+typedef fenv_t mode_type;
+static inline mode_type ieee_mode(void) {
+    mode_type before;
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+    return before;
+}
+static inline void restore_mode(mode_type before) { fesetenv(&before); }
+#endif
+
+EXPORT int lora_tool_version(void) { return VERSION; }
+
+/* Which sources this was compiled from. */
+EXPORT const char *lora_tool_sources(void) {
+#ifdef LORA_TOOL_SOURCES
+    return LORA_TOOL_SOURCES;
+#else
+    return "";
+#endif
+}
+
+/* Rows and columns of a tile of the level; 0 where this processor does not have it. */
+EXPORT int lora_tool_rows(int level) { return words_of(level) ? words_of(level)->rows : 0; }
+EXPORT int lora_tool_columns(int level) { return words_of(level) ? words_of(level)->columns : 0; }
+
+static float value_at(const void *factor, int type, int64_t at) {
+    switch (type) {
+    case BF16:
+        return from_bf16(((const uint16_t *)factor)[at]);
+    case F16:
+        return from_f16(((const uint16_t *)factor)[at]);
+    default:
+        return ((const float *)factor)[at];
+    }
+}
+
+/* Lay out a factor of `length` (the rows of B, the columns of A) by `depth` in panels of `width`, float32, zeros at the
+ * end: packed[panel][k][lane]. Its element (i, k) is factor[i·along + k·down]. */
+EXPORT void lora_tool_pack(float *packed, int64_t width, const void *factor, int type, int64_t length, int64_t depth,
+                           int64_t along, int64_t down) {
+    for (int64_t first = 0; first < length; first += width, packed += width * depth) {
+        int64_t lanes = length - first < width ? length - first : width;
+        if (lanes < width) {
+            memset(packed, 0, (size_t)(width * depth) * sizeof *packed);
+        }
+        if (along == 1 && type == F32) {
+            for (int64_t k = 0; k < depth; k++) {
+                memcpy(packed + k * width, (const float *)factor + first + k * down, (size_t)lanes * sizeof *packed);
+            }
+        } else if (along == 1) {
+            for (int64_t k = 0; k < depth; k++) {
+                for (int64_t lane = 0; lane < lanes; lane++) {
+                    packed[k * width + lane] = value_at(factor, type, first + lane + k * down);
+                }
+            }
+        } else {
+            for (int64_t lane = 0; lane < lanes; lane++) {
+                for (int64_t k = 0; k < depth; k++) {
+                    packed[k * width + lane] = value_at(factor, type, (first + lane) * along + k * down);
+                }
+            }
+        }
+    }
+}
+
+/* Columns whose right factors stay in the second-level cache while the rows go by. */
+#define CACHED_BYTES (256 << 10)
+
+/* Write W + deltas of `rows` by `columns` elements, row after row. `out` may be `source` where both types are of one
+ * size. Return 1 where a result is NaN or infinite (then `out` is not to be used), 0 where all are finite, -1 where this
+ * processor does not have the level. */
+EXPORT int lora_tool_merge(int level, const void *source, int source_type, void *out, int out_type, int64_t rows,
+                           int64_t columns, const struct term *terms, int64_t count) {
+    const struct words *words = words_of(level);
+    if (!words || source_type < 0 || source_type >= TYPES || out_type < 0 || out_type >= TYPES) {
+        return -1;
+    }
+    const int64_t high = words->rows, wide = words->columns;
+    const size_t source_size = source_type == F32 ? 4 : 2, out_size = out_type == F32 ? 4 : 2;
+    finish_function *finish = words->finish[source_type][out_type];
+    int64_t depth = 1;
+    for (int64_t t = 0; t < count; t++) {
+        depth += terms[t].depth;
+    }
+    int64_t cached = CACHED_BYTES / (depth * wide * (int64_t)sizeof(float)) * wide;
+    cached = cached < wide ? wide : cached;
+    uint32_t largest = 0;
+    mode_type before = ieee_mode();
+    for (int64_t from = 0; from < columns; from += cached) {
+        int64_t to = columns - from < cached ? columns : from + cached;
+        for (int64_t row = 0; row < rows; row += high) {
+            int some = (int)(rows - row < high ? rows - row : high);
+            for (int64_t column = from; column < to; column += wide) {
+                _Alignas(64) float tile[TILE_MOST];
+                int64_t at = row * columns + column;
+                const char *read = (const char *)source + (size_t)at * source_size;
+                for (int r = 0; r < some; r++) {
+                    __builtin_prefetch(read + (size_t)(r * columns) * source_size);
+                }
+                for (int64_t t = 0; t < count; t++) {
+                    const float *left = terms[t].left + row * terms[t].depth;
+                    const float *right = terms[t].right + column * terms[t].depth;
+                    words->product(tile, left, right, terms[t].depth, terms[t].scaling, t > 0);
+                }
+                int across = (int)(columns - column < wide ? columns - column : wide);
+                uint32_t size = finish(tile, some, across, read, (char *)out + (size_t)at * out_size, columns);
+                largest = size > largest ? size : largest;
+            }
+        }
+    }
+    restore_mode(before);
+    return largest >= too_large[out_type];
+}
+
+/* Write `count` elements of one type as another, rounded once. In place and returned as by `lora_tool_merge`. */
+EXPORT int lora_tool_convert(int level, const void *source, int source_type, void *out, int out_type, int64_t count) {
+    const struct words *words = words_of(level);
+    if (!words || source_type < 0 || source_type >= TYPES || out_type < 0 || out_type >= TYPES) {
+        return -1;
+    }
+    mode_type before = ieee_mode();
+    uint32_t largest = words->convert[source_type][out_type](source, out, count);
+    restore_mode(before);
+    return largest >= too_large[out_type];
+}

@@ -1,0 +1,32 @@
+/* 64-bit ARM: every one has these. */
+#include <arm_neon.h>
+
+#define LEVEL neon
+#define TARGET
+
+static inline void neon_narrow_bf16(uint16_t *place, float32x4_t value) {
+    uint32x4_t bits = vreinterpretq_u32_f32(value);
+    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    vst1_u16(place, vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd), 16));
+}
+
+#define LANES 4
+#define VECTORS 3
+#define ROWS 8
+#define VECTOR float32x4_t
+#define BITS uint32x4_t
+#define ZERO() vdupq_n_f32(0.0f)
+#define SET(x) vdupq_n_f32(x)
+#define LOAD(p) vld1q_f32(p)
+#define STORE(p, v) vst1q_f32(p, v)
+#define FMA(x, y, z) vfmaq_f32(z, x, y)
+#define MUL(x, y) vmulq_f32(x, y)
+#define ADD(x, y) vaddq_f32(x, y)
+#define WIDEN_bf16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))
+#define WIDEN_f16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))
+#define NARROW_bf16(p, v) neon_narrow_bf16(p, v)
+#define NARROW_f16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
+#define NOTHING() vdupq_n_u32(0)
+#define LARGER(b, v) vmaxq_u32(b, vshlq_n_u32(vreinterpretq_u32_f32(v), 1))
+#define LARGEST(b) vmaxvq_u32(b)
+#include "tile.h"

@@ -1,0 +1,116 @@
+"""The kernel as a program of its own: under emulators of other processors, and under the compiler's sanitizers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import build_kernel
+from lora_tool.execution.kernels import STORAGE
+from lora_tool.execution.native.library import TYPES, Kernel, Level
+from lora_tool.tensors import DType
+from tests.native.cases import KINDS, Case, assert_right, drawn_case
+
+DRIVER = Path(__file__).with_name("driver.c")
+FLAGS = [flag for flag in build_kernel.FLAGS if flag not in ("-shared", "-fPIC")]
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+def cases() -> list[Case]:
+    """Return a few of every kind and type, with sizes around those of a tile."""
+    rng = np.random.default_rng(0)
+    types = list(TYPES)
+    found = []
+    for number in range(60):
+        source, factor, out = (types[int(rng.integers(3))] for _ in range(3))
+        size = int(rng.integers(1, 27)), int(rng.integers(1, 67))
+        ranks = tuple(int(rank) for rank in rng.integers(0, 9, int(rng.integers(0, 4))))
+        found.append(drawn_case(number, size=size, ranks=ranks, kind=KINDS[number % 5], types=(source, factor, out)))
+    deep = drawn_case(1, size=(25, 600), ranks=(300,), kind="plain", types=(DType.BF16, DType.BF16, DType.BF16))
+    return [*found, deep]
+
+
+def compile_driver(folder: Path, compiler: Sequence[str], *flags: str) -> Path:
+    """Return the driver as a program for whatever the compiler is for."""
+    program = folder / "driver"
+    command = [*compiler, *FLAGS, *flags, f"-I{build_kernel.NATIVE}", "-Wall", "-Wextra", "-Werror", str(DRIVER)]
+    done = subprocess.run([*command, "-o", str(program), "-lm"], capture_output=True, text=True, check=False)
+    if "sanitize" in done.stderr and "cannot find" in done.stderr:
+        pytest.skip(f"the compiler has no libraries of its sanitizers: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def check(command: Sequence[str], level: Level) -> None:
+    """Run every case, and compare what the program writes with the definition."""
+    all_cases = cases()
+    done = subprocess.run(
+        command, input=b"".join(case.written(level) for case in all_cases), capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    at = 0
+    for case in all_cases:
+        flagged, storage = done.stdout[at], STORAGE[case.out_type]
+        end = at + 1 + case.source.size * storage.itemsize
+        assert_right(case, np.frombuffer(done.stdout[at + 1 : end], storage).reshape(case.source.shape), flagged == 0)
+        at = end
+    assert at == len(done.stdout)
+
+
+def program(*names: str) -> str:
+    """Return the first of these programs that is there, or skip."""
+    found = next((name for name in names if shutil.which(name)), None)
+    if found is None:
+        pytest.skip(f"not installed: {' or '.join(names)}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_arm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the command that runs the driver as a program of 64-bit ARM."""
+    compiler, emulator = program("aarch64-linux-gnu-gcc"), program("qemu-aarch64", "qemu-aarch64-static")
+    return [emulator, str(compile_driver(tmp_path_factory.mktemp("arm"), [compiler], "-static"))]
+
+
+@pytest.mark.parametrize("level", [Level.NEON, Level.SCALAR], ids=str)
+def test_arm_has_the_same_bits(on_arm: list[str], level: Level) -> None:
+    check(on_arm, level)
+
+
+@pytest.mark.skipif(not X86, reason="for x86-64")
+@pytest.mark.parametrize(("processor", "level"), [("Nehalem", Level.SCALAR), ("Haswell", Level.AVX2)], ids=str)
+def test_older_processors_have_the_same_bits(tmp_path: Path, compiler: str, processor: str, level: Level) -> None:
+    emulator = program("qemu-x86_64", "qemu-x86_64-static")
+    check([emulator, "-cpu", processor, str(compile_driver(tmp_path, shlex.split(compiler), "-static"))], level)
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory, compiler: str) -> Path:
+    """Return the driver with the compiler's checks of memory and of undefined behaviour."""
+    flags = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    return compile_driver(tmp_path_factory.mktemp("sanitized"), shlex.split(compiler), *flags)
+
+
+def test_sanitizers_find_nothing(sanitized: Path, kernels: tuple[Kernel, ...]) -> None:
+    for kernel in kernels:
+        check([str(sanitized)], kernel.level)
+
+
+def test_sanitizers_would_find_a_buffer_that_is_too_small(sanitized: Path, kernels: tuple[Kernel, ...]) -> None:
+    case = drawn_case(0, size=(3, 5), ranks=(2,), kind="plain", types=(DType.F32, DType.F32, DType.F32))
+    ((left, right, scaling),) = case.terms
+    object.__setattr__(left, "memory", left.memory[: left.begin + 1])  # the driver is told of less than it is to read
+    case = Case(case.source, case.source_type, case.out_type, ((left, right, scaling),))
+    done = subprocess.run(
+        [str(sanitized)], input=case.written(kernels[-1].level), capture_output=True, check=False, env=os.environ
+    )
+    assert done.returncode != 0
+    assert b"heap-buffer-overflow" in done.stderr
