@@ -222,7 +222,13 @@ rank_file_options = in_order(
     click.option(
         "--adapter-config",
         type=UserPath(exists=True),
-        help="adapter_config.json, for rank files.  [default: beside them]",
+        help="adapter_config.json, for rank files, or the file of the run's arguments.  [default: beside them]",
+    ),
+    click.option(
+        "--lora-alpha",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="N",
+        help="Alpha of an adapter without adapter_config.json, where no file of the run tells it.",
     ),
 )
 """What is put together from rank files."""
