@@ -16,6 +16,7 @@ from lora_tool.checkpoint import (
     AdapterDir,
     Checkpoint,
     ModelDir,
+    base_around,
     open_checkpoint,
     open_model,
     require_whole,
@@ -38,6 +39,7 @@ from lora_tool.sources import (
     opened_model,
     resolve,
     several,
+    source_of,
 )
 
 Keywords = ParamSpec("Keywords")
@@ -121,6 +123,9 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
     config, hint = adapter.config, f"lora-tool merge {adapter.root} --base MODEL"
     if config is None:
         require_whole(adapter)
+    around = base_around(adapter)
+    if config is not None and not config.base_model and around is not None:
+        return source_of(around, str(around))
     if config is None or not config.base_model:
         raise NotACheckpoint(f"{adapter.root}: adapter_config.json names no base model", hint=hint)
     try:

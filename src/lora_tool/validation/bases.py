@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, base_around, open_checkpoint, open_model
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.quantised.names import quantised_by_name
 from lora_tool.hub_cache import may_hold
@@ -20,10 +20,13 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
     """
     adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
     config = adapter.config if isinstance(adapter, AdapterDir) else None
-    if adapter is None or config is None or not config.base_model:
+    if adapter is None or config is None:
         return None, NO_BASE
-    near = near or adapter.root
     try:
+        if not config.base_model:
+            around = base_around(adapter) if isinstance(adapter, AdapterDir) else None
+            return (open_model(around), "") if around else (None, NO_BASE)
+        near = near or adapter.root
         near_by = local_folder(config.base_model, near) is not None
         if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
             by_name = quantised_by_name(config.base_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -32,6 +33,8 @@ from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
 
+_OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
+"""Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
 
@@ -148,6 +151,13 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
     dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
     if what is What.STATE:
         return Selection(names={name: name for name in state.entries}, leftovers=dropped)
+    foreign = next(filter(_OTHER_LORA.search, state.entries), None)
+    if foreign is not None:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} holds LoRA under names that are not PEFT's (`{foreign}`), as torchtitan writes them: a model "
+            "of these tensors would be the base with the adapter beside it, unmerged",
+            hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
+        )
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(
             f"{state.folder} is of a PEFT model: it is not a model by itself",
