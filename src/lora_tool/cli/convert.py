@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option, jobs_option
+from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import ChoiceOf, carry_out, run_options
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.converting import default_output, planned
@@ -15,7 +16,9 @@ from lora_tool.plan.convert.plan_convert import AdapterForm
 from lora_tool.sources import opened_adapter
 
 
-@click.command("convert", epilog="Example: lora-tool convert run/broadcasts/step_100 --to peft -o my-adapter/")
+@click.command(
+    "convert", cls=Timed, epilog="Example: lora-tool convert run/broadcasts/step_100 --to peft -o my-adapter/"
+)
 @click.argument("folder", type=FolderOrId(), metavar="ADAPTER", default=".")
 @click.option("--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads.")
 @click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
