@@ -20,7 +20,7 @@ from lora_tool.sources import opened_adapter
 @click.option("--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads.")
 @click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
 @base_option("Base model, whose modules tell what is meant by a name without a prefix.  [default: the config's]")
-@ignore_option("Go on in spite of these findings: LT207.")
+@ignore_option("Continue despite these findings: LT207.")
 @jobs_option
 @click.option("--verify/--no-verify", help="Read samples back and check them before publishing.", show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
