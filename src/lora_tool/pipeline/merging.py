@@ -28,6 +28,7 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.progress import decided
 from lora_tool.sources import (
     Reference,
     Source,
@@ -85,6 +86,8 @@ def merge_inputs(
             for each, found in zip(listed, sources, strict=True)
         )
         found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
+        if base is not None:
+            decided(f"base: {found.path}, which was given")
         model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
     except NotACheckpoint as error:
         error.hint = meant_instead(listed, base) or error.hint
@@ -129,11 +132,13 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
     if config is None or not config.base_model:
         raise NotACheckpoint(f"{adapter.root}: adapter_config.json names no base model", hint=hint)
     try:
-        return resolve(config.base_model, near=near, revision=config.revision, download=True)
+        found = resolve(config.base_model, near=near, revision=config.revision, download=True)
     except NotACheckpoint as error:
         moved = moved_to(config.base_model, near)
         error.hint = hint.replace("MODEL", shlex.quote(str(moved))) if moved else error.hint or hint
         raise
+    decided(f"base: {found.path}, which {config.path} names")
+    return found
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
                 "score one text at a time; set pad_token in tokenizer_config.json and merge again"
             )
         class_name = merge.arch.sequence_classification or ""
-        changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
+        changes = joined_changes(changes, classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id))
     modules = module_files(owners(adapters, merge.base), merge.task)
     files = (
         config_file(merge.base, changes),
