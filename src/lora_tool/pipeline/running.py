@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -79,7 +78,7 @@ def run(
         began = time.monotonic()
         stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
         on_stage(stages[-1])
-    running.close()
+    StageCache(job.output).close()
     passed = all(stage.status is not Status.FAILED for stage in stages)
     return Outcome(stages=tuple(stages), output=running.result if passed and not job.dry_run else None)
 
@@ -113,11 +112,6 @@ class _Running:
         self._merged: FoundInputs | None = None
         self.result: Path | None = None
         """The folder that the run has made, or found good as it is."""
-
-    def close(self) -> None:
-        """Tidy up when the last stage has ended."""
-        with contextlib.suppress(OSError):  # it was never there, or may not be removed
-            self._cache.close()
 
     @property
     def _checkpoint(self) -> Checkpoint:

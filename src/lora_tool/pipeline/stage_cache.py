@@ -9,6 +9,7 @@ Of the two times that of the last change of the inode counts, too: `cp -p`, `rsy
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -124,7 +125,8 @@ class StageCache:
     def close(self) -> None:
         """Leave nothing beside an output that is not there, unless something was proved that the next run can use."""
         if not self._output.exists() and not any("left" in entry for entry in self._held.values()):
-            _beside(self._output).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder may be read only
+                _beside(self._output).unlink(missing_ok=True)
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
