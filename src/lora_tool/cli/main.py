@@ -20,7 +20,7 @@ from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS
 from lora_tool.cli.terminal import show_error
 from lora_tool.display import printable
 from lora_tool.errors import LoraToolError
-from lora_tool.progress import listener
+from lora_tool.progress import listener, reasons
 from lora_tool.version import __version__
 
 COMMANDS = {
@@ -159,6 +159,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             signal.signal(ending, _as_interrupt)
     _open_streams()
     listener.set(_note)
+    reasons.set(lambda _: None)  # until a command is asked to be verbose
     words = sys.argv[1:] if args is None else args
     # what `train` and `guard` print of a run that ended badly is JSON already
     as_json = "--json" in words and not {"train", "guard"} & set(words[:1])

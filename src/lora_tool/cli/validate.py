@@ -22,6 +22,7 @@ from lora_tool.cli.options import (
     quiet_option,
     report_option,
     rule_options,
+    verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
@@ -82,6 +83,7 @@ _LONG = 1 << 30
 @config_option
 @json_option
 @quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
+@verbose_option
 @click.pass_context
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
