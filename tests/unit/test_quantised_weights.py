@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lora_tool.formats.quantised.encodings import dequantised
-from lora_tool.formats.quantised.layouts import LayoutError, read_quantised
+from lora_tool.formats.quantised.layouts import read_quantised
+from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor

@@ -10,8 +10,9 @@ from lora_tool.checkpoint.kinds import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import dequantised, parts
-from lora_tool.formats.quantised.layouts import LayoutError, QuantisedWeights, is_sign, read_quantised
+from lora_tool.formats.quantised.layouts import QuantisedWeights, is_sign, read_quantised
 from lora_tool.formats.quantised.names import give_full_precision, require_read
+from lora_tool.formats.quantised.parts import LayoutError
 
 _TABLE = "quantization_config"
 

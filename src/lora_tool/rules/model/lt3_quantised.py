@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lora_tool.checkpoint.quantised import quantisation_table, quantised_weights
-from lora_tool.formats.quantised.layouts import LayoutError, is_sign
+from lora_tool.formats.quantised.layouts import is_sign
 from lora_tool.formats.quantised.names import READ_METHODS
+from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import ModelSubject
