@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import INDEX, PREFIX, WEIGHTS, Raw, Tensors, fields, raw, tensors
+from tests.mutations import FIXTURES, merged_in
 from tests.mutations import _breaks as breaks
-from tests.mutations import merged_in
 
 MERGED = "reward-qwen2/merged"
 CAUSAL_MERGED = "causal-llama/merged"
@@ -335,6 +336,11 @@ def _of_no_manifest(folder: Path, *, unknown: bool = False) -> None:
 def forget_the_end_of_a_turn(folder: Path) -> None:
     with fields(folder, "generation_config.json") as config:
         config["eos_token_id"] = 2
+
+
+@breaks("LT321", "causal-llama/base")
+def _merged_by_verl(folder: Path) -> None:
+    shutil.copytree(FIXTURES / "causal-llama" / "adapter", folder / "lora_adapter")
 
 
 @breaks("LT317", MERGED)

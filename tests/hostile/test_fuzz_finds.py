@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lora_tool.errors import CorruptFile
+from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.pickles import load
-from lora_tool.formats.torch_zip import KNOWN
 from tests.fuzz.commands import must_hold, run
 from tests.fuzz.targets import FIXTURES, TARGETS
 

@@ -16,7 +16,8 @@ import torch
 
 from lora_tool.errors import CorruptFile
 from lora_tool.formats.dcp import read_dcp
-from lora_tool.formats.torch_zip import KNOWN, read_torch_file
+from lora_tool.formats.distributed_tensors import KNOWN
+from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.tensors import DType
 
 STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"

@@ -2,39 +2,191 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lora_tool.checkpoint import open_sharded
+from lora_tool import merge
+from lora_tool.checkpoint import open_checkpoint, open_sharded
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.report import Severity
+from lora_tool.sharded.training_state import training_state
 from lora_tool.validation.validating import validate
+from tests.contract.test_checkpoint_kinds import require_plain_data
 from tests.oracle import trainer_saves
 
+WEIGHTS = "adapter_model.safetensors"
+HEADLESS = "verl-lora-only-bf16"
+"""verl's `save_lora_only` leaves `modules_to_save` out: the head is lost."""
 
-def equal(found: Path, truth: Path) -> bool:
-    """Return whether both files have the same tensors, of the same type, bit for bit."""
-    one, other = load_file(found), load_file(truth)
-    return one.keys() == other.keys() and all(
-        one[name].dtype == tensor.dtype and torch.equal(one[name], tensor) for name, tensor in other.items()
-    )
+
+def require_equal(found: Path, truth: Path, *, only: str = "") -> None:
+    """Assert that both files have the same tensors, of the same type, bit for bit; of the truth those with this in it."""
+    one, other = load_file(found), {name: tensor for name, tensor in load_file(truth).items() if only in name}
+    assert one.keys() == other.keys()
+    for name, tensor in other.items():
+        assert one[name].dtype == tensor.dtype
+        assert torch.equal(one[name], tensor), name
 
 
 def dtype_of(name: str) -> str:
     return "bf16" if "bf16" in name else "fp32"
 
 
+def codes(folder: Path, severity: Severity = Severity.WARNING) -> set[str]:
+    found = validate(open_sharded(folder), deep=True).findings
+    return {finding.code for finding in found if finding.severity >= severity}
+
+
 @pytest.mark.parametrize("name", trainer_saves.KINDS)
 def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> None:
-    folder = trainers / name
-    assert validate(open_sharded(folder), deep=True).findings == ()
-    truth = f"truth-{dtype_of(name)}.safetensors"
-    execute(plan_consolidate(folder, what="state"), tmp_path / "state")
-    assert equal(tmp_path / "state" / "model.safetensors", trainers / truth)
+    folder, adapter = trainers / name, trainers / f"adapter-{dtype_of(name)}"
+    assert codes(folder) == set()
+    assert open_checkpoint(folder).kind is open_sharded(folder).kind
+    require_plain_data(open_sharded(folder))
+    is_whole = training_state(open_sharded(folder)).without_values == ()
+    if is_whole:
+        execute(plan_consolidate(folder, what="state"), tmp_path / "state")
+        require_equal(tmp_path / "state" / "model.safetensors", trainers / f"truth-{dtype_of(name)}.safetensors")
+    if name == HEADLESS:
+        with pytest.raises(
+            FindingsFound, match=r"LT415 .*`score`: was trained whole \(`modules_to_save`\), and nothing of it"
+        ):
+            plan_consolidate(folder, adapter_config=adapter)
+    ignored = ("LT415",) if name == HEADLESS else ()
+    execute(plan_consolidate(folder, adapter_config=adapter, ignore=ignored), tmp_path / "adapter")
+    require_equal(tmp_path / "adapter" / WEIGHTS, adapter / WEIGHTS, only="lora_" if name == HEADLESS else "")
+
+
+RANK_FILES = ("fsdp2-ranks", "fsdp1-ranks", "verl-fsdp2")
+
+
+@pytest.fixture(params=RANK_FILES)
+def ranks(request: pytest.FixtureRequest, trainers: Path, tmp_path: Path) -> list[Path]:
+    """A copy of a checkpoint's rank files, in their order."""
+    copied = Path(shutil.copytree(trainers / request.param, tmp_path / "run"))
+    (folder,) = {path.parent for path in copied.rglob("*rank*") if path.name.startswith(("model_", "pytorch_model"))}
+    return sorted(path for path in folder.iterdir() if path.name.startswith(("model_", "pytorch_model")))
+
+
+def test_a_missing_file(ranks: list[Path]) -> None:
+    ranks[2].unlink()
+    assert codes(ranks[0].parent) == {"LT401"}
+    with pytest.raises(FindingsFound, match=r"LT401 .*the file of rank 2 is missing \(4 ranks: 0-3\)"):
+        plan_consolidate(ranks[0].parent)
+
+
+def test_the_last_file_is_missed_too(ranks: list[Path]) -> None:
+    ranks[3].unlink()
+    assert codes(ranks[0].parent) == {"LT401"}
+
+
+def test_a_lone_ranks_slice_is_never_a_whole_adapter(ranks: list[Path]) -> None:
+    for path in ranks[1:]:
+        path.unlink()
+    with pytest.raises(FindingsFound, match="LT401 .*files of ranks 1, 2, 3 are missing"):
+        plan_consolidate(ranks[0].parent)
+
+
+def test_a_truncated_and_an_empty_file(ranks: list[Path]) -> None:
+    os.truncate(ranks[1], ranks[1].stat().st_size // 2)
+    assert codes(ranks[0].parent) == {"LT402"}
+    os.truncate(ranks[1], 0)
+    assert codes(ranks[0].parent) == {"LT402"}
+
+
+def test_swapped_files(ranks: list[Path]) -> None:
+    ranks[0].rename(ranks[0].with_name("x"))
+    ranks[1].rename(ranks[0])
+    ranks[0].with_name("x").rename(ranks[1])
+    assert codes(ranks[0].parent) == {"LT404"}
+
+
+def test_a_copied_file(ranks: list[Path]) -> None:
+    shutil.copy(ranks[0], ranks[1])
+    assert codes(ranks[0].parent) == {"LT404", "LT405", "LT408"}
+
+
+def test_a_file_of_another_run(ranks: list[Path], trainers: Path) -> None:
+    other = trainers / "verl-fsdp1-bf16" / "global_step_3" / "actor" / "model_world_size_4_rank_1.pt"
+    shutil.copy(other, ranks[1])
+    assert {"LT407"} <= codes(ranks[0].parent) <= {"LT404", "LT407", "LT408"}
+
+
+def test_damaged_values(ranks: list[Path]) -> None:
+    state = training_state(open_sharded(ranks[0].parent))
+    name = next(name for name in state.entries if ".lora_A." in name)
+    span = state.assemble({name})[name].spans[0]
+    with span.path.open("r+b") as file:
+        file.seek(span.offset + 2)
+        file.write(b"\xc0\x7f")
+    assert codes(ranks[0].parent) == {"LT411", "LT412"}
+
+
+def test_under_hsdp_one_replica_is_enough_and_both_are_compared(trainers: Path, tmp_path: Path) -> None:
+    actor = Path(shutil.copytree(trainers / "verl-hsdp" / "global_step_3" / "actor", tmp_path / "actor"))
+    (actor / "model_world_size_4_rank_3.pt").unlink()
+    assert codes(actor) == {"LT401"}
+    assert codes(actor, Severity.ERROR) == set()
+    adapter = trainers / "adapter-fp32"
+    execute(plan_consolidate(actor, adapter_config=adapter), tmp_path / "out")
+    require_equal(tmp_path / "out" / WEIGHTS, adapter / WEIGHTS)
+
+
+@pytest.mark.parametrize("name", ["dcp-tp", "fsdp2-dcp-bf16"])
+def test_what_dcp_to_torch_makes_is_read(trainers: Path, tmp_path: Path, name: str) -> None:
+    """A file of any name, beside the adapter's config."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    (folder,) = {path.parent for path in (trainers / name).rglob(".metadata")}
     adapter = trainers / f"adapter-{dtype_of(name)}"
-    execute(plan_consolidate(folder, adapter_config=adapter), tmp_path / "adapter")
-    weights = "adapter_model.safetensors"
-    assert equal(tmp_path / "adapter" / weights, adapter / weights)
+    dcp_to_torch_save(str(folder), str(tmp_path / "whole.pt"))
+    assert open_checkpoint(tmp_path).kind.name == "training state in one file"
+    require_plain_data(open_sharded(tmp_path))
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    execute(plan_consolidate(tmp_path), tmp_path / "adapter")
+    require_equal(tmp_path / "adapter" / WEIGHTS, adapter / WEIGHTS)
+
+
+def test_rank_0s_slices_under_the_name_of_the_whole(trainers: Path, tmp_path: Path) -> None:
+    """As accelerate wrote `pytorch_model_fsdp.bin` under FSDP2 once; the adapter beside it is good."""
+    folder = Path(shutil.copytree(trainers / "adapter-fp32", tmp_path / "checkpoint-4"))
+    shutil.copy(trainers / "fsdp2-ranks" / "pytorch_model_fsdp_0_rank0.bin", folder / "pytorch_model_fsdp.bin")
+    assert codes(folder) == {"LT401"}
+    with pytest.raises(FindingsFound, match="holds what rank 0 of 4 had of each tensor"):
+        plan_consolidate(folder)
+    assert "LT401" in {finding.code for finding in validate(open_checkpoint(folder)).findings}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_programs_lora_is_not_written_as_a_model(tmp_path: Path) -> None:
+    """Torchtitan's names, in a distributed checkpoint beside its optimizer."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    weights = {f"layers.0.attention.wq.{leaf}.weight": torch.ones(4, 4) for leaf in ("lora_a", "lora_b")}
+    state = {"layers.0.attention.wq.weight": torch.ones(4, 4), **weights, "optimizer": {"step": torch.ones(1)}}
+    save(state, checkpoint_id=str(tmp_path / "step-4"), no_dist=True)
+    for what in ("auto", "model"):
+        with pytest.raises(UnsupportedCheckpoint, match=r"not PEFT's \(`layers\.0\.attention\.wq\.lora_a\.weight`\)"):
+            plan_consolidate(tmp_path / "step-4", what=what)
+    assert len(list(plan_consolidate(tmp_path / "step-4", what="state").steps)) == 3
+
+
+def test_verls_merged_folder_is_not_merged(trainers: Path, tmp_path: Path) -> None:
+    """`verl.model_merger` writes the base and, in a folder in it, the adapter, whose config names no base."""
+    merged = Path(shutil.copytree(trainers / "base", tmp_path / "merged"))
+    inside = Path(shutil.copytree(trainers / "adapter-fp32", merged / "lora_adapter"))
+    config = json.loads((inside / "adapter_config.json").read_text())
+    (inside / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    (finding,) = (finding for finding in validate(open_checkpoint(merged)).findings if finding.code == "LT321")
+    assert finding.hint == f"lora-tool merge {inside}"
+    merge(inside, out=tmp_path / "truly-merged")
+    merge(trainers / "adapter-fp32", base=trainers / "base", out=tmp_path / "expected")
+    require_equal(tmp_path / "truly-merged" / "model.safetensors", tmp_path / "expected" / "model.safetensors")

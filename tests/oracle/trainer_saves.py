@@ -9,6 +9,7 @@ dict, gathered whole, `OUT/adapter-…` what PEFT saves of the same module, `OUT
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 4
+Maker = Callable[[Path, Path], None]
 Module = Any
 """torch's, transformers' and PEFT's own types, which are imported in the workers alone."""
 
@@ -113,9 +115,112 @@ def dcp_fsdp_tp(out: Path, folder: Path) -> None:
     dcp(folder, {**sharded(module, mesh["dp"]).state_dict()})
 
 
-KINDS: dict[str, Callable[[Path, Path], None]] = {
+def wrapped(module: Module, mesh: Any = None, *, original: bool = True) -> Module:
+    """Return the module under FSDP1, each layer and all of it."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module.base_model.model.model.layers = torch.nn.ModuleList(
+        FullyShardedDataParallel(layer, device_mesh=mesh, use_orig_params=original, device_id=torch.device("cpu"))
+        for layer in module.base_model.model.model.layers
+    )
+    return FullyShardedDataParallel(module, device_mesh=mesh, use_orig_params=original, device_id=torch.device("cpu"))
+
+
+def accelerate_saves(module: Module, folder: Path, state: str, *, version: int = 2, **options: Any) -> None:
+    """Save as accelerate and the HF Trainer do, which ask for the adapter alone."""
+    from accelerate import PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=state, cpu_offload=version == 1)
+    save_fsdp_model(plugin, PartialState(), module, str(folder), **options)
+
+
+def accelerate_fsdp2(dtype: str, state: str, **options: Any) -> Maker:
+    """FSDP2 as accelerate saves it."""
+
+    def make(out: Path, folder: Path) -> None:
+        accelerate_saves(sharded(adapted(out, dtype), mesh_of(RANKS)), folder, state, **options)
+
+    return make
+
+
+def accelerate_fsdp1(state: str, *, original: bool = True, meshed: bool = False, **options: Any) -> Maker:
+    """FSDP1 as accelerate saves it: the whole model."""
+
+    def make(out: Path, folder: Path) -> None:
+        module = wrapped(adapted(out), mesh_of(RANKS) if meshed else None, original=original)
+        accelerate_saves(module, folder, state, version=1, **options)
+
+    return make
+
+
+def verl(dtype: str, *, version: int = 2, meshed: tuple[int, ...] = (RANKS,), lora_only: bool = False) -> Maker:
+    """What `FSDPCheckpointManager.save_checkpoint` of verl writes for an actor, by the same calls of torch."""
+
+    def make(out: Path, folder: Path) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+
+        rank = dist.get_rank()
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", meshed, mesh_dim_names=("ddp", "fsdp")[-len(meshed) :])
+        module = adapted(out, dtype)
+        if version == 1:
+            module = wrapped(module, mesh)
+            with FullyShardedDataParallel.state_dict_type(
+                module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
+            ):
+                state = module.state_dict()
+        else:
+            state = sharded(module, mesh).state_dict()
+        if lora_only:
+            state = {name: tensor for name, tensor in state.items() if "lora_" in name or ".adapter_" in name}
+        actor = folder / "global_step_3" / "actor"
+        actor.mkdir(parents=True, exist_ok=True)
+        torch.save(state, actor / f"model_world_size_{RANKS}_rank_{rank}.pt")
+        torch.save({"state": {}, "param_groups": []}, actor / f"optim_world_size_{RANKS}_rank_{rank}.pt")
+        torch.save({"lr_scheduler": {"last_epoch": 3}}, actor / f"extra_state_world_size_{RANKS}_rank_{rank}.pt")
+        if rank == 0:
+            (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version, "world_size": RANKS}))
+            told = {"r": 3, "lora_alpha": 5, "task_type": "SEQ_CLS"}
+            (actor / "lora_train_meta.json").write_text(json.dumps(told))
+            (actor / "huggingface").mkdir(exist_ok=True)
+            (actor / "huggingface" / "config.json").write_bytes((out / "base" / "config.json").read_bytes())
+            (folder / "latest_checkpointed_iteration.txt").write_text("3")
+
+    return make
+
+
+def verl_over_tp(out: Path, folder: Path) -> None:
+    """Rank files of FSDP2 over tensor parallelism, whose rows are cut in strides."""
+    import torch
+    import torch.distributed as dist
+
+    mesh = mesh_of(2, 2)
+    state = sharded(tensor_parallel(adapted(out), mesh["tp"]), mesh["dp"]).state_dict()
+    torch.save(state, folder / f"model_world_size_{RANKS}_rank_{dist.get_rank()}.pt")
+
+
+SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
+KINDS: dict[str, Maker] = {
     "dcp-tp": dcp_tp,
     "dcp-fsdp-tp-bf16": dcp_fsdp_tp,
+    "fsdp2-dcp-bf16": accelerate_fsdp2("bfloat16", SHARDED, adapter_only=True),
+    "fsdp2-full": accelerate_fsdp2("float32", FULL, adapter_only=True),
+    "fsdp2-full-model-bf16": accelerate_fsdp2("bfloat16", FULL),
+    "fsdp2-ranks": accelerate_fsdp2("float32", SHARDED, adapter_only=True, use_dcp=False),
+    "fsdp1-dcp": accelerate_fsdp1(SHARDED),
+    "fsdp1-dcp-flat-mesh": accelerate_fsdp1(SHARDED, original=True, meshed=True),
+    "fsdp1-ranks": accelerate_fsdp1(SHARDED, use_dcp=False),
+    "verl-fsdp1-bf16": verl("bfloat16", version=1),
+    "verl-fsdp2": verl("float32"),
+    "verl-hsdp": verl("float32", meshed=(2, 2)),
+    "verl-lora-only-bf16": verl("bfloat16", lora_only=True),
+    "verl-tp": verl_over_tp,
 }
 
 
@@ -123,10 +228,11 @@ def work(out: Path, names: list[str]) -> None:
     """Act as one rank."""
     import torch
     import torch.distributed as dist
+    from accelerate import PartialState
     from safetensors.torch import save_file
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    PartialState(cpu=True, backend="gloo")
     if dist.get_rank() == 0:
         new_base(out / "base")
     dist.barrier()

@@ -12,7 +12,8 @@ import torch
 
 from lora_tool.errors import CorruptFile
 from lora_tool.formats.pickle_objects import Stub
-from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_torch_file
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import DType
 
 DTYPES = {

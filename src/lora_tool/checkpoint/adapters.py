@@ -17,6 +17,8 @@ from lora_tool.formats.weights import Weights, read_single
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
+UNMERGED = "lora_adapter"
+"""The folder that verl's `model_merger` puts the adapter into, inside of that of the base."""
 _SHARD = re.compile(r"adapter_model-\d{5}-of-\d{5}\.(safetensors|bin)\Z")
 _OWN = frozenset({adapter_config.FILE_NAME, ADAPTER_WEIGHTS, ADAPTER_PICKLE})
 
@@ -58,6 +60,16 @@ ADAPTER = Kind(
     name="adapter", article="an", sign=adapter_config.FILE_NAME, command="merge", recognise=_recognise, open=_open
 )
 TRAINED_ADAPTER = replace(ADAPTER, name="trainer checkpoint", article="a")
+
+
+def base_around(adapter: AdapterDir) -> Path | None:
+    """Return the folder of the adapter's base where the adapter lies in it and names none: verl's `model_merger` puts
+    `lora_adapter` into the folder of the unmerged model. None anywhere else.
+    """
+    around = adapter.root.absolute().parent
+    names = listed(around) if adapter.root.absolute().name == UNMERGED else ()
+    has_weights = any(name.endswith((".safetensors", ".bin")) for name in names)
+    return around if model_config.FILE_NAME in names and has_weights else None
 
 
 def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:

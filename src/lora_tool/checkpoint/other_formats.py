@@ -78,10 +78,6 @@ _OTHER_FRAMEWORK = OtherFormat(
     way_out="convert it with transformers 4, once: from_pretrained(FOLDER, from_tf=True), save_pretrained(NEW)",
 )
 _FULL_STATE = "save it again as a full state dict"
-_VERL = OtherFormat(text="verl's file of one rank: its pickled DTensors are not read", way_out=_FULL_STATE)
-_FSDP_LOCAL = OtherFormat(
-    text="FSDP's local state of one rank, which does not say the shapes of its tensors", way_out=_FULL_STATE
-)
 _CUT_SAFETENSORS = OtherFormat(
     text="one rank's part of a model, as torch's HuggingFaceStorageWriter cuts it: such parts are not put together",
     way_out=_FULL_STATE,
@@ -105,11 +101,7 @@ _ANY = (
     (r".+\.nemo\Z", _NEMO),
     (r"latest_checkpointed_iteration\.txt\Z", _MEGATRON),
 )
-_RANK_FILES = (
-    (r"model_world_size_\d+_rank_\d+\.pt\Z", _VERL),
-    (r"pytorch_model_fsdp_rank\d+\.bin\Z", _FSDP_LOCAL),
-    (r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z", _CUT_SAFETENSORS),
-)
+_RANK_FILES = ((r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z", _CUT_SAFETENSORS),)
 _BY_TENSORS = (
     (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
     (r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b", _DIFFUSERS),
@@ -167,6 +159,11 @@ def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
             f"{path} is not PEFT's: it has no `peft_type`, and no tensor beside it has a name of PEFT's: {some(names, 2)}",
             hint="save the adapter with PEFT: model.save_pretrained(folder)",
         )
+
+
+def is_known(name: str) -> bool:
+    """Return whether a file of this name is another program's, which is called by its own."""
+    return any(re.match(pattern, name) for pattern, _ in (*_ADAPTERS, *_MODELS, *_ANY, *_RANK_FILES))
 
 
 def _refuse(folder: Folder, known: Iterable[tuple[str, OtherFormat]]) -> None:

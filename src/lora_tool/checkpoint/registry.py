@@ -8,11 +8,14 @@ from lora_tool.checkpoint.adapters import ADAPTER
 from lora_tool.checkpoint.deepspeed import ZERO
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.fsdp import DCP
+from lora_tool.checkpoint.fsdp_ranks import FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoint.kinds import Claim, Kind, ShardedKind, matches
 from lora_tool.checkpoint.models import BASE_MODEL
 from lora_tool.checkpoint.runs import RUN
+from lora_tool.checkpoint.state_file import STATE_FILE
+from lora_tool.checkpoint.verl import VERL
 
-KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, DCP, RUN]
+KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, DCP, VERL, RUN, STATE_FILE]
 """In the order in which they are asked."""
 
 
@@ -36,6 +39,12 @@ def sharded_kinds() -> Iterator[ShardedKind]:
 def piece_folders(folder: Folder) -> tuple[str, ...]:
     """Return the names of the folders in it that hold pieces of a training checkpoint: DeepSpeed's tags, FSDP's parts."""
     return tuple(name for name in folder.folders if holds_pieces(name))
+
+
+def holds_rank_files(folder: Folder) -> bool:
+    """Return whether pieces of a training checkpoint lie in the folder, themselves or in folders of their own."""
+    patterns = [pattern for kind in sharded_kinds() for pattern in kind.weights]
+    return bool(piece_folders(folder)) or any(matches(name, patterns) for name in folder.files)
 
 
 def holds_pieces(name: str) -> bool:

@@ -209,7 +209,11 @@ def _matches(asked: tuple[str, ...] | str | None, names: frozenset[str], module:
 
 def read_adapter_config(path: Path) -> AdapterConfig:
     """Return the config in the file `path`; wrong fields are in `problems`. Raises `CorruptFile`, `BadConfig`."""
-    raw = read_object(path)
+    return adapter_config(read_object(path), path)
+
+
+def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
+    """Return the config that the object `raw` is, of the file `path`; wrong fields are in `problems`."""
     fields = Fields(raw, path)
     if "peft_type" not in raw:
         fields.note("peft_type", 'expected a string such as "LORA", found nothing')

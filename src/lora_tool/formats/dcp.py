@@ -12,23 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from lora_tool.display import some
 from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats import pieces
+from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import read_all, require_inside
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.torch_zip import KNOWN, ElementType, LazyTensor, Record, read_torch_file
+from lora_tool.formats.state_dicts import module_names
+from lora_tool.formats.torch_objects import ElementType, LazyTensor
+from lora_tool.formats.torch_zip import Record, read_torch_file
 from lora_tool.formats.weights import is_bare
 from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 
 METADATA = ".metadata"
-_TO_ONE_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
-_MODEL_KEYS = frozenset({"model", "state_dict", "module"})
-"""Keys under which training programs put the module's state dict, itself perhaps under others: ``app.model``."""
-_OTHER_KEYS = frozenset({"optimizer", "optimizers", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"})
-"""Keys of what is no weight, where torchtitan puts it beside the weights themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     # the keys that were joined to a name: ("model", "lm_head.weight")
     joined = (found.get("planner_data", dict) or {}).items()
     paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
-    names = _module_names(folder, paths)
+    names = module_names(folder, paths)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
         raise ValueError("gives two tensors one name, or one of them a name that no tensor can have")
     places = {
@@ -136,33 +133,6 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     }
     save_id = meta.get("save_id", str) if meta else None
     return DcpFolder(folder=folder, tensors=tensors, beside=tuple(sorted(others)), save_id=save_id)
-
-
-def _module_names(folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, str]:
-    """Return the checkpoint's name → the module's own, of the module's tensors alone.
-
-    Raises `UnsupportedCheckpoint` where there are several modules.
-    """
-    weights = {fqn: path for fqn, path in paths.items() if _OTHER_KEYS.isdisjoint(path[:-1][:4])}
-    modules = {path[:depth] for path in weights.values() if (depth := _depth(path))}
-    if not modules and all(len(path) > 1 for path in weights.values()):
-        modules = {path[:1] for path in weights.values()}
-    if not modules:
-        return {fqn: ".".join(map(str, path)) for fqn, path in weights.items()}
-    shallowest = min(map(len, modules))
-    found = sorted((module for module in modules if len(module) == shallowest), key=str)
-    if len(found) > 1:
-        listed = some([".".join(map(str, module)) for module in found])
-        message = f"{folder} holds the states of {len(found)} modules: {listed}"
-        hint = f"save the one that you want alone; to have them all in one file: {_TO_ONE_FILE}"
-        raise UnsupportedCheckpoint(message, hint=hint)
-    inside = {fqn: path[shallowest:] for fqn, path in weights.items() if path[:shallowest] == found[0]}
-    return {fqn: ".".join(map(str, path)) for fqn, path in inside.items()}
-
-
-def _depth(path: tuple[Any, ...]) -> int:
-    """Return how many keys lead to the state dict of a module, 0 where none says so. The last key is a tensor's."""
-    return next((at + 1 for at, key in enumerate(path[:-1][:4]) if type(key) is str and key in _MODEL_KEYS), 0)
 
 
 def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.files import open_regular
 from lora_tool.formats.safetensors import WeightsFile
-from lora_tool.formats.torch_zip import LazyTensor, TorchFile, read_torch_file
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import TorchFile, read_torch_file
 from lora_tool.tensors import FileStamp, StoredTensor, is_tensor_name
 
 
@@ -44,6 +46,9 @@ def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:
     if not isinstance(name, str) or not is_tensor_name(name):
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name")
     if not isinstance(item, LazyTensor):
+        if isinstance(item, DistributedTensor):
+            message = f"is what one rank held of a tensor {list(item.shape)}: put the rank files together first"
+            raise CorruptFile.of(file.path, Defect.BAD_HEADER, message, name)
         kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"
         message = f"is {kind}, expected a tensor: this is not the state dict of a model or an adapter"
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, message, name)

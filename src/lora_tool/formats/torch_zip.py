@@ -8,7 +8,6 @@ tensor is one span of the file. ``<root>`` is the name that the file had when it
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import struct
@@ -16,15 +15,15 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lora_tool.errors import CorruptFile, Defect
+from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import instead_of_weights, open_regular, read_at
-from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
-from lora_tool.tensors import MAX_BYTES, DType, FileStamp, Span, StoredTensor, TensorSpec
+from lora_tool.formats.torch_objects import ElementType, LazyTensor, Storage
+from lora_tool.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec
 
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of the format before 1.6 (`torch/serialization.py`, MAGIC_NUMBER)."""
@@ -61,35 +60,6 @@ class Record(NamedTuple):
             message = f"ends at byte {start + self.nbytes:,}, the file at {size:,}"
             raise CorruptFile.of(self.path, Defect.TRUNCATED, message, self.name)
         return start
-
-
-class LazyTensor(NamedTuple):
-    """A tensor of the archive that was not read: its type, shape and place. `TorchFile` says where that is on disk.
-
-    A tuple, as everything is that a pickle may hold: nothing in the pickle can change its fields.
-    """
-
-    key: str
-    """Of the storage that holds it."""
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-    """Its first element, counted in the storage."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements lie one after the other in row-major order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +101,7 @@ class PickleMemory:
     def __init__(self) -> None:
         self._pickled = b""
         self._value: Any = None
-        self._storages: Mapping[str, _Storage] = {}
+        self._storages: Mapping[str, Storage] = {}
 
     def value(self, pickled: bytes, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
         """Return what `pickled` says. Raises ValueError as `load` does, and where it does not fit the `records`."""
@@ -140,13 +110,13 @@ class PickleMemory:
             for storage in self._storages.values():
                 _require_record(storage, records)
             return self._value
-        storages: dict[str, _Storage] = {}
+        storages: dict[str, Storage] = {}
 
-        def found(pid: Any) -> _Storage:  # noqa: ANN401 - what the pickle says
+        def found(pid: Any) -> Storage:  # noqa: ANN401 - what the pickle says
             kind, of, key, _, numel = pid
             if kind != "storage" or not isinstance(of, ElementType) or type(key) is not str or type(numel) is not int:
                 raise ValueError("a persistent id is not that of a storage")
-            storages[key] = _Storage(key, of.dtype, numel)
+            storages[key] = Storage(key, of.dtype, numel)
             _require_record(storages[key], records)
             return storages[key]
 
@@ -277,19 +247,7 @@ _DEVICE = re.compile(rb"X[\x05\x06]\0\0\0[a-z]{3,4}:\d")
 """The text in a pickle that says where a tensor was: `cuda:3`."""
 
 
-class _Storage(NamedTuple):
-    key: str
-    dtype: DType
-    numel: int
-
-
-class ElementType(NamedTuple):
-    """What ``torch.FloatStorage`` or ``torch.float32`` says. BUILD could change a bare `DType` for the whole process."""
-
-    dtype: DType
-
-
-def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
+def _require_record(storage: Storage, records: Mapping[str, Record]) -> None:
     record = records.get(storage.key)
     if record is None:
         raise ValueError(f"storage {storage.key!r:.40} is not in the archive")
@@ -298,78 +256,6 @@ def _require_record(storage: _Storage, records: Mapping[str, Record]) -> None:
             f"storage {storage.key!r:.40} should be {storage.numel:,} × {storage.dtype}, "
             f"its record has {record.nbytes:,} bytes"
         )
-
-
-def _rebuilt(storage: Any, start: Any, shape: Any, stride: Any, *rest: Any) -> LazyTensor:  # noqa: ANN401
-    """`torch._utils._rebuild_tensor_v2`, and v3, whose seventh argument is the type of an untyped storage's tensor."""
-    # a checkpoint has thousands of tensors: this is written for speed
-    if type(shape) is not tuple or type(stride) is not tuple or not len(shape) == len(stride) <= MOST_DIMENSIONS:
-        raise ValueError("a tensor is not built from a shape and strides")
-    if not isinstance(storage, _Storage) or not _is_sizes((start, *shape, *stride)):
-        raise ValueError("a tensor is not built from a storage, an offset, a shape and strides")
-    dtype = storage.dtype
-    for extra in rest:
-        if type(extra) is ElementType:
-            dtype = extra.dtype
-    held = storage.numel * storage.dtype.bits // dtype.bits
-    last = start + sum(map(mul, shape, stride)) - sum(stride)
-    if (0 not in shape and last >= held) or start > held:
-        raise ValueError(f"a tensor of shape {list(shape)} at element {start:,} lies beyond its storage of {held:,}")
-    if math.prod(shape) > MAX_BYTES:
-        raise ValueError(f"a tensor of shape {list(shape)} is larger than any file")
-    return LazyTensor(storage.key, dtype, shape, stride, start)
-
-
-def _is_sizes(values: tuple[Any, ...]) -> bool:
-    # bool is an int, and no size
-    return not values or (set(map(type, values)) == {int} and min(values) >= 0)
-
-
-def _parameter(value: Any, *_: Any) -> LazyTensor:  # noqa: ANN401
-    """`_rebuild_parameter`: the tensor, whatever else is said about it."""
-    if not isinstance(value, LazyTensor):
-        raise ValueError("a parameter is not a tensor")  # noqa: TRY004 - of the file, not of Python
-    return value
-
-
-def _call(build: Any, _type: Any, args: Any, _state: Any) -> Any:  # noqa: ANN401
-    """`torch._tensor._rebuild_from_type_v2`: what its function would build. Everything callable here is harmless."""
-    if not isinstance(build, Known) or type(args) is not tuple:
-        raise ValueError("a tensor subclass is built by an unknown function")
-    return build.build(*args[: 2 * MOST_DIMENSIONS])
-
-
-def _size(values: Any = ()) -> tuple[int, ...]:  # noqa: ANN401
-    if not isinstance(values, list | tuple) or len(values) > MOST_DIMENSIONS or not _is_sizes(tuple(values)):
-        raise ValueError("a torch.Size is not made of sizes")
-    return tuple(values)
-
-
-_STORAGES = {
-    "Float": DType.F32, "Double": DType.F64, "Half": DType.F16, "BFloat16": DType.BF16, "Long": DType.I64,
-    "Int": DType.I32, "Short": DType.I16, "Char": DType.I8, "Byte": DType.U8, "Bool": DType.BOOL,
-}  # fmt: skip
-_DTYPES = {
-    "float32": DType.F32, "float64": DType.F64, "float16": DType.F16, "bfloat16": DType.BF16, "int64": DType.I64,
-    "int32": DType.I32, "int16": DType.I16, "int8": DType.I8, "uint8": DType.U8, "bool": DType.BOOL,
-    "uint16": DType.U16, "uint32": DType.U32, "uint64": DType.U64, "complex64": DType.C64,
-    "float8_e4m3fn": DType.F8_E4M3, "float8_e5m2": DType.F8_E5M2, "float8_e8m0fnu": DType.F8_E8M0,
-    "float8_e4m3fnuz": DType.F8_E4M3FNUZ, "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
-}  # fmt: skip
-
-KNOWN: dict[Global, Any] = {
-    **{("torch", f"{name}Storage"): ElementType(dtype) for name, dtype in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): ElementType(DType.U8),
-    **{("torch", name): ElementType(dtype) for name, dtype in _DTYPES.items()},
-    ("torch", "Size"): Known(_size),
-    ("torch._utils", "_rebuild_tensor"): Known(_rebuilt),
-    ("torch._utils", "_rebuild_tensor_v2"): Known(_rebuilt),
-    ("torch._utils", "_rebuild_tensor_v3"): Known(_rebuilt),
-    ("torch._utils", "_rebuild_parameter"): Known(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): Known(_parameter),
-    ("torch._tensor", "_rebuild_from_type_v2"): Known(_call),
-}
-"""The names of torch's own that say how a tensor is built; everything else in a pickle becomes a `Stub`."""
 
 
 _SCALARS = {DType.F32: "<f", DType.F64: "<d", DType.I64: "<q", DType.I32: "<i"}

@@ -20,7 +20,8 @@ from lora_tool.errors import CorruptFile, Defect, NotACheckpoint, Problem, Unsup
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.pickle_objects import Stub, as_json
-from lora_tool.formats.torch_zip import LazyTensor, PickleMemory, TorchFile, read_scalar, read_torch_file
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_scalar, read_torch_file
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 States = TypeVar("States")

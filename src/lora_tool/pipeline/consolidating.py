@@ -26,6 +26,7 @@ def consolidate(
     what: What | str = What.AUTO,
     tag: str | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
+    lora_alpha: float | None = None,
     dtype: DType | str | None = None,
     max_shard_size: int | str | None = None,
     ignore: Iterable[str] = (),
@@ -36,7 +37,7 @@ def consolidate(
 ) -> Written:
     """Put the rank files of `checkpoint`, a path or an opened one, together in the folder `out`; return what was done.
 
-    `out` None is a sibling of the checkpoint. `what`, `tag`, `adapter_config`, `dtype` and `ignore` are those of
+    `out` None is a sibling of the checkpoint. `what`, `tag`, `adapter_config`, `lora_alpha`, `dtype` and `ignore` are those of
     `plan_consolidate`; `max_shard_size` is the largest weights file, 5 GB by default. Every byte that is used is looked
     at while it is read. With `verify` samples are read back; `jobs`, `overwrite` and `resume` are those of `execute`.
     Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and `WrongValue` for an argument.
@@ -47,6 +48,7 @@ def consolidate(
         what=what,
         tag=tag,
         adapter_config=adapter_config,
+        lora_alpha=lora_alpha,
         dtype=dtype,
         max_shard_bytes=None if max_shard_size is None else number_of_bytes(max_shard_size),
         ignore=ignore,

@@ -28,6 +28,8 @@ class Job:
     """What the result must rank right, of a reward model; None asks nothing of it."""
     adapter_config: Path | None = None
     """For rank files that have no `adapter_config.json` beside them."""
+    lora_alpha: float | None = None
+    """For rank files where no file tells it."""
     deep: bool | None = None
     """Whether all weights are read, or none; None for those of adapters."""
     servers: frozenset[Server] = frozenset()

@@ -185,7 +185,7 @@ class _Running:
         if not self._needs_consolidation:
             return Stage(name="consolidate", status=Status.SKIPPED, summary="not needed")
         job = self._job
-        options = ("consolidate", job.options.ignore, job.tag)
+        options = ("consolidate", job.options.ignore, job.tag, job.lora_alpha)
         config = [job.adapter_config.parent] if job.adapter_config else []
         key = key_of(options, [self._root, *config], own=job.own)
         for folder in (job.consolidated, job.output):
@@ -193,7 +193,11 @@ class _Running:
             if done is not None:
                 return self._put_together(folder, Status.REUSED, done)
         plan = plan_consolidate(
-            open_sharded(self._root), tag=job.tag, adapter_config=job.adapter_config, ignore=job.options.ignore
+            open_sharded(self._root),
+            tag=job.tag,
+            adapter_config=job.adapter_config,
+            lora_alpha=job.lora_alpha,
+            ignore=job.options.ignore,
         )
         folder = job.consolidated if plan.manifest["what"] == "adapter" else job.output
         if job.dry_run:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_sharded
-from lora_tool.checkpoint.registry import piece_folders
+from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import size
 from lora_tool.errors import CheckpointError, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import AdapterConfig
@@ -31,7 +31,14 @@ from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubj
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_model_head, lt3_quantised, lt3_tensors, lt3_turn_end, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.model import (  # noqa: F401
+    lt3_model_head,
+    lt3_quantised,
+    lt3_tensors,
+    lt3_turn_end,
+    lt3_unmerged,
+    lt3_vocabulary,
+)
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
@@ -103,7 +110,7 @@ class Judge:
         """Yield what is found in the training checkpoint in the folder of an adapter or model, as HF Trainer writes it,
         or why it cannot be opened.
         """
-        if not piece_folders(checkpoint.folder):
+        if not holds_rank_files(checkpoint.folder):
             return
         try:
             found = sharded_subject(open_sharded(checkpoint.root), watch=self.watch)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lora_tool.display import counted
 from lora_tool.errors import Problem
+from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.keys import PREFIX
 from lora_tool.report import Finding, Severity
 
@@ -37,6 +39,25 @@ def unreadable_files(problems: Iterable[Problem]) -> Iterator[Finding]:
         yield fault(
             "LT402", problem.path, problem.message, subject=problem.subject, hint=f"copy it again, or {ANOTHER_TAG}"
         )
+
+
+def moved_files(files: Iterable[TorchFile]) -> Iterator[Finding]:
+    """LT404: yield rank files that were written under another name: swapped, or copied over another rank's.
+
+    `torch.save` calls the archive's folder after the file; DeepSpeed's other writers call it ``archive``.
+    """
+    for file in files:
+        if file.root not in (file.path.stem, "archive"):
+            name = f"{file.root}{file.path.suffix}"
+            message = f"was written as {name}: rank files were swapped, copied or renamed"
+            yield fault("LT404", file.path, message, hint=f"give it its name back: {name}")
+
+
+def odd_ones_out(values: Mapping[Path, Hashable]) -> Iterator[tuple[Path, Hashable, Hashable]]:
+    """Yield the files whose value differs from the commonest, with both values."""
+    if len(set(values.values())) > 1:
+        ((usual, _),) = Counter(values.values()).most_common(1)
+        yield from ((path, value, usual) for path, value in values.items() if value != usual)
 
 
 def repeated_files(contents: Iterable[tuple[Path, Hashable]]) -> Iterator[Finding]:

@@ -6,19 +6,19 @@ reward is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool import keys
 from lora_tool.architectures.heads import NEW_MODULES, head_of
 from lora_tool.checkpoint import ModelDir, open_checkpoint
-from lora_tool.errors import CheckpointError, IncompleteCheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import CheckpointError, UnsupportedCheckpoint
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, read_adapter_config
 from lora_tool.formats.files import read_json
-from lora_tool.formats.partitions import StateEntry
+from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
-from lora_tool.report import Finding
+from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import fault
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sources import resolve
@@ -30,15 +30,10 @@ def has_lora(names: Mapping[str, StateEntry]) -> bool:
     return any(".lora_A." in name or ".lora_embedding_A." in name for name in names)
 
 
-def find_adapter_config(given: Path | None, *, near: tuple[Path, ...]) -> AdapterConfig:
-    """Return the config that was given, or the first in the folders `near`. Raises `IncompleteCheckpoint`."""
-    paths = [given / FILE_NAME if given.is_dir() else given] if given else [folder / FILE_NAME for folder in near]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        places = ", ".join(str(place.parent) for place in paths)
-        message = f"no {FILE_NAME} in {places}: rank, alpha and targets are not in the weights"
-        raise IncompleteCheckpoint(message, hint="give the one that the run began with: `adapter_config=FILE`")
-    return read_adapter_config(path)
+def near_adapter_config(near: tuple[Path, ...]) -> AdapterConfig | None:
+    """Return the config in the first of the folders that has one. Raises `CorruptFile`, `BadConfig`."""
+    path = next((folder / FILE_NAME for folder in near if (folder / FILE_NAME).is_file()), None)
+    return None if path is None else read_adapter_config(path)
 
 
 def unwrapped_name(name: str) -> str:
@@ -90,18 +85,42 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
         else:
             what = "LoRA was put on it" if module in adapted else "it was frozen"
             faults.append(_lost(state, config, module, f"{what}, and its weights were not saved with the checkpoint"))
+    not_saved = list(_not_saved(state, config, parsed))
     in_base = base is not None and any(is_new_head(name.rpartition(".")[0]) for name in base)
     has_head = adapted or plain or in_base or any(map(is_new_head, trained))
-    if config is not None and not has_head and (kind := _classifier(config)):
+    if config is not None and not has_head and not not_saved and (kind := _classifier(config)):
         faults.append(_lost(state, config, "score", f"{config.path} says {kind}, and the checkpoint has no head"))
     whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
-    return Heads(names=names, whole_modules=whole, faults=tuple(faults))
+    return Heads(names=names, whole_modules=whole, faults=(*faults, *not_saved))
+
+
+def _not_saved(
+    state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]
+) -> Iterator[Finding]:
+    """LT415: yield each module that was trained whole where LoRA alone was saved, as by verl's `save_lora_only`.
+
+    PEFT names both `classifier` and `score` for a classifier, which has one of them; of a name that no module had,
+    nothing is lost, so other modules are a warning.
+    """
+    others = (Part.SAVED_MODULE, Part.PLAIN, Part.BASE_LAYER)
+    whole = any(parsed[name].part in others for name in state.entries)
+    if config is None or whole or any(entry.role is not Role.SAVED for entry in state.entries.values()):
+        return
+    heads = [name for name in config.modules_to_save if is_new_head(name)]
+    named = [name for name in config.modules_to_save if name not in heads]
+    for module in [*named, *heads[-1:]]:
+        message = "was trained whole (`modules_to_save`), and nothing of it is in the checkpoint"
+        hint = "look for a step that was saved with it; verl leaves it out under `save_lora_only`"
+        severity = Severity.ERROR if module in heads and _classifier(config) else Severity.WARNING
+        yield fault("LT415", state.folder, message, subject=module, hint=hint, severity=severity)
 
 
 def _classifier(config: AdapterConfig) -> str | None:
     """Return what in the config says that the model has a head of its own: the task, or without one the class."""
     if config.task_type:
         return config.task_type if config.task_type in ("SEQ_CLS", "TOKEN_CLS") else None
+    if not config.path.is_file():
+        return None  # it is rebuilt
     mapping = read_json(config.path).get("auto_mapping")  # PEFT writes it where there is no task type
     name = str(mapping.get("base_model_class")) if isinstance(mapping, dict) else ""
     return name if name.endswith(("ForSequenceClassification", "ForTokenClassification")) else None

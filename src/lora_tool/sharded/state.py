@@ -13,6 +13,7 @@ from typing import Any
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
+from lora_tool.sharded.faults import has_lora_factor
 from lora_tool.sharded.file_values import FileValues, ValuePiece
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.tensors import FileStamp, Span, StoredTensor, TensorTable
@@ -49,8 +50,12 @@ class TrainingState(abc.ABC):
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
         """Return the look at the values of `tensors`, which are some of its own, that is still to be taken."""
-        masters = frozenset(name for name in tensors if self.entries[name].role is Role.TRAINED)
+        masters = frozenset(name for name in tensors if self._is_trained(name))
         return check_of_files(tensors, self.records(tensors), masters=masters)
+
+    def _is_trained(self, name: str) -> bool:
+        role = self.entries[name].role
+        return role is Role.TRAINED or (role is Role.SAVED and has_lora_factor(name))
 
     def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
         """Return what has to be read to know the values of `tensors`: records where a CRC32 tells their bytes, else spans."""

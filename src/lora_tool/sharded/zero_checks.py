@@ -8,17 +8,25 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from lora_tool.display import counted, some
 from lora_tool.formats.partitions import leftover
 from lora_tool.formats.zero import ModelStates, OptimStates, ZeroTag
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.faults import ANOTHER_TAG, COPY, fault, has_lora_factor, repeated_files, unreadable_files
+from lora_tool.sharded.faults import (
+    ANOTHER_TAG,
+    COPY,
+    fault,
+    has_lora_factor,
+    moved_files,
+    odd_ones_out,
+    repeated_files,
+    unreadable_files,
+)
 
-_TAG = re.compile(r"global_step(\d+)\Z")
+_TAG = re.compile(r"global_step_?(\d+)(?:/actor)?\Z")
 
 
 def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
@@ -51,24 +59,12 @@ def other_world_sizes(tag: ZeroTag) -> Iterator[Finding]:
             yield fault("LT403", file.path, message, hint="it is of another run: copy this run's file again")
 
 
-def moved_files(tag: ZeroTag) -> Iterator[Finding]:
-    """LT404: yield rank files that were written under another name: swapped, or copied over another rank's.
-
-    `torch.save` calls the archive's folder after the file; DeepSpeed's other writers call it ``archive``.
-    """
-    for file in tag.files:
-        root = file.file.root
-        if root not in (file.path.stem, "archive"):
-            message = f"was written as {root}.pt: rank files were swapped, copied or renamed"
-            yield fault("LT404", file.path, message, hint=f"give it its name back: {root}.pt")
-
-
 def other_steps(tag: ZeroTag) -> Iterator[Finding]:
     """LT406: yield rank files that were saved at another step than most."""
     by_optim = {file.path: file.step for file in tag.optim.values() if file.step is not None}
     by_model = {file.path: file.global_steps for file in tag.model.values() if file.global_steps is not None}
     for steps, what in ((by_optim, "optimizer steps"), (by_model, "global steps")):
-        for path, step, usual in _odd_ones_out(steps):
+        for path, step, usual in odd_ones_out(steps):
             message = f"was saved after {step:g} {what}, the other ranks after {usual:g}"
             yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {ANOTHER_TAG}")
 
@@ -77,23 +73,16 @@ def other_runs(tag: ZeroTag) -> Iterator[Finding]:
     """LT407: yield rank files whose config, names or shapes are not those of the other ranks."""
     hint = "files of another run were mixed in: copy this run's again"
     for files in (tag.model, tag.optim):
-        for path, _, _ in _odd_ones_out({file.path: file.config for file in files.values()}):
+        for path, _, _ in odd_ones_out({file.path: file.config for file in files.values()}):
             message = "was written under another DeepSpeed config than the other ranks' files"
             yield fault("LT407", path, message, hint=hint)
-    for path, _, _ in _odd_ones_out({file.path: _layout(file) for file in tag.model.values()}):
+    for path, _, _ in odd_ones_out({file.path: _layout(file) for file in tag.model.values()}):
         yield fault("LT407", path, "lists other parameters, or in another order, than the other ranks", hint=hint)
 
 
 def _layout(states: ModelStates) -> tuple[object, ...]:
     """Return the names and shapes in their order, in a form that can be compared."""
     return tuple(tuple(group.items()) for group in (*states.param_shapes, states.frozen_shapes or {}))
-
-
-def _odd_ones_out(values: Mapping[Path, Hashable]) -> Iterator[tuple[Path, Hashable, Hashable]]:
-    """Yield the files whose value differs from the commonest, with both values."""
-    if len(set(values.values())) > 1:
-        ((usual, _),) = Counter(values.values()).most_common(1)
-        yield from ((path, value, usual) for path, value in values.items() if value != usual)
 
 
 def misfit_partitions(tag: ZeroTag) -> Iterator[Finding]:
@@ -136,7 +125,7 @@ def tag_faults(tag: ZeroTag) -> Iterator[Finding]:
     yield from missing_ranks(tag)
     yield from unreadable_files(tag.problems)
     yield from other_world_sizes(tag)
-    yield from moved_files(tag)
+    yield from moved_files(states.file for states in tag.files)
     yield from repeated_files(
         (states.path, (states.file.serialization_id, *(states.file.record(group).crc for group in states.groups)))
         for states in tag.optim.values()
@@ -147,19 +136,23 @@ def tag_faults(tag: ZeroTag) -> Iterator[Finding]:
     yield from misfit_partitions(tag)
 
 
-def stale_latest(root: Path, latest: str | None, tags: Collection[str]) -> Iterator[Finding]:
-    """LT409: yield a finding if `latest` does not name the newest tag that is there."""
+def stale_latest(
+    root: Path, latest: str | None, tags: Collection[str], *, pointer: str = "latest"
+) -> Iterator[Finding]:
+    """LT409: yield a finding if the file `pointer`, which says `latest`, does not name the newest tag that is there."""
     steps = {name: int(match[1]) for name in tags if (match := _TAG.match(name))}
     newest = max(steps, key=steps.__getitem__, default=None)
     choose = f"lora-tool consolidate {shlex.quote(str(root))} --tag"
     if latest is None and len(tags) > 1:
-        message = f"there is no file `latest`, and several tags: {', '.join(tags)}"
+        message = f"there is no file `{pointer}`, and several tags: {', '.join(tags)}"
         yield fault("LT409", root, message, hint=f"choose one: {choose} T", severity=Severity.WARNING)
     elif latest is not None and latest not in tags:
-        message = f"`latest` names {latest}, which is not there; there is: {', '.join(tags)}"
+        message = f"`{pointer}` names {latest}, which is not there; there is: {', '.join(tags)}"
         yield fault("LT409", root, message, hint=f"copy that tag too, or choose one that is there: {choose} T")
     elif latest in steps and newest is not None and steps[newest] > steps[latest]:
-        message = f"`latest` names {latest}, but {newest} is newer: was its saving interrupted, or `latest` restored?"
+        message = (
+            f"`{pointer}` names {latest}, but {newest} is newer: was its saving interrupted, or the file restored?"
+        )
         yield fault("LT409", root, message, hint=f"to take it: {choose} {newest}", severity=Severity.WARNING)
 
 

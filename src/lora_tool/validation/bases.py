@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, open_checkpoint, open_model
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, base_around, open_checkpoint, open_model
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.quantised.names import quantised_by_name
 from lora_tool.hub_cache import may_hold
+from lora_tool.progress import decided
 from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import local_folder, resolve
 
@@ -20,15 +21,20 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
     """
     adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
     config = adapter.config if isinstance(adapter, AdapterDir) else None
-    if adapter is None or config is None or not config.base_model:
+    if adapter is None or config is None:
         return None, NO_BASE
-    near = near or adapter.root
     try:
+        if not config.base_model:
+            around = base_around(adapter) if isinstance(adapter, AdapterDir) else None
+            return (open_model(around), "") if around else (None, NO_BASE)
+        near = near or adapter.root
         near_by = local_folder(config.base_model, near) is not None
         if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
             by_name = quantised_by_name(config.base_model)
             return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache{by_name}"
-        return open_model(resolve(config.base_model, near=near, revision=config.revision).path), ""
+        found = resolve(config.base_model, near=near, revision=config.revision).path
+        decided(f"base: {found}, which {config.path} names")
+        return open_model(found), ""
     except CheckpointError as error:
         return None, f"no base model (--base): {error}"
 

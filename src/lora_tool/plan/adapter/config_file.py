@@ -11,18 +11,26 @@ from lora_tool.formats.files import json_bytes, read_json
 from lora_tool.plan.core.steps import SideFile
 
 
-def config_file(config: AdapterConfig, changes: Mapping[str, Any], why: tuple[str, ...] = ()) -> SideFile:
+def config_file(
+    config: AdapterConfig,
+    changes: Mapping[str, Any],
+    why: tuple[str, ...] = (),
+    *,
+    rebuilt: Mapping[str, Any] | None = None,
+) -> SideFile:
     """Return the config with `changes` in its fields, which `why` says in words, and a base that is found from anywhere.
 
-    A relative path of the base means another folder beside the output. Without any change it is copied.
+    A relative path of the base means another folder beside the output. Without any change it is copied. Where there was
+    none, `rebuilt` are its fields.
     """
     changed, reasons = dict(changes), [*why]
     base = config.path.parent / (config.base_model or "")
     if config.base_model and not Path(config.base_model).is_absolute() and base.is_dir():
         changed["base_model_name_or_path"] = str(base.resolve())
         reasons.append("the whole path of the base model")
-    if not changed:
+    if not changed and rebuilt is None:
         return SideFile(filename=FILE_NAME, source=config.path, reason=f"copied from {config.path.parent}")
-    content = json_bytes({**read_json(config.path), **changed}, indent=2)
-    reason = f"that of {config.path.parent}, with {' and '.join(reasons)}"
+    content = json_bytes({**(read_json(config.path) if rebuilt is None else rebuilt), **changed}, indent=2)
+    what = f"that of {config.path.parent}" if rebuilt is None else "rebuilt"
+    reason = f"{what}, with {' and '.join(reasons)}" if reasons else what
     return SideFile(filename=FILE_NAME, content=content, reason=reason)

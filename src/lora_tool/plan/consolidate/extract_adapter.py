@@ -16,6 +16,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
 from lora_tool.plan.adapter.config_file import config_file
+from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, trained_adapter
 from lora_tool.plan.core.steps import SideFile
 from lora_tool.report import Finding
 from lora_tool.sharded.frozen_heads import (
@@ -46,16 +47,16 @@ class Selection:
     warnings: tuple[str, ...] = ()
 
 
-def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
-    """Return the adapter's tensors by their PEFT names, a frozen head among them, and its config.
+def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
+    """Return the adapter's tensors by their PEFT names, a frozen head among them, and the config that was found.
 
     Raises `UnsupportedCheckpoint` where several adapters were trained, where the config is another run's, and for
     trained tensors that an adapter has no place for.
     """
-    entries = state.entries
+    entries, config = state.entries, found.config
     known = parsed_keys(state)
     parsed = {name: known[name] for name in entries}
-    chosen = _adapter_name(entries, parsed)
+    chosen = trained_adapter(entries, parsed)
     names: dict[str, str] = {}
     alone = bool(state.without_values)  # saved without the base, so that all that was saved is the adapter's
     for name, key in parsed.items():
@@ -80,11 +81,12 @@ def select_adapter(state: TrainingState, config: AdapterConfig) -> Selection:
     return Selection(
         names=names,
         leftovers=tuple(_left_behind(entries, frozenset(names.values()))),
-        side_files=(_config_file(config, _unnamed_heads(config, heads, names)),),
+        side_files=(_config_file(found, _unnamed_heads(config, heads, names)),),
         faults=heads.faults,
         notes=tuple(
             f"{name.removeprefix(keys.PREFIX)} was frozen and random: put into the adapter" for name in rescued
         ),
+        warnings=found.warnings,
     )
 
 
@@ -94,22 +96,6 @@ def _unnamed_heads(config: AdapterConfig, heads: Heads, names: Mapping[str, str]
     named = frozenset(config.modules_to_save)
     found = {*heads.whole_modules, *filter(is_new_head, plain)}
     return tuple(sorted(module for module in found if not keys.is_under(module, named)))
-
-
-def _adapter_name(entries: Mapping[str, StateEntry], parsed: Mapping[str, AdapterKey]) -> str | None:
-    all_names = {key.adapter_name for key in parsed.values() if key.part is Part.LORA_A or key.part is Part.EMBEDDING_A}
-    trained = {
-        key.adapter_name
-        for name, key in parsed.items()
-        if key.part in _LORA and key.adapter_name in all_names and entries[name].role is not Role.FROZEN
-    }
-    if len(trained) != 1:
-        listed = ", ".join(sorted(map(str, trained or all_names))) or "none"
-        raise UnsupportedCheckpoint(
-            f"one trained adapter is expected, there are {len(trained)}: {listed}",
-            hint='`what="state"` writes every tensor',
-        )
-    return trained.pop()
 
 
 def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
@@ -142,12 +128,15 @@ def _has_rank(rows: int, module: str, config: AdapterConfig) -> bool:
     return rows == config.rank(module) or any(rows % max(1, config.rank(f"{path}.{name}")) == 0 for name in stacks)
 
 
-def _config_file(config: AdapterConfig, saved: tuple[str, ...]) -> SideFile:
+def _config_file(found: FoundConfig, saved: tuple[str, ...]) -> SideFile:
     """Return the config, in which `saved` heads that lie beside it are named: PEFT would not load them otherwise."""
-    if not saved:
-        return config_file(config, {})
-    named = {"modules_to_save": [*config.modules_to_save, *saved]}
-    return config_file(config, named, (f"{', '.join(saved)} in modules_to_save",))
+    named = {"modules_to_save": [*found.config.modules_to_save, *saved]} if saved else {}
+    why = (f"{', '.join(saved)} in modules_to_save",) if saved else ()
+    origins: dict[str, list[str]] = {}
+    for name, origin in found.origins.items():
+        origins.setdefault(origin, []).append(name)
+    from_where = tuple(f"{', '.join(names)} from {origin}" for origin, names in origins.items())
+    return config_file(found.config, named, (*from_where, *why), rebuilt=found.raw)
 
 
 def _left_behind(entries: Mapping[str, StateEntry], taken: frozenset[str]) -> Iterator[tuple[str, str]]:

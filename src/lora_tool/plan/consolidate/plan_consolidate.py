@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,17 +21,21 @@ from lora_tool.formats import generation_config, model_config, tokenizer
 from lora_tool.formats.files import inside, json_bytes, read_json
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plan.consolidate.extract_adapter import Selection, select_adapter
+from lora_tool.plan.consolidate.rebuilt_config import FoundConfig, adapter_config_of
 from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.progress import decided
 from lora_tool.report import Finding, Severity
-from lora_tool.sharded.frozen_heads import find_adapter_config, has_lora
+from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.training_state import training_state
 from lora_tool.sharded.value_check import refuse_errors
 from lora_tool.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorSpec, float_type
 
+_OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")
+"""Names of LoRA factors in other programs' modules: torchtitan's and torchtune's, kohya's, Megatron's."""
 _VALUE_CODES = ("LT411", "LT412", "LT413", "LT414")
 
 
@@ -52,6 +57,7 @@ def plan_consolidate(
     what: What | str = What.AUTO,
     tag: str | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
+    lora_alpha: float | None = None,
     dtype: DType | str | None = None,
     max_shard_bytes: int | None = None,
     ignore: Iterable[str] = (),
@@ -60,7 +66,8 @@ def plan_consolidate(
 
     Nothing is written, and no values are read. `what` is "adapter", "model", "state", or "auto": an adapter where there
     are LoRA tensors. `tag` is the saved step, by default the one that the checkpoint points at, `adapter_config` the
-    file of that name or its folder, where it does not lie near the checkpoint. `dtype` None keeps each tensor's own:
+    file of that name or its folder, or the file of the run's arguments, where none lies near the checkpoint. Without
+    one the config is rebuilt: rank and targets from the tensors, alpha from the run's files or `lora_alpha`. `dtype` None keeps each tensor's own:
     float32 for trained ones, the model's for frozen ones. `max_shard_bytes` None cuts files at 5 GB; `ignore` are the
     codes of faults, or their beginnings, to go on in spite of: they are among the plan's findings. Whoever executes the
     plan looks once at every byte that it uses (CRC32, NaN, all-zero parts, rounding), unless all of that is ignored.
@@ -72,16 +79,22 @@ def plan_consolidate(
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
     kept = refuse_errors(state.faults, ignored)
-    decided = What(what)
-    if decided is What.AUTO:
-        decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
-    selection = _choose(decided, state, Path(adapter_config) if adapter_config else None, dtype)
+    target, lora = What(what), has_lora(state.entries)
+    if target is What.AUTO:
+        target = What.ADAPTER if lora else What.MODEL
+        decided(f"what: {target}, for there are {'' if lora else 'no '}LoRA tensors")
+    found = (
+        adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
+        if target is What.ADAPTER and lora
+        else None
+    )
+    selection = _choose(target, state, found, dtype)
     kept += refuse_errors(selection.faults, ignored)
     tensors = state.assemble(frozenset(selection.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
     steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
-    shards = _shards(decided, steps, max_shard_bytes)
+    shards = _shards(target, steps, max_shard_bytes)
     side_files = selection.side_files
     if len(shards) > 1:
         index = SideFile(
@@ -100,17 +113,18 @@ def plan_consolidate(
         findings=kept,
         warnings=selection.warnings,
         notes=(
-            f"{decided} from {state.title}",
+            f"{target} from {state.title}",
             *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
             *selection.notes,
             *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
         ),
         manifest={
             "operation": "consolidate",
-            "what": decided.value,
+            "what": target.value,
             "dtype": dtype.value if dtype else "as saved",
             "merged_adapters": [],
             "values_checked": values is not None,
+            **({"adapter_config": dict(found.origins)} if found and found.origins else {}),
             "ignored": list(ignored),
             "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
         },
@@ -128,17 +142,24 @@ def _rules(codes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(code.upper() for code in codes)
 
 
-def _choose(what: What, state: TrainingState, adapter_config: Path | None, dtype: DType | None) -> Selection:
-    if what is What.ADAPTER and not has_lora(state.entries):
+def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: DType | None) -> Selection:
+    if what is What.ADAPTER and found is None:
         raise UnsupportedCheckpoint(f"{state.folder} holds no LoRA tensors", hint='`what="model"`, or `what="state"`')
-    if what is What.ADAPTER:
-        selection = select_adapter(state, find_adapter_config(adapter_config, near=state.near))
+    if found is not None:
+        selection = select_adapter(state, found)
         return replace(selection, side_files=(*selection.side_files, *_tokenizer_files(state)))
     if not state.entries:
         raise UnsupportedCheckpoint(f"{state.folder} holds no tensors")
     dropped = tuple((name, f"tied to `{real}`, which is written") for name, real in state.shared.items())
     if what is What.STATE:
         return Selection(names={name: name for name in state.entries}, leftovers=dropped)
+    foreign = next(filter(_OTHER_LORA.search, state.entries), None)
+    if foreign is not None:
+        raise UnsupportedCheckpoint(
+            f"{state.folder} holds LoRA under names that are not PEFT's (`{foreign}`), as torchtitan writes them: a model "
+            "of these tensors would be the base with the adapter beside it, unmerged",
+            hint='merge and export it with the program that trained it; `what="state"` writes every tensor',
+        )
     if has_lora(state.entries):
         raise UnsupportedCheckpoint(
             f"{state.folder} is of a PEFT model: it is not a model by itself",

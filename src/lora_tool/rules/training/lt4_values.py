@@ -96,9 +96,9 @@ def head_lost(subject: ShardedSubject) -> Iterator[Fault]:
 
 
 def _config(subject: ShardedSubject) -> AdapterConfig | None:
-    from lora_tool.sharded.frozen_heads import find_adapter_config  # noqa: PLC0415 - as above
+    from lora_tool.sharded.frozen_heads import near_adapter_config  # noqa: PLC0415 - as above
 
     try:
-        return find_adapter_config(None, near=subject.state.near)
+        return near_adapter_config(subject.state.near)
     except LoraToolError:
         return None

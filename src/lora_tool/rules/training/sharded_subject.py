@@ -18,7 +18,7 @@ from lora_tool.sharded.training_state import training_state
 if TYPE_CHECKING:
     from lora_tool.sharded.state import TrainingState
 
-_BROKEN = frozenset({"LT401", "LT402", "LT403", "LT408"})
+_BROKEN = frozenset({"LT401", "LT402", "LT403", "LT407", "LT408"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

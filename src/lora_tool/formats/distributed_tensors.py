@@ -1,0 +1,273 @@
+"""DTensors and ShardedTensors in the pickle of one rank: what each is of its tensor, worked out without torch.
+
+Sources: torch 2.13 `distributed/tensor/placement_types.py` (`Shard.local_shard_size_and_offset`, which is
+`torch.chunk`; `_StridedShard`), `distributed/fsdp/_fully_shard/_fsdp_param.py` (rows of what tensor parallelism left),
+`distributed/device_mesh.py`, and for ShardedTensors `distributed/_shard/sharded_tensor/api.py`. Older ones have the
+same fields in other modules, and the mesh as a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, stub_class
+from lora_tool.formats.torch_objects import PLAIN, LazyTensor, is_sizes
+
+Shape = tuple[int, ...]
+_OF_TORCH = "torch.distributed."
+
+
+class Part(NamedTuple):
+    """Elements of a tensor from `offsets` on, which one rank holds: as many as `local` has."""
+
+    offsets: Shape
+    local: LazyTensor
+
+
+class DistributedTensor(NamedTuple):
+    """What one rank saved of a tensor: a tuple, as everything is that a pickle may hold."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    parts: tuple[Part, ...]
+    ranks: int
+    """How many processes have it together."""
+    rank: int | None
+    """Which of all processes saved it, where it says so."""
+    is_cut: bool
+    """Whether other ranks hold other elements of it."""
+    not_understood: str | None = None
+    """Why it is not known which elements these are, as the end of a sentence; then there are no `parts`."""
+
+
+class _Wrapper(NamedTuple):
+    """What `_rebuild_wrapper_subclass` says: the class and the shape; the rest follows as the object's state."""
+
+    kind: str
+    shape: Shape
+
+
+def _wrapper(kind: Any, _dtype: Any, shape: Any, *_: Any) -> _Wrapper:  # noqa: ANN401
+    """`torch._utils._rebuild_wrapper_subclass`."""
+    name = kind.qualified_name if isinstance(kind, type) and issubclass(kind, Stub) else ""
+    if not _is_shape(shape):
+        raise ValueError("a tensor subclass has no shape")
+    return _Wrapper(name, shape)
+
+
+def _of_type(build: Any, _type: Any, args: Any, state: Any) -> LazyTensor | DistributedTensor:  # noqa: ANN401
+    """`torch._tensor._rebuild_from_type_v2`: what its function would build. Everything callable here is harmless."""
+    if not isinstance(build, Known) or type(args) is not tuple:
+        raise ValueError("a tensor subclass is built by an unknown function")
+    built = build.build(*args[: 2 * MOST_DIMENSIONS])
+    if isinstance(built, LazyTensor):
+        return built
+    if isinstance(built, _Wrapper):
+        module, _, name = built.kind.rpartition(".")
+        if module.startswith(_OF_TORCH) and name == "DTensor":
+            return _dtensor(built.shape, state)
+        if module.startswith(_OF_TORCH) and name == "ShardedTensor":
+            return _sharded_tensor(built.shape, state)
+        raise ValueError(
+            f"holds a tensor of the class {built.kind:.80}, which is neither a DTensor nor a ShardedTensor"
+        )
+    raise ValueError("a tensor subclass is built of something that is no tensor")
+
+
+def _is_shape(values: object) -> TypeGuard[Shape]:
+    return type(values) is tuple and len(values) <= MOST_DIMENSIONS and is_sizes(values)
+
+
+# DTensors
+
+
+class _Placement(NamedTuple):
+    """How one dimension of the mesh cuts a tensor: along `dim`, None where it does not."""
+
+    dim: int | None
+    split_factor: int | None = None
+    """Of a `_StridedShard`: into how many parts the dimensions of the mesh after it have cut the tensor before."""
+
+
+class _Mesh(NamedTuple):
+    sizes: Shape
+    coordinate: Shape
+    """Where in it the rank is that saved this."""
+    rank: int | None
+
+
+def _dtensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
+    # the attributes, and those in slots
+    tables = [table for table in (state if isinstance(state, tuple) else (state,))[:2] if isinstance(table, dict)]
+    local, spec = (next((t[name] for t in tables if name in t), None) for name in ("_local_tensor", "_spec"))
+    if not isinstance(local, LazyTensor) or not isinstance(spec, Stub):
+        raise ValueError("a DTensor has no local tensor or no spec")  # noqa: TRY004 - of the file, not of Python
+    mesh = _mesh(spec.get("mesh"))
+    found = spec.get("placements", (tuple, list)) or ()
+    try:
+        placements = [_placement(placement) for placement in found[:MOST_DIMENSIONS]]
+        if len(placements) != len(mesh.sizes) or len(local.shape) != len(shape):
+            raise ValueError("its placements are not those of its mesh")  # noqa: TRY301 - one way out for all of them
+        offsets = _offsets(shape, local.shape, mesh, placements, _told_order(spec))
+    except ValueError as error:
+        return DistributedTensor(shape, (), math.prod(mesh.sizes), mesh.rank, True, str(error))  # noqa: FBT003 - a tuple
+    is_cut = any(placement.dim is not None for placement in placements)
+    return DistributedTensor(shape, (Part(offsets, local),), math.prod(mesh.sizes), mesh.rank, is_cut)
+
+
+def _mesh(mesh: Any) -> _Mesh:  # noqa: ANN401
+    coordinate, sizes = None, None
+    if isinstance(mesh, Stub):
+        coordinate = mesh.get("_coordinate_on_dim", (tuple, list))
+        sizes = _mesh_sizes(mesh)
+    coordinate = tuple(coordinate) if coordinate is not None else None
+    if not _is_shape(coordinate) or not _is_shape(sizes) or len(sizes) != len(coordinate):
+        raise ValueError("a DTensor has no mesh, or its rank no place in it")
+    if any(at >= size for at, size in zip(coordinate, sizes, strict=True)):
+        raise ValueError("a DTensor's rank lies outside of its mesh")
+    rank = mesh.get("_rank", int)
+    return _Mesh(sizes, coordinate, rank if type(rank) is int and rank >= 0 else None)
+
+
+def _mesh_sizes(mesh: Stub) -> Shape | None:
+    tensor = mesh.get("mesh", LazyTensor)
+    if isinstance(tensor, LazyTensor):  # before torch 2.9
+        return tensor.shape
+    layout = mesh.get("_layout", Stub)
+    axes = layout.get("axes", (tuple, list)) if layout else None
+    if axes is not None:
+        return tuple(_total(axis.get("shape") if isinstance(axis, Stub) else None) for axis in axes[:MOST_DIMENSIONS])
+    shape = layout.get("shape") if layout else None
+    if shape is None and layout and layout.args:  # a named tuple
+        shape = layout.args[0]
+    if type(shape) is int:
+        return (shape,)
+    return tuple(_total(size) for size in shape[:MOST_DIMENSIONS]) if isinstance(shape, tuple) else None
+
+
+def _total(sizes: object) -> int:
+    """Return of how many ranks a dimension of a mesh is: one that others were flattened into says theirs."""
+    if type(sizes) is int:
+        return sizes
+    if not _is_shape(sizes):
+        raise ValueError("a DTensor's mesh has no sizes")
+    return math.prod(sizes)
+
+
+def _placement(placement: object) -> _Placement:
+    module, _, name = placement.qualified_name.rpartition(".") if isinstance(placement, Stub) else ("", "", "")
+    if not isinstance(placement, Stub) or not module.startswith(_OF_TORCH):
+        raise ValueError("it has a placement that is not torch's")
+    dim, factor = placement.get("dim", int), placement.get("split_factor", int)
+    match name:
+        case "Replicate":
+            return _Placement(None)
+        case "Shard" if dim is not None:
+            return _Placement(dim)
+        case "_StridedShard" if dim is not None and factor is not None:
+            return _Placement(dim, factor)
+        case _:
+            raise ValueError(f"it is placed as {name[:40]}")
+
+
+def _told_order(spec: Stub) -> dict[int, list[int]]:
+    """Return in which order the dimensions of the mesh cut each dimension of the tensor, where the spec tells."""
+    told = {}
+    for entry in (spec.get("shard_order", (tuple, list)) or ())[:MOST_DIMENSIONS]:
+        dim, order = entry.args if isinstance(entry, Stub) and len(entry.args) == 2 else (None, None)  # noqa: PLR2004
+        if type(dim) is not int or not _is_shape(order):
+            raise ValueError("its order of placements is not torch's")
+        told[dim] = list(order)
+    return told
+
+
+def _offsets(
+    shape: Shape, local: Shape, mesh: _Mesh, placements: Sequence[_Placement], told: dict[int, list[int]]
+) -> Shape:
+    """Return where the local tensor begins in the whole one. Raises ValueError for a placement that is not known."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    by_dim: dict[int, list[int]] = {}
+    for at, placement in enumerate(placements):
+        if placement.dim is not None:
+            dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+            if not 0 <= dim < len(shape):
+                raise ValueError(f"it is cut along dimension {placement.dim}, which it has not")
+            by_dim.setdefault(dim, []).append(at)
+    for dim, axes in by_dim.items():
+        for axis in _order(axes, mesh.sizes, placements, told.get(dim)):
+            # torch.chunk: as many to each, fewer to the last ones
+            most = -(-sizes[dim] // mesh.sizes[axis])
+            start = min(sizes[dim], most * mesh.coordinate[axis])
+            offsets[dim] += start
+            sizes[dim] = min(most, sizes[dim] - start)
+    if tuple(sizes) != local:
+        raise ValueError(f"its placement gives this rank {sizes}, and it holds {list(local)}")
+    return tuple(offsets)
+
+
+def _order(axes: Sequence[int], sizes: Shape, placements: Sequence[_Placement], told: list[int] | None) -> list[int]:
+    """Return in which order these dimensions of the mesh cut one dimension of a tensor.
+
+    A `_StridedShard` cuts what the later ones left, as FSDP2 does over tensor parallelism.
+    """
+    if told is not None and all(placements[axis].split_factor is None for axis in axes):
+        if sorted(told) != list(axes):
+            raise ValueError("its order of placements is not that of its mesh")
+        return told
+    order: list[int] = []
+    for axis in reversed(axes):
+        factor = placements[axis].split_factor
+        if factor in (None, 1):
+            order.insert(0, axis)
+        elif factor == math.prod(sizes[later] for later in order):
+            order.append(axis)
+        else:
+            raise ValueError(f"it is cut in strides of {factor}, which its mesh {list(sizes)} does not explain")
+    return order
+
+
+# ShardedTensors
+
+
+def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN401
+    """`ShardedTensor.__getstate__`: its shards here, its metadata, its process group, how it was cut, and a flag."""
+    shards, metadata, group = state[:3] if isinstance(state, tuple) and len(state) >= 3 else (None, None, None)  # noqa: PLR2004
+    placed = metadata.get("shards_metadata", list) if isinstance(metadata, Stub) else None
+    if not isinstance(shards, list) or placed is None:
+        raise ValueError("a ShardedTensor has no shards or no metadata")
+    parts = []
+    for shard in shards:
+        local = shard.get("tensor") if isinstance(shard, Stub) else None
+        place = shard.get("metadata", Stub) if isinstance(shard, Stub) else None
+        offsets = tuple(place.get("shard_offsets", list) or ()) if place else None
+        if not isinstance(local, LazyTensor) or not _is_shape(offsets) or len(offsets) != len(shape):
+            raise ValueError("a ShardedTensor has a shard without a tensor or without offsets")
+        if len(local.shape) != len(shape):
+            raise ValueError("a ShardedTensor has a shard of other dimensions")
+        parts.append(Part(offsets, local))
+    ranks = group.get("global_world_size", int) if isinstance(group, Stub) else None
+    rank = group.get("global_rank", int) if isinstance(group, Stub) else None
+    return DistributedTensor(shape, tuple(parts), ranks or len(placed), rank, len(placed) > 1)
+
+
+_GROUP_STATE = stub_class("torch.distributed._shard.sharded_tensor.api", "ProcessGroupState")
+
+
+def _attribute(of: Any, name: Any) -> type[Stub]:  # noqa: ANN401
+    """`getattr`, by which pickle names a class in a class: the one of ShardedTensor, and nothing else."""
+    kind = of.qualified_name if isinstance(of, type) and issubclass(of, Stub) else ""
+    if not kind.startswith(_OF_TORCH) or (kind.rpartition(".")[2], name) != ("ShardedTensor", "ProcessGroupState"):
+        raise ValueError(f"asks for the attribute {name!r:.40} of something, which no checkpoint needs")
+    return _GROUP_STATE
+
+
+KNOWN: dict[Global, Any] = {
+    **PLAIN,
+    ("torch._tensor", "_rebuild_from_type_v2"): Known(_of_type),
+    ("torch._utils", "_rebuild_wrapper_subclass"): Known(_wrapper),
+    ("__builtin__", "getattr"): Known(_attribute),
+    ("builtins", "getattr"): Known(_attribute),
+}
+"""The names of torch's own that say how a tensor is built; everything else in a pickle becomes a `Stub`."""

@@ -1,0 +1,204 @@
+"""What trainers write down of a LoRA run beside its checkpoints: alpha above all, which no tensor tells.
+
+`lora_train_meta.json` is verl's, `run_config.yaml` Megatron-Bridge's and `config.yaml` NeMo-RL's, `args.json`
+ms-swift's; axolotl and LLaMA-Factory are given a YAML file, whatever it is called, and `training_args.bin` is the
+pickle of whatever arguments a Trainer had. All of them are data here: YAML is loaded safely, and the pickle is read by
+the machine that runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import CorruptFile, Defect
+from lora_tool.formats.fields import is_number, shown
+from lora_tool.formats.files import read_object, read_text
+from lora_tool.formats.pickle_objects import Stub
+from lora_tool.formats.torch_zip import read_torch_file
+
+TRAINING_ARGS = "training_args.bin"
+NAMED = ("lora_train_meta.json", "run_config.yaml", "args.json")
+"""Files that are nothing else."""
+_YAML = (".yaml", ".yml")
+_LARGEST = 4 << 20
+_MOST_FILES = 64
+"""YAML files of a folder that are looked into."""
+
+_SAME = "use_rslora use_dora init_lora_weights base_model_name_or_path task_type alpha_pattern"
+"""Fields of PEFT's config that programs call by the same name."""
+_FLAT: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in _SAME.split()},
+    "r": ("lora_r", "lora_rank"),
+    "lora_alpha": ("lora_alpha",),
+    "use_rslora": ("use_rslora", "peft_use_rslora"),
+    "use_dora": ("use_dora", "peft_use_dora"),
+    "init_lora_weights": ("init_lora_weights", "peft_init_lora_weights", "init_weights"),
+    "base_model_name_or_path": ("base_model_name_or_path", "base_model", "model_name_or_path", "model"),
+}
+"""Field of PEFT's config → what programs call it among all the others of a run."""
+_OWN: Mapping[str, tuple[str, ...]] = {**_FLAT, "r": ("r", "dim"), "lora_alpha": ("lora_alpha", "alpha")}
+"""The same where all fields are about LoRA."""
+_TASKS = {
+    "causal_lm": "CAUSAL_LM",
+    "seq_cls": "SEQ_CLS",
+    "reward_model": "SEQ_CLS",
+    "token_cls": "TOKEN_CLS",
+    "seq_2_seq_lm": "SEQ_2_SEQ_LM",
+    "feature_extraction": "FEATURE_EXTRACTION",
+    "question_ans": "QUESTION_ANS",
+}
+"""What programs call PEFT's task types, in lower case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What one file says of the LoRA that was trained: fields of PEFT's config, those that it has."""
+
+    path: Path
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int | None:
+        value: int | None = self.fields.get("r")
+        return value
+
+    @property
+    def alpha(self) -> float | None:
+        value: float | None = self.fields.get("lora_alpha")
+        return value
+
+
+def recipes_in(folder: Path) -> Iterator[Recipe]:
+    """Yield what the files of the folder say of a LoRA run, the files that are nothing else first.
+
+    Raises `CorruptFile` for one of those that cannot be read; other YAML and pickles are passed over.
+    """
+    for name in NAMED:
+        if (folder / name).is_file() and (recipe := read_recipe(folder / name)) is not None:
+            yield recipe
+    yaml = sorted(path for path in _files(folder) if path.suffix in _YAML and path.name not in NAMED)
+    for path in (folder / TRAINING_ARGS, *yaml[:_MOST_FILES]):
+        with contextlib.suppress(CorruptFile):
+            if path.is_file() and (recipe := read_recipe(path)) is not None:
+                yield recipe
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_file()]
+    except OSError:
+        return ()
+
+
+def read_recipe(path: Path) -> Recipe | None:
+    """Return what the file says of a LoRA run, None where it says nothing of one. Raises `CorruptFile`, `BadConfig`."""
+    table = _READERS.get(path.suffix, read_object)(path)
+    section = _section(table)
+    if section is not None:
+        fields = dict(_fields(section, _OWN, path))
+    elif path.name == NAMED[0]:
+        fields = dict(_fields(table, _OWN, path))
+    else:
+        fields = dict(_fields(table, _FLAT, path)) if _is_lora(table) else {}
+    if "lora_alpha" not in fields and "r" not in fields:
+        return None
+    base = _base(table)
+    return Recipe(path=path, fields=fields if base is None else {"base_model_name_or_path": base, **fields})
+
+
+def _section(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the part of a file that is about LoRA, None where it has none of its own."""
+    if isinstance(peft := table.get("peft"), Mapping):  # Megatron-Bridge
+        return peft
+    policy = table.get("policy")
+    parts = [policy.get("megatron_cfg"), policy.get("dtensor_cfg")] if isinstance(policy, Mapping) else []  # NeMo-RL
+    found = [part.get(name) for part in parts if isinstance(part, Mapping) for name in ("peft", "lora_cfg")]
+    return next((each for each in found if isinstance(each, Mapping) and each.get("enabled")), None)
+
+
+def _is_lora(table: Mapping[str, Any]) -> bool:
+    """Return whether the run trained LoRA, as far as the file has a word for that."""
+    words = [table.get(name) for name in ("finetuning_type", "adapter", "tuner_type", "train_type", "sft_type")]
+    stated = [word for word in words if isinstance(word, str)]
+    return not stated or any(word in ("lora", "qlora", "longlora") for word in stated)
+
+
+def _fields(section: Mapping[str, Any], known: Mapping[str, tuple[str, ...]], path: Path) -> Iterator[tuple[str, Any]]:
+    for name, words in known.items():
+        value = next((section[word] for word in words if section.get(word) is not None), None)
+        if value is None:
+            continue
+        if name == "task_type":
+            value = _TASKS.get(str(value).lower())
+        elif not _FITS[name](value):
+            if name in ("r", "lora_alpha"):
+                message = f"expected a number, found {shown(value)}"
+                raise CorruptFile.of(path, Defect.BAD_FIELD, message, name)
+            continue
+        if value is not None and value not in ({}, []):
+            yield name, value
+    if section.get("pissa_init") is True:  # LLaMA-Factory
+        rounds = section.get("pissa_iter", 16)
+        yield "init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}"
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) and is_number(each) for key, each in value.items())
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "r": lambda value: type(value) is int and value > 0,
+    "lora_alpha": is_number,
+    "use_rslora": _is_bool,
+    "use_dora": _is_bool,
+    "init_lora_weights": lambda value: isinstance(value, bool | str),
+    "base_model_name_or_path": _is_text,
+    "alpha_pattern": _is_numbers,
+}
+
+
+def _base(table: Mapping[str, Any]) -> str | None:
+    """Return the base model that a file names beside its section about LoRA."""
+    policy = table.get("policy")
+    name = policy.get("model_name") if isinstance(policy, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    import yaml  # noqa: PLC0415 - for few checkpoints
+
+    try:
+        table = yaml.load(read_text(path, limit=_LARGEST), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe loaders both
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        message = f"is no YAML: {' '.join(str(error).split())[:200]}"
+        raise CorruptFile.of(path, Defect.BAD_FIELD, message) from error
+    return table if isinstance(table, Mapping) else {}
+
+
+def _read_arguments(path: Path) -> Mapping[str, Any]:
+    """Return the attributes of the pickled arguments."""
+    value = read_torch_file(path).value
+    if not isinstance(value, Stub):
+        return {}
+    states = value.state if isinstance(value.state, tuple) else (value.state,)
+    return next((state for state in states if isinstance(state, dict)), {})
+
+
+_READERS: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".bin": _read_arguments,
+}
+"""How a file is read, by its ending; the others are JSON."""

@@ -1,0 +1,174 @@
+"""One file for each rank, as `torch.save` wrote it: verl's, accelerate's without DCP, and a whole state as one of them.
+
+Every tensor in them says where in the whole it lies (DTensor, ShardedTensor), or is whole. Sources: verl
+`utils/checkpoint/fsdp_checkpoint_manager.py`, accelerate 1.15 `utils/fsdp_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from lora_tool.errors import CorruptFile, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
+from lora_tool.formats.distributed_tensors import DistributedTensor
+from lora_tool.formats.files import require_inside
+from lora_tool.formats.pieces import Piece, assembled, uncovered
+from lora_tool.formats.state_dicts import RankTensor, module_tensors
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
+from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """The file of one rank and the module's tensors in it."""
+
+    rank: int
+    """By its name."""
+    file: TorchFile
+    tensors: Mapping[str, RankTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def saved_by(self) -> int | None:
+        """Which rank its tensors say that they are of."""
+        ranks = (tensor.rank for tensor in self.tensors.values() if isinstance(tensor, DistributedTensor))
+        return next((rank for rank in ranks if rank is not None), None)
+
+
+class HeldPart(NamedTuple):
+    """Elements of a tensor from `offsets` on, which one file holds."""
+
+    offsets: tuple[int, ...]
+    local: LazyTensor
+    holder: RankFile
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.offsets, self.local.shape
+
+    def crc(self) -> tuple[int, int]:
+        """Return what tells its bytes from others without reading them."""
+        return self.holder.file.record(self.local).crc, self.local.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutTensor:
+    """A tensor of the module, put together from all files."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    parts: tuple[HeldPart, ...]
+    """Each once, as the lowest rank has it."""
+    replicas: tuple[tuple[HeldPart, HeldPart], ...]
+    """What several ranks hold, as under HSDP: the one among the `parts`, and another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFolder:
+    """The rank files of one save."""
+
+    folder: Path
+    files: Mapping[int, RankFile]
+    """Rank → its file, those that could be read."""
+    tensors: Mapping[str, CutTensor]
+    """Every tensor of the module."""
+    problems: tuple[Problem, ...] = ()
+    """Of each file that could not."""
+
+    @property
+    def ranks(self) -> int:
+        """Of how many ranks the save is, as far as its tensors say."""
+        told = (
+            tensor.ranks
+            for file in self.files.values()
+            for tensor in file.tensors.values()
+            if isinstance(tensor, DistributedTensor)
+        )
+        return max(told, default=len(self.files))
+
+
+def read_rank_files(folder: Path, paths: Mapping[int, Path]) -> RankFolder:
+    """Return what the rank files `paths` of `folder` hold; files that cannot be read are among its problems.
+
+    No tensor is read, no code runs. Raises `UnsupportedCheckpoint` where they hold several modules, and for a tensor of
+    which it is not known where its parts lie.
+    """
+    files: dict[int, RankFile] = {}
+    problems = []
+    memory = PickleMemory()
+    for rank, path in sorted(paths.items()):
+        try:
+            require_inside(folder, path)
+            file = read_torch_file(path, memory=memory)
+            files[rank] = RankFile(rank=rank, file=file, tensors=module_tensors(file))
+        except CorruptFile as error:
+            problems.append(error.problem)
+    held: dict[str, list[tuple[RankFile, RankTensor]]] = {}
+    for of_rank in files.values():
+        for name, tensor in of_rank.tensors.items():
+            held.setdefault(name, []).append((of_rank, tensor))
+    tensors = {name: _cut(name, of_ranks) for name, of_ranks in held.items()}
+    return RankFolder(folder=folder, files=files, tensors=tensors, problems=tuple(problems))
+
+
+def _cut(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], HeldPart] = {}
+    replicas = []
+    for file, tensor in held:
+        if isinstance(tensor, DistributedTensor) and tensor.not_understood:
+            what = f"`{name}` {list(tensor.shape)} cannot be put together: {tensor.not_understood}"
+            hint = "save it again as a full state dict, with the program that trained it"
+            raise UnsupportedCheckpoint(f"{file.path}: {what}", hint=hint)
+        for part in _parts(file, tensor):
+            first = parts.setdefault(part.place, part)
+            if first is not part and isinstance(tensor, DistributedTensor) and tensor.is_cut:
+                replicas.append((first, part))
+    first_tensor = held[0][1]
+    dtype = next((part.local.dtype for part in parts.values()), DType.F32)
+    return CutTensor(dtype=dtype, shape=first_tensor.shape, parts=tuple(parts.values()), replicas=tuple(replicas))
+
+
+def _parts(file: RankFile, tensor: RankTensor) -> Iterator[HeldPart]:
+    if isinstance(tensor, LazyTensor):
+        yield HeldPart((0,) * len(tensor.shape), tensor, file)
+    else:
+        for part in tensor.parts:
+            if part.local.numel or 0 in tensor.shape:
+                yield HeldPart(part.offsets, part.local, file)
+
+
+def gap_in(tensor: CutTensor) -> str | None:
+    """Return which part of the tensor is in no file, or in two; None where all is there once."""
+    if any(len(part.offsets) != len(tensor.shape) for part in tensor.parts):
+        return "its parts are of other dimensions"
+    nowhere = [Span(path=part.holder.path, offset=0, nbytes=0) for part in tensor.parts]
+    places = [Piece(*part.place, span) for part, span in zip(tensor.parts, nowhere, strict=True)]
+    return uncovered(tensor.shape, places)
+
+
+def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
+    """Return the tensors whose names are in `wanted`, as spans.
+
+    Raises `IncompleteCheckpoint` for a tensor of which a part is missing, `CorruptFile` where a file is broken.
+    """
+    tensors = {}
+    for name, tensor in found.tensors.items():
+        if name not in wanted:
+            continue
+        gap = gap_in(tensor)
+        types = {part.local.dtype for part in tensor.parts}
+        if gap is None and len(types) > 1:
+            gap = f"its parts are of {len(types)} types"
+        if gap is not None or not tensor.parts:
+            hint = "copy each rank's file from the machine that wrote it"
+            message = f"{found.folder}: `{name}` {list(tensor.shape)} is not whole: {gap or 'it is in no file'}"
+            raise IncompleteCheckpoint(message, hint=hint)
+        pieces = [Piece(*part.place, part.holder.file.stored(part.local, name).spans[0]) for part in tensor.parts]
+        tensors[name] = assembled(TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape), pieces)
+    return tensors

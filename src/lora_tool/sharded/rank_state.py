@@ -1,0 +1,164 @@
+"""The training state in one file for each rank: verl's, accelerate's without DCP, and a whole one in one file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.checkpoint import ShardedDir
+from lora_tool.checkpoint.folders import read_folder
+from lora_tool.checkpoint.fsdp_ranks import FULL_FILE, RANK_FILE
+from lora_tool.checkpoint.verl import MODEL_FILE, POINTER, ranks_of
+from lora_tool.display import counted
+from lora_tool.errors import NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
+from lora_tool.formats.torch_zip import Record
+from lora_tool.report import Finding
+from lora_tool.sharded.faults import base_layers_left_out, fault, frozen_left_out
+from lora_tool.sharded.rank_checks import rank_faults
+from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.zero_checks import stale_latest
+from lora_tool.tensors import Span, StoredTensor, TensorTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState(TrainingState):
+    """The state of a module in one file for each rank."""
+
+    found: RankFolder
+
+    def assemble(self, wanted: Container[str]) -> dict[str, StoredTensor]:
+        """See `assemble_ranks`."""
+        return assemble_ranks(self.found, wanted)
+
+    def records(self, tensors: TensorTable) -> frozenset[Record | Span]:
+        """Return the archive members that hold the tensors."""
+        held = (part for name in tensors for part in self.found.tensors[name].parts)
+        return frozenset(part.holder.file.record(part.local) for part in held)
+
+    @property
+    def near(self) -> tuple[Path, ...]:
+        """Where what belongs to it may lie; verl puts the config and the tokenizer into a folder beside the ranks'."""
+        beside = self.folder / "huggingface"
+        places = TrainingState.near.__get__(self)
+        return (*places, beside) if beside.is_dir() else places
+
+
+def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state of one module of verl: the actor of the step that the run points at, or of `tag`."""
+    name = _choose_tag(checkpoint, tag, or_newest=or_newest)
+    folder = _inside(checkpoint, name)
+    matches = {file: match for file in checkpoint.rank_files[name] if (match := MODEL_FILE.match(file))}
+    sizes = Counter(int(match["ranks"]) for match in matches.values())
+    ranks = ranks_of(read_folder(folder)) or sizes.most_common(1)[0][0]
+    paths = {int(match["rank"]): folder / file for file, match in matches.items() if int(match["ranks"]) == ranks}
+    others = [file for file, match in matches.items() if int(match["ranks"]) != ranks]
+    mixed = (
+        fault(
+            "LT403",
+            folder / file,
+            f"is of a run of {matches[file]['ranks']} ranks, the checkpoint is of {ranks}",
+            hint="two runs were saved into one folder: move the files of one away",
+        )
+        for file in others
+    )
+    steps = [tag for tag in checkpoint.rank_files if not tag.endswith("critic")]
+    older = stale_latest(checkpoint.root, checkpoint.latest, steps, pointer=POINTER) if tag is None else ()
+    title = f"verl checkpoint {folder}, {ranks} ranks"
+    return _state(checkpoint, name, paths, ranks=ranks, title=title, faults=(*mixed, *older))
+
+
+def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+    """Return the state in the rank files that accelerate wrote; see `training_state`."""
+    _require_here(checkpoint, tag)
+    matches = {file: match for file in checkpoint.rank_files["."] if (match := RANK_FILE.match(file))}
+    _require_one_model(checkpoint, {match["model"] for match in matches.values()})
+    paths = {int(match["rank"]): checkpoint.root / file for file, match in matches.items()}
+    title = f"FSDP checkpoint {checkpoint.root}, {counted(len(paths), 'rank file')}"
+    return _state(checkpoint, ".", paths, ranks=None, title=title)
+
+
+def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+    """Return the state in the one file that accelerate wrote; see `training_state`."""
+    _require_here(checkpoint, tag)
+    matches = {file: match for file in checkpoint.rank_files["."] if (match := FULL_FILE.match(file))}
+    _require_one_model(checkpoint, {match["model"] for match in matches.values()})
+    path = checkpoint.root / next(iter(matches))
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"FSDP full state dict {path}", alone=True)
+
+
+def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
+    """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`."""
+    _require_here(checkpoint, tag)
+    (name,) = checkpoint.rank_files["."]
+    path = checkpoint.root / name
+    return _state(checkpoint, ".", {0: path}, ranks=None, title=f"training state {path}", alone=True)
+
+
+def _state(
+    checkpoint: ShardedDir,
+    tag: str,
+    paths: Mapping[int, Path],
+    *,
+    ranks: int | None,
+    title: str,
+    alone: bool = False,
+    faults: Iterable[Finding] = (),
+) -> RankState:
+    folder = _inside(checkpoint, tag)
+    found = read_rank_files(folder, paths)
+    ranks = ranks or max(found.ranks, *paths, 1)
+    lost = base_layers_left_out(found.tensors)
+    found_faults = rank_faults(found, ranks=ranks, there=paths.keys(), alone=alone)
+    return RankState(
+        root=checkpoint.root,
+        folder=folder,
+        title=title,
+        entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
+        without_values=lost,
+        faults=(*faults, *found_faults, *frozen_left_out(folder, lost)),
+        found=found,
+        stamps={file.path: file.file.stamp for file in found.files.values()},
+        facts={
+            "format": str(checkpoint.kind),
+            "tag": tag,
+            "world_size": ranks,
+            "serialization_ids": {file.path.name: file.file.serialization_id for file in found.files.values()},
+        },
+    )
+
+
+def _inside(checkpoint: ShardedDir, tag: str) -> Path:
+    return checkpoint.root if tag == "." else checkpoint.root / tag
+
+
+def _require_here(checkpoint: ShardedDir, tag: str | None) -> None:
+    if tag not in (None, "."):
+        raise NotACheckpoint(f"{checkpoint.root}: there is no tag {tag} in {checkpoint.kind.with_article}")
+
+
+def _require_one_model(checkpoint: ShardedDir, models: Collection[str | None]) -> None:
+    if len(models) > 1:
+        message = f"{checkpoint.root} holds the states of {len(models)} models"
+        raise UnsupportedCheckpoint(message, hint="put the files of the one that you want into a folder of their own")
+
+
+def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
+    tags = tuple(checkpoint.rank_files)
+    actors = [name for name in tags if not name.endswith("critic")] or list(tags)
+    wanted = tag or checkpoint.latest or (actors[0] if len(actors) == 1 else None)
+    for name in (wanted, f"{wanted}/actor"):
+        if name in tags:
+            return str(name)
+    if or_newest:
+        return actors[-1]
+    listed = ", ".join(tags)
+    if wanted is None:
+        message = f"{checkpoint.root} has several steps and no file `{POINTER}`: {listed}"
+        raise NotACheckpoint(message, hint="choose: `tag=T`")
+    says = "" if tag else f"`{POINTER}` names "
+    message = f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}"
+    raise NotACheckpoint(message, hint=f'`tag="{actors[-1]}"`')
