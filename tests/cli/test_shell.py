@@ -121,7 +121,7 @@ def test_the_example_is_one_line(call: Caller, name: str) -> None:
     ("words", "code", "message"),
     [
         (["merge", "nothere", "--json"], 3, "nothere: no such folder"),
-        (["merge", "--verbose", "--json"], 2, "No such option '--verbose'."),
+        (["merge", "--colours", "--json"], 2, "No such option '--colours'."),
         (["consolidate", "fixtures/causal-llama/base", "--json"], 3, "expected a DeepSpeed checkpoint"),
     ],
 )
@@ -141,8 +141,8 @@ def test_help_and_version_have_short_ways(call: Caller) -> None:
 
 
 def test_a_usage_error_looks_as_every_other(call: Caller) -> None:
-    called = call("merge", "--verbose")
-    assert called.err.splitlines() == ["error: No such option '--verbose'.", "hint: lora-tool merge --help"]
+    called = call("merge", "--colours")
+    assert called.err.splitlines() == ["error: No such option '--colours'.", "hint: lora-tool merge --help"]
     assert call("merge", "--taks", "x").err.endswith("hint: did you mean --task?\n")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lora_tool.choices import Choice, codes, flag, positive
-from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option
+from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option, verbose_option
 from lora_tool.cli.terminal import progress_bar, show_findings, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
@@ -99,6 +99,7 @@ run_options = in_order(
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
     quiet_option("No progress bar and no summary."),
+    verbose_option,
 )
 """How one run of a command that writes weights is shown: the keywords of `carry_out`."""
 

@@ -10,6 +10,7 @@ from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_tag
+from lora_tool.progress import decided
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
@@ -84,6 +85,9 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
     tags = tuple(checkpoint.rank_files)
     wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
     if wanted in tags:
+        decided(
+            f"tag: {wanted}, {'which was asked for' if tag else 'as `latest` says' if checkpoint.latest else 'the only one'}"
+        )
         return str(wanted)
     if or_newest:
         return tags[-1]

@@ -14,6 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from lora_tool.choices import Choice
 from lora_tool.cores import available_cores
+from lora_tool.float_mode import ieee_arithmetic
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Step
@@ -90,7 +91,7 @@ def check_steps(
         (step, [(part, Tally()) for part in parts_of(step, tensors[step.out.name])])
         for step in _present(steps, tensors)
     ]
-    with Files() as files, threadpool_limits(limits=1, user_api="blas"):
+    with Files() as files, ieee_arithmetic(), threadpool_limits(limits=1, user_api="blas"):
         looks = ((task, tally) for _, parts in seen for part, tally in parts for task in _tasks(part, level))
         _in_parallel(looks, files, precision, jobs, progress or (lambda _: None))
         return {step.out.name: evidence_of(step, parts, files) for step, parts in seen}
@@ -128,6 +129,7 @@ def _in_parallel(
     stop = threading.Event()
     local = threading.local()
 
+    @ieee_arithmetic()  # a subnormal weight taken for zero would be found wrong
     def run(task: _Task) -> Tally:
         if not hasattr(local, "recomputer"):
             local.recomputer = Recomputer(files)

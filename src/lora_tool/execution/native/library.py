@@ -151,6 +151,12 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
     return found, None
 
 
+def sources_of(file: Path) -> str:
+    """Return the sha256 of the sources that the library was compiled from. Raises OSError, AttributeError."""
+    told: bytes = _declared(ctypes.CDLL(str(file))).lora_tool_sources()
+    return told.decode()
+
+
 def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by name
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.lora_tool_pack.argtypes = [pointer, size, pointer, number, size, size, size, size]

@@ -27,6 +27,7 @@ from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.progress import decided
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
@@ -79,22 +80,23 @@ def plan_consolidate(
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
     kept = refuse_errors(state.faults, ignored)
-    decided = What(what)
-    if decided is What.AUTO:
-        decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
+    target, lora = What(what), has_lora(state.entries)
+    if target is What.AUTO:
+        target = What.ADAPTER if lora else What.MODEL
+        decided(f"what: {target}, for there are {'' if lora else 'no '}LoRA tensors")
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
-        if decided is What.ADAPTER and has_lora(state.entries)
+        if target is What.ADAPTER and lora
         else None
     )
-    selection = _choose(decided, state, found, dtype)
+    selection = _choose(target, state, found, dtype)
     kept += refuse_errors(selection.faults, ignored)
     _require_shapes(state, selection)
     tensors = state.assemble(frozenset(selection.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
     steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
-    shards = _shards(decided, steps, max_shard_bytes)
+    shards = _shards(target, steps, max_shard_bytes)
     side_files = selection.side_files
     if len(shards) > 1:
         index = SideFile(
@@ -113,14 +115,14 @@ def plan_consolidate(
         findings=kept,
         warnings=selection.warnings,
         notes=(
-            f"{decided} from {state.title}",
+            f"{target} from {state.title}",
             *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
             *selection.notes,
             *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
         ),
         manifest={
             "operation": "consolidate",
-            "what": decided.value,
+            "what": target.value,
             "dtype": dtype.value if dtype else "as saved",
             "merged_adapters": [],
             "values_checked": values is not None,

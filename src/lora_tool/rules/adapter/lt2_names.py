@@ -152,8 +152,14 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `non_lora_trainables.bin` beside `adapter_model.safetensors`.
 
     What to do: Merge with the program that trained it, or put these weights into the base first. Leave a value head of
-    PPO behind if only the policy is wanted.
+    PPO behind if only the policy is wanted; that of a reward model becomes its score head by `lora-tool convert ADAPTER
+    --to peft --rm`.
     """
+    root = subject.checkpoint.root
     for name in subject.checkpoint.folder.trained_beside:
         message = "holds trained weights that are not part of the adapter: PEFT does not read it"
-        yield Fault(message=message, path=str(subject.checkpoint.root / name))
+        is_head = name.startswith("value_head.") and subject.config.task_type == "CAUSAL_LM"
+        hint = (
+            f"if it is a reward model's: lora-tool convert {shlex.quote(str(root))} --to peft --rm" if is_head else None
+        )
+        yield Fault(message=message, path=str(root / name), hint=hint)
