@@ -37,7 +37,7 @@ from lora_tool.tensors import DType, float_type
     metavar="[bfloat16|float16|float32]",
     help="Type of all weights.  [default: each as saved]",
 )
-@ignore_option("Go on in spite of these faults: LT404,LT41.")
+@ignore_option("Continue despite these faults: LT404,LT41.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
@@ -64,7 +64,7 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Put the rank files of a DeepSpeed or FSDP2 checkpoint together.
+    """Put the rank files of a DeepSpeed, FSDP or verl checkpoint together.
 
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """
