@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX
+from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 
@@ -119,3 +120,21 @@ def require_mergeable(view: AdapterView) -> None:
         error = UnsupportedAdapter if fatal else OnlyInMemory
         message = f"{view.config.path}: cannot be merged exactly: " + "; ".join(refusal.text for refusal in found)
         raise error(message, hint=(fatal or found)[0].hint)
+
+
+def require_weightable(adapters: Sequence[AdapterDir], weights: Sequence[float]) -> None:
+    """Return if each adapter's change times its weight is what a merge would write. Raises `UnsupportedAdapter`."""
+    for adapter, weight in zip(adapters, weights, strict=True):
+        config = adapter.config
+        if weight == 1 or config is None:
+            continue
+        why = None
+        if config.use_dora:
+            why = "DoRA scales the rows of W + ΔW, so a part of its change is none of a part of ΔW"
+        elif config.init_lora_weights in INITS_RECOMPUTED:
+            why = f"`init_lora_weights` {config.init_lora_weights} takes the untrained factors out of the base, whole"
+        if why is not None:
+            raise UnsupportedAdapter(
+                f"{config.path}: the weight {weight:g}: {why}",
+                hint="merge it with the weight 1, alone or beside others",
+            )

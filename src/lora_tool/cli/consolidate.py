@@ -37,7 +37,7 @@ from lora_tool.tensors import DType, float_type
     metavar="[bfloat16|float16|float32]",
     help="Type of all weights.  [default: each as saved]",
 )
-@ignore_option("Go on in spite of these faults: LT404,LT41.")
+@ignore_option("Continue despite these faults: LT404,LT41.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",

@@ -26,7 +26,7 @@ from lora_tool.sources import opened_adapter
 @click.option(
     "--rm", "reward", is_flag=True, help="The value head beside the adapter becomes a reward model's score head."
 )
-@ignore_option("Go on in spite of these findings: LT207.")
+@ignore_option("Continue despite these findings: LT207.")
 @jobs_option
 @click.option("--verify/--no-verify", help="Read samples back and check them before publishing.", show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")

@@ -24,7 +24,7 @@ from lora_tool.progress import listener, reasons
 from lora_tool.version import __version__
 
 COMMANDS = {
-    "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
+    "validate": "Check an adapter, model, checkpoint or run folder for errors.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
     "consolidate": "Put rank files together; rescue a reward head.",
     "convert": "Give an adapter the names that PEFT loads.",
@@ -38,7 +38,7 @@ COMMANDS = {
     "ls": "List checkpoints: step, metric, sizes, verdict.",
     "prune": "Remove checkpoints that are neither the last nor the best.",
     "init": "Print a commented run.yaml to `train` with.",
-    "train": "Train with TRL, and stop runs that cannot end well.",
+    "train": "Train with TRL; stop runs that are bound to fail.",
     "guard": "Attach the guards of `train` to any TRL or transformers command.",
     "rules": "List the rules of `validate`, or explain one.",
     "env": "Print versions, for a bug report.",

@@ -86,7 +86,7 @@ _LONG = 1 << 30
 @verbose_option
 @click.pass_context
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
-    """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
+    """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
     PATH is this folder by default. Files are read, changed by --fix --apply alone, and no code in them is run. An adapter on the Hub,
     owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters

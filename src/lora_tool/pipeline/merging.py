@@ -22,7 +22,7 @@ from lora_tool.checkpoint import (
     require_whole,
 )
 from lora_tool.display import size
-from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory
+from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
@@ -39,9 +39,9 @@ from lora_tool.sources import (
     opened_adapter,
     opened_model,
     resolve,
-    several,
     source_of,
 )
+from lora_tool.weighted import all_weighted
 
 Keywords = ParamSpec("Keywords")
 
@@ -54,6 +54,8 @@ class FoundInputs:
     sources: tuple[Source, ...]
     base: ModelDir
     base_source: Source
+    weights: tuple[float, ...] = ()
+    """Those of the adapters in their sum, 1 each without."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -78,7 +80,7 @@ def merge_inputs(
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
     Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
     """
-    listed = several(adapters)
+    listed, weights = all_weighted(adapters, None)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
     try:
         opened = tuple(
@@ -92,7 +94,7 @@ def merge_inputs(
     except NotACheckpoint as error:
         error.hint = meant_instead(listed, base) or error.hint
         raise
-    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found)
+    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
 
 
 def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:
@@ -156,10 +158,12 @@ def planned(
     as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then.
     """
     try:
-        plan = plan_merge(inputs.base, inputs.adapters, **options.planning())
+        plan = plan_merge(inputs.base, inputs.adapters, weights=inputs.weights or None, **options.planning())
     except OnlyInMemory as why:
         if not options.allow_in_memory or options.text_only:
             raise
+        if any(weight != 1 for weight in inputs.weights):
+            raise UnsupportedAdapter(f"{why}; PEFT merges it in memory without weights") from why
         asked = ask_in_memory(
             inputs.base,
             inputs.adapters,
@@ -217,9 +221,10 @@ def _called_with(
 def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
     """Merge `adapters`, one or the sum of several, into their base, and return what was written.
 
-    An adapter is a path, a Hub id or an opened checkpoint. It is judged as `validate` does, planned as by `plan_merge`,
-    written as by `execute`, and read back: what the command `merge` does. Raises `FindingsFound`, `CheckpointError`,
-    `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue` for an argument.
+    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. It is judged as
+    `validate` does, planned as by `plan_merge`, written as by `execute`, and read back: what the command `merge` does.
+    Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue`
+    for an argument.
     """
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the arguments are known to be right
 

@@ -104,7 +104,7 @@ def intent(plan: Plan) -> Iterator[str]:
 def farthest(summary: Mapping[str, Any]) -> str:
     """Return how far the values are from those computed again, as a verification's `summary` says; "" without any."""
     ulps = summary["largest_ulps"]
-    return "" if ulps is None else f", at most {ulps:.2f} ulp off"
+    return "" if ulps is None else f", max error {ulps:.2f} ulp"
 
 
 def write(

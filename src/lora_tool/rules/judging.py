@@ -197,6 +197,8 @@ class Judge:
             if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
                 return "the weights cannot be read; that is reported above"
             reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
+            if reason is None and Need.LORA in rule.needs:
+                reason = _why_not_lora(checkpoint.config)
             if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
                 reason = self.why_no_base if subject.base is None else subject.why_no_match
             if reason is None and isinstance(subject, MergedSubject):
@@ -228,5 +230,11 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
     if isinstance(config, AdapterConfig) and not config.has_known_type:
+        return f"peft_type is {config.peft_type}, not LORA"
+    return None
+
+
+def _why_not_lora(config: object) -> str | None:
+    if isinstance(config, AdapterConfig) and config.is_of_another_kind:
         return f"peft_type is {config.peft_type}, not LORA"
     return None

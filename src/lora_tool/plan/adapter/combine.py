@@ -25,6 +25,8 @@ class Adapted:
 
     view: AdapterView
     modules: AdapterModules
+    weight: float = 1.0
+    """Its weight in the sum, which its terms hold."""
 
     @property
     def adapter(self) -> AdapterDir:

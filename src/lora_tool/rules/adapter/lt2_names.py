@@ -12,14 +12,13 @@ from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.module_names import module_names
 from lora_tool.display import size
-from lora_tool.formats.adapter_config import KNOWN_TYPES
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 
-_HEADERS_ONLY = frozenset({Need.WEIGHTS})
+_HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})
 _DEFAULT = "default"
 """What PEFT calls an adapter that nobody named."""
 _ONE_BY_ONE = "save each by itself: model.save_pretrained(FOLDER, selected_adapters=[NAME])"
@@ -44,8 +43,6 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     `lora-tool validate --fix` takes prefixes out of the names in place, where the file's header has room for all of
     them; the weights stay where they are.
     """
-    if subject.config.peft_type not in (None, *KNOWN_TYPES):
-        return  # LT217 says so; a prompt's embeddings belong to no module
     view = subject.view
     hint = f"lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft"
     for name, key in view.adapter.keys.items():

@@ -29,6 +29,8 @@ class Need(str, enum.Enum):
     """Every tensor header can be believed."""
     CONFIG = "config"
     """`adapter_config.json` can be read, has no wrong field, and is LoRA's."""
+    LORA = "lora"
+    """The adapter is not of another kind, as far as its config says."""
     BASE = "base"
     """A base model whose names can be compared with the adapter's."""
     CLASS = "class"
