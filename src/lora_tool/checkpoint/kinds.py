@@ -152,7 +152,7 @@ class AdapterDir(_WithWeights):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardedDir(_Opened):
-    """A training checkpoint in pieces: rank files of DeepSpeed, FSDP2 or any other registered kind."""
+    """A training checkpoint in pieces: rank files of DeepSpeed, FSDP, verl or any other registered kind."""
 
     kind: ShardedKind
     rank_files: Mapping[str, tuple[str, ...]]

@@ -47,16 +47,23 @@ class Written:
         plan = self.plan
         if self.fidelity is not None:
             yield printable(delta_retention.line(self.fidelity))
-        if self.verification is not None:
-            found = self.verification
-            unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
-            right = f"{found['right']} of {found['tensors']} tensors right"
-            yield f"verified on samples read back: {right}{farthest(found)}{unknown}"
         yield (
             f"wrote {printable(str(self.path))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
         )
+        if self.verdict:
+            yield self.verdict
         if next_step := self._next_step():
             yield f"next: {next_step}"
+
+    @property
+    def verdict(self) -> str:
+        """What the folder turned out to be when it was read back; empty where that was not asked for."""
+        if self.verification is None:
+            return ""
+        found = self.verification
+        unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
+        right = f"{found['right']} of {found['tensors']} tensors right"
+        return f"verified on samples read back: {right}{farthest(found)}{unknown}"
 
     def _next_step(self) -> str | None:
         """Return what is typed to go on with the folder, None where nothing is known to take it."""

@@ -24,7 +24,7 @@ from lora_tool.plan.merge.context import merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.storage import QuantisedBase, Storage
+from lora_tool.plan.merge.storage import QuantisedBase, Storage, trained_on_quantised
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
@@ -103,7 +103,7 @@ def plan_merge(
     dropped, left = tuple(dropped_from_base(merge)), view.leftovers
     options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     options |= {"text_only": True} if text_only else {}
-    notes: tuple[str, ...] = ()
+    notes = tuple(trained_on_quantised(adapters, base)) if plain is base else ()
     if plain is not base:
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only

@@ -8,17 +8,18 @@ W + ΔW lies between the numbers that a quantised weight can be, and rounding ba
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lora_tool.actions import NEW, TensorAction
-from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
+from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.skip_lists import together, with_plain_modules
@@ -181,6 +182,17 @@ class QuantisedBase:
         """Return a line of the plan with the sizes before and after."""
         after = sum(step.out.nbytes for step in steps)
         return f"{what}, {size(self.stored.weights.nbytes)} in the base, {size(after)} merged"
+
+
+def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iterator[str]:
+    """Yield what the plan says of adapters that were trained on a quantised base, by its name, and get a plain one."""
+    for adapter in adapters:
+        named = (adapter.config.base_model if adapter.config else None) or ""
+        if full_precision_name(named.rpartition("/")[2]) is not None:
+            yield (
+                f"{adapter.root} was trained on {named}, which is quantised by its name: {base.root} has other weights, by "
+                "the error of rounding them; with the named model as the base the merge is what was trained"
+            )
 
 
 def _copy(tensor: StoredTensor) -> Step:
