@@ -185,7 +185,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
-_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
+_LAST_NUMBER = re.compile(r"\d{1,18}(?=(?:_universal)?\Z)")
 
 
 def step_of(name: str) -> tuple[int, str]:
