@@ -54,6 +54,7 @@ _REFUSED_FIELDS = {
     "kasa_config": _only_peft("KaSA, which truncates the base weights first"),
 }
 
+_MERGE_AWARE = "nvfp4_merge_aware"
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
 """PEFT's methods that put something before the text, or choose per token: peft 0.21 cannot merge them either."""
@@ -81,6 +82,9 @@ def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
     for name in config.refused:
         field = _REFUSED_FIELDS[name]
         yield Refusal(text=f"`{name}`: {field.text}", hint=field.hint, in_memory=field.in_memory)
+    if _MERGE_AWARE in config.unknown:
+        text = f"`{_MERGE_AWARE}`: axolotl trained it so that the model is what base and ΔW are when rounded to NVFP4"
+        yield Refusal(text=text, hint="axolotl merge-lora, of the version that trained it")
     init = config.init_lora_weights
     if init not in INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED:
         yield _init(init)

@@ -64,7 +64,7 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Put the rank files of a DeepSpeed or FSDP2 checkpoint together.
+    """Put the rank files of a DeepSpeed, FSDP or verl checkpoint together.
 
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """

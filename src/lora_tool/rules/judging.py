@@ -31,7 +31,14 @@ from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubj
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_turn_end, lt3_unmerged, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.model import (  # noqa: F401
+    lt3_model_head,
+    lt3_quantised,
+    lt3_tensors,
+    lt3_turn_end,
+    lt3_unmerged,
+    lt3_vocabulary,
+)
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
@@ -42,7 +49,7 @@ DEEP_BYTES = 256 << 20
 
 NO_BASE = "no base model was given (--base)"
 
-_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318"})
+_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
 """

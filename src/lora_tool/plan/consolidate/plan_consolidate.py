@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections import Counter
@@ -90,6 +91,7 @@ def plan_consolidate(
     )
     selection = _choose(target, state, found, dtype)
     kept += refuse_errors(selection.faults, ignored)
+    _require_shapes(state, selection)
     tensors = state.assemble(frozenset(selection.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
@@ -173,6 +175,16 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         faults=tuple(_lacking(state)),
         warnings=warnings,
     )
+
+
+def _require_shapes(state: TrainingState, selection: Selection) -> None:
+    """Raise `UnsupportedCheckpoint` where a tensor that is wanted is a row of elements without a shape."""
+    lost = sorted(state.shapeless.intersection(selection.names.values()))
+    if lost:
+        more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
+        message = f"`{lost[0]}`{more} saved flat, {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
+        hint = f"put the model's {model_config.FILE_NAME} beside the rank files: a head's shape follows from its hidden size"
+        raise UnsupportedCheckpoint(f"{state.folder}: {message}", hint=hint)
 
 
 def _lacking(state: TrainingState) -> Iterator[Finding]:

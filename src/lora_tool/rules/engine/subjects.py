@@ -34,6 +34,8 @@ class Server(Choice):
     PEFT = "peft"
     VLLM = "vllm"
     SGLANG = "sglang"
+    LLAMA_CPP = "llama.cpp"
+    MLX = "mlx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
