@@ -205,3 +205,36 @@ def test_verls_merged_folder_is_not_merged(trainers: Path, tmp_path: Path) -> No
     merge(inside, out=tmp_path / "truly-merged")
     merge(trainers / "adapter-fp32", base=trainers / "base", out=tmp_path / "expected")
     require_equal(tmp_path / "truly-merged" / "model.safetensors", tmp_path / "expected" / "model.safetensors")
+
+
+@pytest.fixture
+def shards(trainers: Path, tmp_path: Path) -> list[Path]:
+    """A copy of torch's distributed safetensors files."""
+    return sorted(Path(shutil.copytree(trainers / "safetensors", tmp_path / "run")).glob("shard-*"))
+
+
+def test_a_missing_safetensors_shard(shards: list[Path]) -> None:
+    """The shape of the whole is in no file: that the last is missing shows against the model's config alone."""
+    last, middle = shards[3].read_bytes(), shards[1].read_bytes()
+    shards[1].unlink()
+    assert codes(shards[0].parent) == {"LT401"}
+    shards[1].write_bytes(middle)
+    shards[3].unlink()
+    with pytest.raises(
+        FindingsFound, match=r"LT401 .*ends after 42 of 53 rows: the files of the last ranks are missing"
+    ):
+        plan_consolidate(shards[0].parent)
+    shards[3].write_bytes(last)
+    (shards[0].parent / "config.json").unlink()
+    (finding,) = validate(open_sharded(shards[0].parent)).findings
+    assert (finding.code, finding.severity) == ("LT401", Severity.INFO)
+
+
+def test_a_damaged_and_a_copied_safetensors_shard(shards: list[Path]) -> None:
+    whole = shards[2].read_bytes()
+    os.truncate(shards[2], len(whole) - 100)
+    assert codes(shards[0].parent) == {"LT402"}
+    shutil.copy(shards[1], shards[2])
+    assert codes(shards[0].parent) == {"LT405", "LT408"}
+    shards[2].write_bytes(whole[:-100] + b"\xc0\x7f" * 50)
+    assert codes(shards[0].parent) == {"LT412"}
