@@ -122,6 +122,8 @@ class ModelDir(_WithWeights):
 
     config: ModelConfig | None
     manifest: Manifest | None = None
+    read: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    """What was read of its tensors once, however often it is asked for: the layouts of its quantised weights."""
 
     @property
     def whole_config(self) -> ModelConfig:

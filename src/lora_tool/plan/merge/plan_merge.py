@@ -90,7 +90,8 @@ def plan_merge(
         require_mergeable(view_of(each))
     require_weightable(adapters, factors)
     plain = in_full_precision(base, source_of(base.root).hub_id)
-    view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
+    with judge.reading(base):
+        view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
     if (match := view.in_memory()) is not None:
         report = joined([report, judge.in_memory(view.adapters, match)])
     adapted, modules = join(
