@@ -15,7 +15,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 PREFIX = "base_model.model."
-_WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "I64": 8}
+_WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "I64": 8, "F8_E4M3": 1}
 
 
 @dataclass(frozen=True)

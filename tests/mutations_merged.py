@@ -384,6 +384,18 @@ def _of_another_trainer(folder: Path) -> None:
         table["v_head.summary.weight"] = raw(1, 16)
 
 
+@breaks("LT322", "causal-llama/base")
+def _config_of_what_was_dequantised(folder: Path) -> None:
+    with fields(folder, "config.json") as config:
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@breaks("LT322 the scales are lost", "causal-llama/base")
+def _scales_lost(folder: Path) -> None:
+    with weights(folder) as table:
+        table["model.layers.1.mlp.up_proj.weight"] = raw(32, 16, dtype="F8_E4M3")
+
+
 @breaks("LT615 no tokenizer", MERGED, with_base=True, adapters=())
 def _no_tokenizer(folder: Path) -> None:
     _of_no_manifest(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _KIB = 1024
+_MINUTE = 60
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -86,6 +87,14 @@ def number(value: float | None, *, none: str = "-") -> str:
 def four_digits(value: float | None) -> str:
     """Return four significant digits, without zeros at the end."""
     return number(value) if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: ``12.3 s``, ``2 min 5 s``, ``1 h 2 min``."""
+    if round(seconds) < _MINUTE:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), _MINUTE)
+    return f"{minutes} min {rest} s" if minutes < _MINUTE else f"{minutes // _MINUTE} h {minutes % _MINUTE} min"
 
 
 def counted(n: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""How long work reports to those who wait: the types of what they pass in."""
+"""How long work reports to those who wait, and decisions to those who ask why: the types of what they pass in."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +21,15 @@ def unwatched(_what: str, _nbytes: int) -> nullcontext[Progress]:
 
 listener: ContextVar[Callable[[str], None]] = ContextVar("listener", default=lambda _: None)
 """Who hears what a wait that has no progress is for: nobody, unless a command line sets it."""
+
+
+reasons: ContextVar[Callable[[str], None]] = ContextVar("reasons", default=lambda _: None)
+"""Who hears what was decided, and why: nobody, unless a command was asked to be verbose."""
+
+
+def decided(what: str) -> None:
+    """Say what was decided and why, in one line, to whoever wants to know."""
+    reasons.get()(what)
 
 
 def told(what: str) -> None:

@@ -30,6 +30,7 @@ from lora_tool.formats.quantised.names import full_precision_name, give_full_pre
 from lora_tool.hub_cache import may_hold
 from lora_tool.hub_names import FORMS, HubName, hub_id_of, hub_name, is_address
 from lora_tool.path_suggestions import no_such_folder, not_a_folder, probably_meant
+from lora_tool.progress import decided
 
 Reference: TypeAlias = str | os.PathLike[str] | Checkpoint
 """How a caller names a checkpoint: a path, a Hub id, or the opened checkpoint itself."""
@@ -109,6 +110,8 @@ def resolve(
     if not is_address(reference):
         local = local_folder(reference, near)
         if local is not None:
+            if reference != str(local):
+                decided(f"{reference} is the folder {local}{_seen_from(reference, near)}")
             return source_of(local, reference)
         _require_no_file(reference)
     named = hub_name(reference)
@@ -186,6 +189,16 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
     return _tidy(found[0]) if found else None
 
 
+def _seen_from(reference: str, near: Path | None) -> str:
+    """Return from where a relative path was found, "" for any other."""
+    path = Path(reference).expanduser()
+    if path.is_absolute() or near is None:
+        return ""
+    if is_folder(path):
+        return ", seen from the working directory"
+    return f", seen from {near}" if is_folder(near / path) else f", seen from a folder above {near}"
+
+
 def moved_to(reference: str, near: Path) -> Path | None:
     """Return where the model lies that a path which leads to nothing meant: in the one folder of that name in or beside
     the folder `near`, beside the one above it, or in the working directory. None where there is none or several, and
@@ -230,6 +243,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
         path = in_cache(hub_id, revision, [wanted.value, *_BESIDE_WEIGHTS])
         if path is None:
             raise _not_in_cache(hub_id, revision, reference)
+        decided(f"{reference} is the Hub's {hub_id}, revision {path.name}, in its cache: {path}")
         return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
     def look(folder: Path) -> None:
@@ -250,6 +264,7 @@ def _from_hub(named: HubName, reference: str, revision: str | None, *, download:
         raise
     if wanted is Wanted.MODEL and not any(any(path.glob(each)) for each in (wanted.value, wanted.torch_files)):
         _refuse_by_name(hub_id, path)
+    decided(f"{reference} is the Hub's {hub_id}, revision {path.name}, as the Hub says now: {path}")
     return Source(path=path, reference=reference, hub_id=hub_id, revision=path.name)
 
 

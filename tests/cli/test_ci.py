@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from safetensors.torch import load_file, save_file
 
+from lora_tool.errors import ExecutionError
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.work import Work, WorkDone
 from lora_tool.pipeline import render, running
@@ -142,12 +143,27 @@ def test_a_result_that_was_changed_is_made_again(call: Caller, tmp_path: Path) -
 def test_a_run_that_was_cut_off_goes_on(call: Caller, tmp_path: Path) -> None:
     arguments = ("fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
     stages(call, *arguments)
-    proofs = tmp_path / ".out.lora-tool-ci.json"
+    proofs = tmp_path / "out" / ".lora-tool-ci.json"
     held = json.loads(proofs.read_text())
     held["stages"] = {"merge": {"key": held["stages"]["merge"]["key"]}}  # killed after the folder got its name
-    proofs.write_text(json.dumps(held))
+    proofs.unlink()
+    (tmp_path / ".out.lora-tool-ci.json").write_text(json.dumps(held))
     found, _ = stages(call, *arguments)
     assert found == PASSED | UNASKED
+
+
+def test_proofs_go_with_the_output(call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("fixtures/reward-qwen2/adapter", "-o", tmp_path / "new" / "out")
+    stages(call, *arguments)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+    shutil.rmtree(tmp_path / "new" / "out")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ExecutionError("the disk is gone")
+
+    monkeypatch.setattr("lora_tool.pipeline.running.write", fail)
+    stages(call, *arguments, code=3)
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"stages": 3}', b'{"stages": {"merge": 1}}', b"\xff"])

@@ -44,6 +44,15 @@ def test_a_terminal_gets_colours_unless_its_user_says_no(command: str, tmp_path:
     assert "\x1b" not in plain
 
 
+def test_the_verdict_of_a_merge_stands_out(tmp_path: Path) -> None:
+    written = on_a_terminal("merge", str(FIXTURES / "reward-qwen2" / "adapter"), "-o", str(tmp_path / "out"))
+    loud = [line for line in written.splitlines() if line.startswith("\x1b[32m\x1b[1m")]
+    assert [line.split()[0].rpartition("m")[2] for line in loud] == ["verified"]
+    quiet = [line for line in written.splitlines() if "\x1b[2m" in line]
+    assert quiet
+    assert all("copied" in line or "written" in line or "the base's" in line for line in quiet)
+
+
 @pytest.mark.parametrize("columns", ["60", "80"])
 @pytest.mark.parametrize(
     ("command", "names"),

@@ -254,7 +254,8 @@ def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(
         "tensors: 12 copied, 14 merged, 1 added; all 29 tensors of the adapter used (precision float32)",
     )
     assert done.startswith(stopped.out)
-    *_, verdict, _, next_step = done.splitlines()
+    *_, wrote, verdict, next_step = done.splitlines()
+    assert wrote.startswith("wrote ")
     assert verdict.startswith("verified on samples read back: 27 of 27 tensors right")
     assert next_step == f'next: AutoModelForSequenceClassification.from_pretrained("{out}")'
 

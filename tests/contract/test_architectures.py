@@ -58,6 +58,9 @@ def test_a_text_class_is_the_auto_classs_and_lies_where_the_row_says(row: TextCl
     class_name = text_class(base.whole_config)
     assert class_name is not None
     assert class_name == row.architecture.causal_lm
+    assert (
+        text_class(base.whole_config, "AutoModelForSequenceClassification") == row.architecture.sequence_classification
+    )
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     mapping = WeightMapping(base.whole_config, class_name, shapes, DType.F32)
     match = BaseMatch(base=base, arch=row.architecture, strip=row.strip, add=row.add)

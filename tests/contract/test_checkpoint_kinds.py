@@ -208,7 +208,13 @@ SAMPLES = {
 }
 
 
-MADE = {"verl checkpoint", "FSDP checkpoint of rank files", "FSDP full state dict", "training state in one file"}
+MADE = {
+    "verl checkpoint",
+    "FSDP checkpoint of rank files",
+    "FSDP full state dict",
+    "training state in one file",
+    "distributed safetensors checkpoint",
+}
 """Kinds that tests/oracle/test_trainer_checkpoints.py makes, and judges so."""
 
 

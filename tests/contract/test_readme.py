@@ -42,7 +42,7 @@ def test_transcript_prints_what_it_shows(page: Path, clone: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "lora_tool", *arguments], capture_output=True, text=True, check=False
         )
-        assert done.returncode == ("error " in expected), done.stderr
+        assert done.returncode == ("  error  " in expected), done.stderr
         assert as_shown(done.stdout, clone) == expected
 
 

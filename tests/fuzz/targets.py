@@ -19,16 +19,20 @@ from lora_tool.formats.dcp import assemble_dcp, read_dcp
 from lora_tool.formats.manifest import read_manifest
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.formats.partitions import assemble, entries
+from lora_tool.formats.rank_files import assemble_ranks, read_rank_files
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.tokenizer import read_tokenizer, turn_end
 from lora_tool.formats.torch_zip import read_torch_file
 from lora_tool.formats.trainer_state import read_trainer_state
 from lora_tool.formats.zero import read_tag
+from lora_tool.sharded.rank_checks import rank_faults
 from tests.fuzz.choices import Choices
 from tests.fuzz.commands import must_hold, run
 from tests.fuzz.injuries import injure
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
+RANK_FILES = Path(__file__).parents[1] / "rank_files"
+"""One rank's file each of DTensors under HSDP and over tensor parallelism, and of ShardedTensors."""
 
 
 def _pair(root: Path) -> Sequence[Sequence[str | Path]]:
@@ -143,6 +147,24 @@ def torch_pickle(data: bytes) -> None:
         assemble(tag, known, known)
 
 
+def rank_pickle(data: bytes) -> None:
+    """Read the bytes as the pickle of two ranks' DTensors or ShardedTensors."""
+    paths = {rank: _place() / f"model_world_size_2_rank_{rank}.pt" for rank in range(2)}
+    for path in paths.values():
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", data)
+            for key, nbytes in _STORAGES.items():
+                archive.writestr(f"archive/data/{key}", bytes(nbytes))
+    with contextlib.suppress(CheckpointError, PlanError):
+        found = read_rank_files(_place(), paths)
+        list(rank_faults(found, ranks=2, there=paths, alone=False))
+        assemble_ranks(found, found.tensors)
+
+
+_STORAGES = {"0": 72, "1": 16, "2": 48, "3": 16, "4": 72}
+"""Sizes of the storages in `RANK_FILES`, as far as the reader is to get behind them."""
+
+
 def dcp(data: bytes) -> None:
     """Read the bytes as the `.metadata` of a distributed checkpoint."""
     path = _file(".metadata", data)
@@ -210,6 +232,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "safetensors": safetensors,
     "torch-file": torch_file,
     "torch-pickle": torch_pickle,
+    "rank-pickle": rank_pickle,
     "dcp": dcp,
     "configs": configs,
     "folders": folders,
@@ -226,7 +249,8 @@ def seeds(target: str) -> Iterator[bytes]:
     }
     for pattern in patterns.get(target, ()):
         yield from (path.read_bytes() for path in sorted(FIXTURES.glob(pattern)))
-    if target == "torch-pickle":
-        for path in sorted(FIXTURES.glob("**/*states.pt")):
+    pickled = {"torch-pickle": FIXTURES.glob("**/*states.pt"), "rank-pickle": RANK_FILES.iterdir()}
+    if target in pickled:
+        for path in sorted(pickled[target]):
             with zipfile.ZipFile(path) as archive:
                 yield from (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable
@@ -249,3 +251,37 @@ def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank.pt")
     with pytest.raises(CorruptFile, match="regular"):
         read_torch_file(tmp_path / "rank.pt")
+
+
+RANK_FILES = Path(__file__).parents[1] / "rank_files"
+
+
+@pytest.mark.parametrize("name", ["dtensor_hsdp.pt", "dtensor_over_tp.pt", "sharded_tensor.bin"])
+def test_the_classes_of_distributed_tensors_are_names_alone(name: str) -> None:
+    """Nothing of torch is imported for them, and every part says where it lies."""
+    script = (
+        "import sys; from pathlib import Path; from lora_tool.formats.torch_zip import read_torch_file\n"
+        "held = read_torch_file(Path(sys.argv[1])).value\n"
+        "assert held and all(part.offsets for tensor in held.values() for part in tensor.parts)\n"
+        "assert any(tensor.parts for tensor in held.values()) and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(RANK_FILES / name)], check=True)
+
+
+GETATTR = b"c__builtin__\ngetattr\n"
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        GETATTR + b"(cos\npath\nX\x06\x00\x00\x00systemtR.",
+        GETATTR + b"(ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nX\x08\x00\x00\x00__init__tR.",
+        GETATTR + b"(cevil\nShardedTensor\nX\x11\x00\x00\x00ProcessGroupStatetR.",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\nNX\x02\x00\x00\x00ls\x85NtR.",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_wrapper_subclass\nN(cao\nNF4Tensor\nN)tNtR.",
+    ],
+    ids=["an attribute of os", "another attribute", "another ShardedTensor", "another function", "another subclass"],
+)
+def test_no_other_class_and_no_other_attribute_is_taken(tmp_path: Path, pickled: bytes) -> None:
+    with pytest.raises(CorruptFile):
+        read_torch_file(write(tmp_path / "file.pt", b"\x80\x02" + pickled))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lora_tool.actions import Verdict
 from lora_tool.errors import UnsupportedAdapter
+from lora_tool.validation.validating import validate
 from lora_tool.verification.verifying import verify
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.quantised_models import FORMS, quantise
@@ -116,7 +117,7 @@ LISTS = {
 }
 
 
-@pytest.mark.parametrize("form", LINEAR)
+@pytest.mark.parametrize("form", sorted(set(LINEAR) - {"gptq"}))
 def test_only_what_changes_and_what_is_fused_with_it_becomes_plain(
     form: str, plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
@@ -146,8 +147,15 @@ def test_quantised_weights_that_change_are_not_kept_quantised(
     plain: Path, adapter: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:
     base, _ = quantise(plain, tmp_path / "base", "nf4-double", is_linear)
-    with pytest.raises(UnsupportedAdapter, match=r"changes 6 quantised weights, .*down_proj.weight` \(nf4 of bits"):
+    with pytest.raises(
+        UnsupportedAdapter, match=r"changes 6 quantised weights, .*down_proj.weight` \(nf4-double of bits"
+    ):
         merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="as-base")
+    base, _ = quantise(plain, tmp_path / "gptq", "gptq", is_linear)
+    with pytest.raises(UnsupportedAdapter, match=r"gptq has no list of plain modules"):
+        merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="touched-16bit")
+    with pytest.raises(UnsupportedAdapter, match=r"weights that stay quantised keep their type"):
+        merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="as-base", dtype="float16")
 
 
 EXPERTS: dict[str, Any] = {
@@ -206,3 +214,19 @@ def test_mxfp4_experts_become_the_matrices_that_transformers_loads(
     )
     evidence = verify(merged).evidence.values()
     assert all(found.verdict is Verdict.RIGHT and found.compared == found.numel for found in evidence)
+
+
+def test_what_transformers_saves_after_pefts_merge_is_called_broken(
+    plain: Path, adapter: Callable[[dict[str, Any]], Path], gpt_oss: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    fp8, _ = quantise(plain, tmp_path / "fp8", "fp8-block", is_linear)
+    model = AutoModelForCausalLM.from_pretrained(fp8, dtype=BF16)
+    PeftModel.from_pretrained(model, adapter(ATTENTION)).merge_and_unload().save_pretrained(tmp_path / "broken")
+    errors = [found for found in validate(tmp_path / "broken").findings if found.code == "LT322"]
+    assert "a quantised weight (F8_E4M3), and config.json does not say so" in errors[0].message
+
+    lora = save_adapter(tmp_path / "adapter", gpt_oss[0], "causal-lm", ATTENTION)
+    experts = AutoModelForCausalLM.from_pretrained(gpt_oss[1], dtype=BF16)
+    PeftModel.from_pretrained(experts, lora).merge_and_unload().save_pretrained(tmp_path / "random")
+    errors = [found for found in validate(tmp_path / "random").findings if found.code == "LT322"]
+    assert "_blocks`: is stored as a quantised weight (BF16), and config.json does not say so" in str(errors[0])

@@ -14,7 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma3TextForSequenceClassification,
+    PreTrainedModel,
+    Qwen3_5TextForSequenceClassification,
+)
 
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.verification.verifying import verify
@@ -100,6 +106,81 @@ def test_experts_that_are_stored_fused(tmp_path: Path) -> None:
     )
     judged_as_in_memory(base, adapter)
     require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+def test_names_that_the_whole_model_has_too(tmp_path: Path) -> None:
+    """The language model of dots3_note has the same names in both: what the targets name tells which was trained."""
+    vision = {"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 32, "adapter_out_dim": 32}
+    sizes = {
+        "audio_config": {"adapter_out_dim": 32, "adapter_input_size": 32},
+        "text_config": {"num_key_value_heads": 4},
+    }
+    wide = save_whole(tmp_path / "wide", "dots3_note", vision_config={**vision, "num_local_experts": 4}, **sizes)
+    base = tmp_path / "base"
+    AUTO["image-text-to-text"].from_pretrained(wide, dtype="auto").save_pretrained(base)  # some are float32 on loading
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", target_modules=["q_a_proj", "down_proj"])
+    require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text_only"), [("qwen3_5", False), ("llama4", False), ("qwen3_5", True)], ids=str
+)
+def test_the_answers_are_those_of_base_and_adapter(model_type: str, text_only: bool, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", model_type)
+    adapter = save_adapter(load_text(base), tmp_path / "adapter", **LAYER)
+    out = merge_with_ours(base, adapter, tmp_path / "ours", "float32", text_only=text_only)
+    verification = verify(out, logits=True)
+    verification.raise_for_errors()
+    assert verification.outputs is not None
+    assert verification.outputs.explained
+    assert verification.outputs.explained_largest < 0.1  # so that another model's answers would not be
+
+
+def test_the_answers_of_a_whole_model_are_compared(tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "qwen3_5")
+    whole = AUTO["image-text-to-text"].from_pretrained(base, dtype="auto")
+    adapter = save_adapter(whole, tmp_path / "adapter", **LAYER)
+    verification = verify(merge_with_ours(base, adapter, tmp_path / "ours", "float32"), logits=True)
+    verification.raise_for_errors()
+    assert verification.outputs is not None
+    assert verification.outputs.explained
+
+
+@pytest.mark.parametrize("text_only", [False, True], ids=["the whole", "the text alone"])
+def test_a_reward_head_on_the_text_model(text_only: bool, tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "qwen3_5")
+    text = Qwen3_5TextForSequenceClassification.from_pretrained(base, dtype="auto", num_labels=1)
+    adapter = save_adapter(text, tmp_path / "adapter", **LAYER, task_type=TaskType.SEQ_CLS)
+    tokenizer = {"pad_token": "<pad>", "added_tokens_decoder": {"5": {"content": "<pad>", "special": True}}}
+    (adapter / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    judged_as_in_memory(base, adapter)
+    out = merge_with_ours(base, adapter, tmp_path / "ours", "peft", text_only=text_only)
+    loaded = type(text).from_pretrained(base, dtype="auto", num_labels=1)
+    theirs = PeftModel.from_pretrained(loaded, adapter).merge_and_unload().state_dict()
+    merged, info = AutoModelForSequenceClassification.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    assert type(merged).__name__ == f"Qwen3_5{'Text' if text_only else ''}ForSequenceClassification"
+    ours = type(text).from_pretrained(out, dtype="auto", num_labels=1)
+    assert not different(ours.state_dict(), dict(theirs))
+    if not text_only:
+        written, before = layout(saved_tensors(out)), layout(saved_tensors(base))
+        assert {name for name in written if written[name] != before.get(name)} == {"score.weight"}
+        assert before.keys() - written.keys() == {"lm_head.weight"}
+    with torch.no_grad():
+        scores = merged(torch.tensor([[7, 8, 9, 10], [7, 8, 5, 5]])).logits  # two texts, one of them padded
+        assert torch.allclose(scores[1], merged(torch.tensor([[7, 8]])).logits[0], atol=0.02)
+    verification = verify(out, logits=True)
+    verification.raise_for_errors()
+    assert verification.outputs is not None
+    assert verification.outputs.explained
+
+
+def test_a_text_classifier_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
+    base = save_whole(tmp_path / "base", "gemma3")
+    text = Gemma3TextForSequenceClassification.from_pretrained(base, num_labels=1)
+    adapter = save_adapter(text, tmp_path / "adapter", **LAYER, task_type=TaskType.SEQ_CLS)
+    with pytest.raises(UnsupportedAdapter, match="Gemma3TextForSequenceClassification, .* at random"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "float32")
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

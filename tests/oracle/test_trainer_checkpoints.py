@@ -51,8 +51,8 @@ def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> N
     assert codes(folder) == set()
     assert open_checkpoint(folder).kind is open_sharded(folder).kind
     require_plain_data(open_sharded(folder))
-    is_whole = training_state(open_sharded(folder)).without_values == ()
-    if is_whole:
+    state = training_state(open_sharded(folder))
+    if not state.without_values and not state.shapeless:
         execute(plan_consolidate(folder, what="state"), tmp_path / "state")
         require_equal(tmp_path / "state" / "model.safetensors", trainers / f"truth-{dtype_of(name)}.safetensors")
     if name == HEADLESS:
@@ -65,7 +65,7 @@ def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> N
     require_equal(tmp_path / "adapter" / WEIGHTS, adapter / WEIGHTS, only="lora_" if name == HEADLESS else "")
 
 
-RANK_FILES = ("fsdp2-ranks", "fsdp1-ranks", "verl-fsdp2")
+RANK_FILES = ("fsdp2-ranks", "fsdp1-ranks", "fsdp1-local", "verl-fsdp2")
 
 
 @pytest.fixture(params=RANK_FILES)
@@ -111,7 +111,8 @@ def test_swapped_files(ranks: list[Path]) -> None:
 
 def test_a_copied_file(ranks: list[Path]) -> None:
     shutil.copy(ranks[0], ranks[1])
-    assert codes(ranks[0].parent) == {"LT404", "LT405", "LT408"}
+    flat = "LT408" if ranks[0].parent.name == "actor" or "_0_" in ranks[0].name else "LT405"
+    assert codes(ranks[0].parent) == {"LT404", "LT405", flat}
 
 
 def test_a_file_of_another_run(ranks: list[Path], trainers: Path) -> None:
@@ -128,6 +129,20 @@ def test_damaged_values(ranks: list[Path]) -> None:
         file.seek(span.offset + 2)
         file.write(b"\xc0\x7f")
     assert codes(ranks[0].parent) == {"LT411", "LT412"}
+
+
+def test_a_slice_without_a_shape_is_refused_by_name(trainers: Path, tmp_path: Path) -> None:
+    """FSDP1's local state: r follows from the factors and the weight under them, the head's shape from the config."""
+    folder = Path(shutil.copytree(trainers / "fsdp1-local", tmp_path / "run"))
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"embed_tokens.weight` and \d+ more are saved flat, 1,590 elements"
+    ):
+        plan_consolidate(folder, what="state")
+    (folder / "config.json").unlink()
+    with pytest.raises(UnsupportedCheckpoint, match=r"score\S+ is saved flat, 30 elements without a shape"):
+        plan_consolidate(folder, adapter_config=trainers / "adapter-fp32")
+    (folder / "pytorch_model_fsdp_rank3.bin").unlink()
+    assert codes(folder, Severity.ERROR) == {"LT401"}
 
 
 def test_under_hsdp_one_replica_is_enough_and_both_are_compared(trainers: Path, tmp_path: Path) -> None:
@@ -190,3 +205,36 @@ def test_verls_merged_folder_is_not_merged(trainers: Path, tmp_path: Path) -> No
     merge(inside, out=tmp_path / "truly-merged")
     merge(trainers / "adapter-fp32", base=trainers / "base", out=tmp_path / "expected")
     require_equal(tmp_path / "truly-merged" / "model.safetensors", tmp_path / "expected" / "model.safetensors")
+
+
+@pytest.fixture
+def shards(trainers: Path, tmp_path: Path) -> list[Path]:
+    """A copy of torch's distributed safetensors files."""
+    return sorted(Path(shutil.copytree(trainers / "safetensors", tmp_path / "run")).glob("shard-*"))
+
+
+def test_a_missing_safetensors_shard(shards: list[Path]) -> None:
+    """The shape of the whole is in no file: that the last is missing shows against the model's config alone."""
+    last, middle = shards[3].read_bytes(), shards[1].read_bytes()
+    shards[1].unlink()
+    assert codes(shards[0].parent) == {"LT401"}
+    shards[1].write_bytes(middle)
+    shards[3].unlink()
+    with pytest.raises(
+        FindingsFound, match=r"LT401 .*ends after 42 of 53 rows: the files of the last ranks are missing"
+    ):
+        plan_consolidate(shards[0].parent)
+    shards[3].write_bytes(last)
+    (shards[0].parent / "config.json").unlink()
+    (finding,) = validate(open_sharded(shards[0].parent)).findings
+    assert (finding.code, finding.severity) == ("LT401", Severity.INFO)
+
+
+def test_a_damaged_and_a_copied_safetensors_shard(shards: list[Path]) -> None:
+    whole = shards[2].read_bytes()
+    os.truncate(shards[2], len(whole) - 100)
+    assert codes(shards[0].parent) == {"LT402"}
+    shutil.copy(shards[1], shards[2])
+    assert codes(shards[0].parent) == {"LT405", "LT408"}
+    shards[2].write_bytes(whole[:-100] + b"\xc0\x7f" * 50)
+    assert codes(shards[0].parent) == {"LT412"}

@@ -152,6 +152,8 @@ def accelerate_fsdp1(state: str, *, original: bool = True, meshed: bool = False,
     def make(out: Path, folder: Path) -> None:
         module = wrapped(adapted(out), mesh_of(RANKS) if meshed else None, original=original)
         accelerate_saves(module, folder, state, version=1, **options)
+        if state == LOCAL:  # shapes are in no file, and those of heads follow from the hidden size
+            (folder / "config.json").write_bytes((out / "base" / "config.json").read_bytes())
 
     return make
 
@@ -205,7 +207,17 @@ def verl_over_tp(out: Path, folder: Path) -> None:
     torch.save(state, folder / f"model_world_size_{RANKS}_rank_{dist.get_rank()}.pt")
 
 
-SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
+def cut_safetensors(out: Path, folder: Path) -> None:
+    """Torch's HuggingFaceStorageWriter, as `save_pretrained(distributed_checkpoint=True)` of transformers calls it."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = sharded(adapted(out), mesh_of(RANKS)).state_dict()
+    save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    (folder / "config.json").write_bytes((out / "base" / "config.json").read_bytes())
+
+
+SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
 KINDS: dict[str, Maker] = {
     "dcp-tp": dcp_tp,
     "dcp-fsdp-tp-bf16": dcp_fsdp_tp,
@@ -216,6 +228,8 @@ KINDS: dict[str, Maker] = {
     "fsdp1-dcp": accelerate_fsdp1(SHARDED),
     "fsdp1-dcp-flat-mesh": accelerate_fsdp1(SHARDED, original=True, meshed=True),
     "fsdp1-ranks": accelerate_fsdp1(SHARDED, use_dcp=False),
+    "fsdp1-local": accelerate_fsdp1(LOCAL),
+    "safetensors": cut_safetensors,
     "verl-fsdp1-bf16": verl("bfloat16", version=1),
     "verl-fsdp2": verl("float32"),
     "verl-hsdp": verl("float32", meshed=(2, 2)),

@@ -26,13 +26,15 @@ def test_an_injured_folder_gives_documented_exits(decisions: bytes) -> None:
     folders(decisions)
 
 
-@pytest.mark.parametrize("target", ["safetensors", "torch-file", "torch-pickle", "dcp", "configs"])
+@pytest.mark.parametrize("target", ["safetensors", "torch-file", "torch-pickle", "rank-pickle", "dcp", "configs"])
 @given(DECISIONS, st.integers(0, 9))
 @FEW
 def test_a_changed_file_gives_documented_errors(target: str, decisions: bytes, which: int) -> None:
     known = [seed for seed in seeds(target) if len(seed) < 100_000]
     seed, choices = known[which % len(known)], Choices(decisions)
-    structured = {"configs": edited, "torch-pickle": repickled, "dcp": repickled}.get(target, changed)
+    structured = {"configs": edited, "torch-pickle": repickled, "rank-pickle": repickled, "dcp": repickled}.get(
+        target, changed
+    )
     try:
         data = (structured if choices.below(3) else changed)(seed, choices)
     except ValueError:

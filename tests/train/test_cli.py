@@ -231,7 +231,15 @@ def test_guard_around_a_script(tmp_path: Path, text: str, rate: float, code: int
     assert ("guarded" in done.stderr) is (code == 0)
     assert done.stderr.count("never-moved: none of") == code  # once, whoever stops
     assert "Traceback" not in done.stderr
+    assert "FutureWarning" not in done.stderr  # what transformers tells TRL and PEFT
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() is (code == 0)
+
+
+def test_a_guarded_launcher_does_not_list_what_nobody_gave() -> None:
+    says = "import accelerate.commands.launch as it; it.logger.warning('The following values were not passed'); "
+    done = lora_tool("guard", "--", sys.executable, "-c", says + "it.logger.warning('something else')")
+    assert "something else" in done.stderr
+    assert "values were not passed" not in done.stderr
 
 
 def test_guard_says_when_it_guarded_nothing(call: Caller) -> None:
@@ -275,7 +283,9 @@ def test_an_adapter_without_values_is_put_together_where_that_was_asked_for(tmp_
         seen = _rescued(run, outcome)
         assert seen.status is (TrainingStatus.DONE if wanted else TrainingStatus.BAD_RESULT)
     assert seen.facts["output"] == str(out / "consolidated")
-    assert not validate(open_checkpoint(out / "consolidated"), task="reward", deep=True).findings
+    assert not validate(
+        open_checkpoint(out / "consolidated"), base=tmp_path / "base", task="reward", deep=True
+    ).findings
 
 
 @pytest.mark.parametrize(("launch", "rank"), [({}, 0), ({"machine_rank": 1}, 1), ({"accelerate_config": "zero3"}, 0)])

@@ -108,7 +108,7 @@ def test_a_map_of_one_colour_is_a_sentence() -> None:
     kept = [replace(item, kept=1 - 2e-4, base_norm=10.0) for item in alike]
     moved, rank, rounding = grids(kept)
     assert moved.said == "Every weight moved alike: ‖ΔW‖ / ‖W‖ is 0.1414 to 0.1428."
-    assert rank.said == "Every ΔW uses 2 directions (effective rank); its rank is 2."
+    assert rank.said == "The effective rank of every ΔW is 2; its rank is 2."
     assert rounding.said == "Rounding to the base's type keeps every ΔW: 1 − cosine is at most 0.0002."
     with themed():
         text = page("t", [], (moved, rank, rounding), kept, {}, footer="")
@@ -120,9 +120,9 @@ def test_a_map_of_one_colour_is_a_sentence() -> None:
 
 
 def test_experts_of_one_layer_share_a_cell_and_say_so() -> None:
-    grid, _ = grids([spectrum(f"e.{n}", float(n), target="e.*") for n in range(1, 4)])
-    assert grid.rows == ("* (largest of 3)",)
-    assert grid.cells == ((3.0,),)
+    grid, _ = grids([spectrum(f"e.{n}", float(n), target="e.*", layer=n % 2) for n in range(1, 5)])
+    assert grid.said.endswith("Of a layer's experts the largest is shown.")
+    assert grid.cells == ((4.0, 3.0),)
 
 
 def test_without_one_base_norm_no_map_is_relative() -> None:
@@ -163,7 +163,7 @@ def test_a_line_of_a_panel_is_the_median_of_neighbouring_layers() -> None:
 
 
 def test_many_targets_are_drawn_by_how_far_they_moved() -> None:
-    panels = spectra_panels([spectrum(f"t{at}", float(at), target=f"t{at}") for at in range(1, 30)])
+    panels = spectra_panels([spectrum(f"t{at}", float(at), 0.5, target=f"t{at}") for at in range(1, 30)])
     assert sorted(int(panel.name[1:]) for panel in panels) == list(range(18, 30))
 
 
@@ -241,13 +241,13 @@ def test_nan_is_shown_and_breaks_nothing() -> None:
     items = [spectrum("a", math.nan, math.nan), spectrum("b", 0.0, 0.0, layer=1), spectrum("c", 1.0, 0.5, layer=2)]
     text = page("t", [], grids(items), items, {}, footer="")
     assert "layer 0: NaN" in text
-    sheet("t", "", grids(items), items, {}, "").savefig(io.BytesIO())
+    sheet("t", "", grids(items), items, {}, footer="").savefig(io.BytesIO())
 
 
 def test_an_untrained_adapter_is_drawn_without_a_warning() -> None:
     items = [spectrum("a", 0.0, 0.0), spectrum("b", 0.0, 0.0, layer=1)]
     assert "Nothing moved: every ΔW is zero." in page("t", [], grids(items), items, {}, footer="")
-    sheet("t", "", grids(items), items, {}, "").savefig(io.BytesIO())
+    sheet("t", "", grids(items), items, {}, footer="").savefig(io.BytesIO())
 
 
 def test_picture_shows_something(tmp_path: Path) -> None:

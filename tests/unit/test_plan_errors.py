@@ -240,9 +240,9 @@ def own_code(case: Case) -> None:
     case.model |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "model_type": "mine"}
 
 
-@refusal(UnsupportedAdapter, r"quantised \(gptq\)")
+@refusal(UnsupportedAdapter, r"quantised \(aqlm\)")
 def quantised(case: Case) -> None:
-    case.model["quantization_config"] = {"quant_method": "gptq"}
+    case.model["quantization_config"] = {"quant_method": "aqlm"}
 
 
 @refusal("LT301", r"no trained head")
@@ -274,6 +274,7 @@ for _name, _value, _words in (
     ("alora_invocation_tokens", [1, 2], "`alora_invocation_tokens`"),
     ("use_qalora", True, "`use_qalora`"),
     ("megatron_config", {"a": 1}, "`megatron_config`"),
+    ("nvfp4_merge_aware", {"version": "1"}, "`nvfp4_merge_aware`"),
 ):
     REFUSALS[f"{_name}-{_value}"] = (
         lambda case, name=_name, value=_value: case.config.update({name: value}),  # type: ignore[misc]
@@ -384,12 +385,21 @@ def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
     assert len(other.plan().manifest["merged_adapters"]) == 2
 
 
+def test_an_adapter_of_a_quantised_base_says_how_a_plain_one_differs(tmp_path: Path) -> None:
+    small = case(tmp_path, "causal-llama")
+    assert not any("quantised by its name" in note for note in small.plan().notes)
+    small.config["base_model_name_or_path"] = "unsloth/causal-llama-bnb-4bit"
+    (note,) = (note for note in small.plan(ignore=["LT520"]).notes if "quantised by its name" in note)
+    assert "was trained on unsloth/causal-llama-bnb-4bit" in note
+
+
 def test_floats_of_eight_bits_need_a_scale(tmp_path: Path) -> None:
     small = case(tmp_path, "causal-llama")
     with edit.tensors(small.root / "base", "model-00002-of-00002.safetensors") as table:
         table["model.norm.weight"] = edit.Raw("F8_E4M3", (16,), bytes(16))
+    small.model["quantization_config"] = {"quant_method": "fp8"}
     with pytest.raises(
-        UnsupportedAdapter, match=r"model-00002.*: `model.norm.weight` is F8_E4M3, and there is no scale"
+        FindingsFound, match=r"LT322 .*model-00002.*: `model.norm.weight`: is F8_E4M3, and there is no scale"
     ):
         small.plan()
 

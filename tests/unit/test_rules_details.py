@@ -253,3 +253,17 @@ def test_a_head_of_another_size_takes_the_place_of_the_bases(tmp_path: Path) -> 
     found = _only(judge(folder, base=folder.parent / "base"), "LT303")
     assert found.severity is Severity.WARNING
     assert "num_labels=1" in found.message
+
+
+@pytest.mark.parametrize("kind", ["ADALORA", "OFT", "IA3"])
+def test_an_adapter_of_another_kind_is_one_finding(kind: str, tmp_path: Path) -> None:
+    """Its fields mean something else, and so do tensors that are called as LoRA's are."""
+    folder = copy_of(CAUSAL, tmp_path)
+    with tensors(folder) as table:
+        for name in [name for name in table if "lora_B" in name]:
+            del table[name]
+    with fields(folder) as config:
+        config.update(peft_type=kind, r=0, lora_alpha=None, layers_pattern={"a": 1})
+    report = judge(folder, base=folder.parent / "base")
+    assert codes(report) == {"LT217"}
+    assert {"LT201", "LT203", "LT208"} <= {skip.code for skip in report.skipped}

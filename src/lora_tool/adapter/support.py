@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lora_tool.adapter.view import AdapterView
 from lora_tool.architectures.ends import MATRIX
+from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 
@@ -53,6 +54,7 @@ _REFUSED_FIELDS = {
     "kasa_config": _only_peft("KaSA, which truncates the base weights first"),
 }
 
+_MERGE_AWARE = "nvfp4_merge_aware"
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
 """PEFT's methods that put something before the text, or choose per token: peft 0.21 cannot merge them either."""
@@ -80,6 +82,9 @@ def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
     for name in config.refused:
         field = _REFUSED_FIELDS[name]
         yield Refusal(text=f"`{name}`: {field.text}", hint=field.hint, in_memory=field.in_memory)
+    if _MERGE_AWARE in config.unknown:
+        text = f"`{_MERGE_AWARE}`: axolotl trained it so that the model is what base and ΔW are when rounded to NVFP4"
+        yield Refusal(text=text, hint="axolotl merge-lora, of the version that trained it")
     init = config.init_lora_weights
     if init not in INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED:
         yield _init(init)
@@ -119,3 +124,21 @@ def require_mergeable(view: AdapterView) -> None:
         error = UnsupportedAdapter if fatal else OnlyInMemory
         message = f"{view.config.path}: cannot be merged exactly: " + "; ".join(refusal.text for refusal in found)
         raise error(message, hint=(fatal or found)[0].hint)
+
+
+def require_weightable(adapters: Sequence[AdapterDir], weights: Sequence[float]) -> None:
+    """Return if each adapter's change times its weight is what a merge would write. Raises `UnsupportedAdapter`."""
+    for adapter, weight in zip(adapters, weights, strict=True):
+        config = adapter.config
+        if weight == 1 or config is None:
+            continue
+        why = None
+        if config.use_dora:
+            why = "DoRA scales the rows of W + ΔW, so a part of its change is none of a part of ΔW"
+        elif config.init_lora_weights in INITS_RECOMPUTED:
+            why = f"`init_lora_weights` {config.init_lora_weights} takes the untrained factors out of the base, whole"
+        if why is not None:
+            raise UnsupportedAdapter(
+                f"{config.path}: the weight {weight:g}: {why}",
+                hint="merge it with the weight 1, alone or beside others",
+            )

@@ -31,13 +31,13 @@ class TextClass:
         return name.startswith(self.add) or name in self.architecture.causal_only
 
 
-def _row(model_type: str, class_name: str, strip: str, add: str) -> TextClass:
+def _row(model_type: str, class_name: str, strip: str, add: str, classifier: str | None = None) -> TextClass:
     return TextClass(
         architecture=Architecture(
             model_type=model_type,
             causal_lm=class_name,
-            sequence_classification=None,
-            head=None,
+            sequence_classification=classifier,
+            head="score" if classifier else None,
             causal_only=(_OUTPUT if strip else f"{add}{_OUTPUT}",),
             conv1d=frozenset(),
         ),
@@ -51,7 +51,7 @@ _WRAPPED = ("", "language_model.")
 _ROWS = (
     _row("llama4", "Llama4ForCausalLM", *_WRAPPED),
     _row("mllama", "MllamaForCausalLM", *_WRAPPED),
-    _row("qwen3_5", "Qwen3_5ForCausalLM", *_QWEN),
+    _row("qwen3_5", "Qwen3_5ForCausalLM", *_QWEN, "Qwen3_5TextForSequenceClassification"),
     _row("qwen3_5_moe", "Qwen3_5MoeForCausalLM", *_QWEN),
     _row("qwen4_exp", "Qwen4ExpForCausalLM", *_QWEN),
 )

@@ -1,4 +1,4 @@
-"""Torch's distributed checkpoints, as FSDP2 writes them: `.metadata` and one `.distcp` file for each process."""
+"""Torch's distributed checkpoints, as FSDP1 and FSDP2 write them under SHARDED_STATE_DICT: `.metadata` and one `.distcp` file for each process."""
 
 from __future__ import annotations
 

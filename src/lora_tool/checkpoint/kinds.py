@@ -122,6 +122,8 @@ class ModelDir(_WithWeights):
 
     config: ModelConfig | None
     manifest: Manifest | None = None
+    read: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    """What was read of its tensors once, however often it is asked for: the layouts of its quantised weights."""
 
     @property
     def whole_config(self) -> ModelConfig:
@@ -152,7 +154,7 @@ class AdapterDir(_WithWeights):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardedDir(_Opened):
-    """A training checkpoint in pieces: rank files of DeepSpeed, FSDP2 or any other registered kind."""
+    """A training checkpoint in pieces: rank files of DeepSpeed, FSDP, verl or any other registered kind."""
 
     kind: ShardedKind
     rank_files: Mapping[str, tuple[str, ...]]
@@ -183,7 +185,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
-_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
+_LAST_NUMBER = re.compile(r"\d{1,18}(?=(?:_universal)?\Z)")
 
 
 def step_of(name: str) -> tuple[int, str]:

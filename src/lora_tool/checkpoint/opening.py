@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import other_formats
 from lora_tool.checkpoint.folders import Folder, read_folder
-from lora_tool.checkpoint.kinds import AdapterDir, Checkpoint, Claim, ModelDir, ShardedDir, step_of, unexpected
+from lora_tool.checkpoint.kinds import AdapterDir, Checkpoint, ModelDir, ShardedDir, step_of, unexpected
 from lora_tool.checkpoint.nearby import consolidate_command
 from lora_tool.checkpoint.registry import KINDS, holds_pieces, recognised, sharded_kinds
 from lora_tool.display import some
@@ -33,8 +33,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = read_folder(Path(path))
     found = recognised(folder, KINDS)
-    if found is None or found[1] is Claim.CONFIG:
-        other_formats.refuse_rank_files(folder)
     if found is not None:
         return found[0].open(folder)
     below = _sharded_below(folder)
@@ -62,7 +60,6 @@ def open_sharded(path: str | os.PathLike[str]) -> ShardedDir:
         last = max(below, key=lambda sharded: step_of(sharded.root.name)).root
         message = f"{folder.root} holds {len(below)} checkpoints: {some([sharded.root.name for sharded in below])}"
         raise NotACheckpoint(message, hint=f"lora-tool consolidate {shlex.quote(str(last))}")
-    other_formats.refuse_rank_files(folder)
     raise _not_sharded(folder)
 
 

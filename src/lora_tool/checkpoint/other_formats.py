@@ -77,11 +77,7 @@ _OTHER_FRAMEWORK = OtherFormat(
     text="of TensorFlow or Flax",
     way_out="convert it with transformers 4, once: from_pretrained(FOLDER, from_tf=True), save_pretrained(NEW)",
 )
-_FULL_STATE = "save it again as a full state dict"
-_CUT_SAFETENSORS = OtherFormat(
-    text="one rank's part of a model, as torch's HuggingFaceStorageWriter cuts it: such parts are not put together",
-    way_out=_FULL_STATE,
-)
+
 
 # patterns as text: hardly a folder needs them, and compiling takes longer than opening it
 _ADAPTERS = (
@@ -101,7 +97,6 @@ _ANY = (
     (r".+\.nemo\Z", _NEMO),
     (r"latest_checkpointed_iteration\.txt\Z", _MEGATRON),
 )
-_RANK_FILES = ((r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors\Z", _CUT_SAFETENSORS),)
 _BY_TENSORS = (
     (r"lora_(unet|te\d?|transformer|prior)_[^.]+\.", _KOHYA),
     (r"(unet|text_encoder(_\d)?|transformer\.(single_)?transformer_blocks)\b.*\.lora(_[AB]|\.up|\.down)\b", _DIFFUSERS),
@@ -127,11 +122,6 @@ def refuse_files(folder: Folder, *, adapter: bool | None = None) -> None:
     single = next((name for name in folder.files if name.endswith(".safetensors")), None)
     if adapter is None and single is not None:
         refuse_tensors(read_single(folder.root / single))
-
-
-def refuse_rank_files(folder: Folder) -> None:
-    """Raise `UnsupportedCheckpoint` where the folder has pieces of weights of a kind that cannot be put together."""
-    _refuse(folder, _RANK_FILES)
 
 
 def refuse_tensors(weights: Weights) -> None:
@@ -163,7 +153,7 @@ def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
 
 def is_known(name: str) -> bool:
     """Return whether a file of this name is another program's, which is called by its own."""
-    return any(re.match(pattern, name) for pattern, _ in (*_ADAPTERS, *_MODELS, *_ANY, *_RANK_FILES))
+    return any(re.match(pattern, name) for pattern, _ in (*_ADAPTERS, *_MODELS, *_ANY))
 
 
 def _refuse(folder: Folder, known: Iterable[tuple[str, OtherFormat]]) -> None:

@@ -10,8 +10,9 @@ from lora_tool.checkpoint.kinds import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import dequantised, parts
-from lora_tool.formats.quantised.layouts import LayoutError, read_quantised
+from lora_tool.formats.quantised.layouts import QuantisedWeights, is_sign, read_quantised
 from lora_tool.formats.quantised.names import give_full_precision, require_read
+from lora_tool.formats.quantised.parts import LayoutError
 
 _TABLE = "quantization_config"
 
@@ -24,13 +25,11 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     not read, or weights that are not stored as it says.
     """
     config = model.whole_config
-    narrow = (tensor for tensor in model.tensors.values() if tensor.dtype.value.startswith(("F8_", "F6_", "F4")))
-    if config.quantization is None and not _inner_table(config) and next(narrow, None) is None:
-        return model
     require_read(config, hub_id)
-    table = config.raw.get(_TABLE) or _inner_table(config)
+    if not quantisation_table(config) and not any(map(is_sign, model.tensors.values())):
+        return model
     try:
-        found = read_quantised(model.tensors, table if isinstance(table, dict) else {})
+        found = quantised_weights(model)
     except LayoutError as error:
         raise UnsupportedAdapter(str(error), hint=give_full_precision(hub_id, config, model.root)) from error
     by_place = {encoding.codes.name: dequantised(encoding) for encoding in found.weights.values()}
@@ -54,7 +53,19 @@ def plain_config(config: ModelConfig) -> ModelConfig:
     return replace(config, raw=raw, quantization=None, edited=True)
 
 
-def _inner_table(config: ModelConfig) -> Mapping[str, Any]:
+def quantised_weights(model: ModelDir) -> QuantisedWeights:
+    """Return the quantised weights of a model. Raises `LayoutError` for what is not stored as its format says."""
+    table = {} if model.config is None else quantisation_table(model.config)
+    if not table and not any(map(is_sign, model.tensors.values())):
+        return QuantisedWeights(weights={}, calibrated=())
+    if _TABLE not in model.read:
+        model.read[_TABLE] = read_quantised(model.tensors, table)
+    found: QuantisedWeights = model.read[_TABLE]
+    return found
+
+
+def quantisation_table(config: ModelConfig) -> Mapping[str, Any]:
+    """Return what a config says of quantised weights, in its `text_config` too; nothing where it says nothing."""
     inner = config.raw.get("text_config")
-    found = inner.get(_TABLE) if isinstance(inner, dict) else None
+    found = config.raw.get(_TABLE) or (inner.get(_TABLE) if isinstance(inner, dict) else None)
     return found if isinstance(found, dict) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from lora_tool.checkpoint.adapters import ADAPTER
+from lora_tool.checkpoint.cut_safetensors import CUT_SAFETENSORS
 from lora_tool.checkpoint.deepspeed import ZERO
 from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.fsdp import DCP
@@ -15,7 +16,7 @@ from lora_tool.checkpoint.runs import RUN
 from lora_tool.checkpoint.state_file import STATE_FILE
 from lora_tool.checkpoint.verl import VERL
 
-KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, DCP, VERL, RUN, STATE_FILE]
+KINDS: list[Kind] = [ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS, DCP, VERL, RUN, STATE_FILE]
 """In the order in which they are asked."""
 
 

@@ -23,6 +23,7 @@ from lora_tool.cli.options import (
     quiet_option,
     rank_file_options,
     report_option,
+    verbose_option,
 )
 from lora_tool.cli.push import pushed_to, repository, repository_options
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_files, report_text
@@ -62,6 +63,7 @@ _COLOURS = {
 @config_option
 @json_option
 @quiet_option("Nothing but the summary.")
+@verbose_option
 @click.pass_context
 def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's options by name
     """Validate, consolidate, merge and verify what training left in CKPT, report, and push if asked.

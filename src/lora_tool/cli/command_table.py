@@ -12,15 +12,16 @@ from click.core import ParameterSource
 from lora_tool.choices import suggestion
 from lora_tool.cli.configuration import Configuration, configuration
 from lora_tool.cli.options import FolderOrId, UserPath
+from lora_tool.cli.timed import Timed
 
-_TYPED_ONLY = frozenset({"config", "help", "json", "quiet"})
+_TYPED_ONLY = frozenset({"config", "help", "json", "quiet", "verbose"})
 """Options that say how one run is shown, and where the table is."""
 _SAY_THE_SAME = {"task": ("reward",), "reward": ("task", "num_labels")}
 """An option that was typed → those of which the table is not asked then."""
 _READ = "lora_tool.configuration"
 
 
-class Configured(click.Command):
+class Configured(Timed):
     """A command that has a table of its own, and ``--config``."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import FishComplete, add_completion_class, get_completion_class
 
 _WHERE = {
     "bash": 'add to ~/.bashrc: eval "$(lora-tool completion bash)"',
     "zsh": 'add to ~/.zshrc: eval "$(lora-tool completion zsh)"',
     "fish": "run: lora-tool completion fish > ~/.config/fish/completions/lora-tool.fish",
 }
+
+
+@add_completion_class
+class _Fish(FishComplete):
+    """Fish, with click's script made to cut what it is offered at the first comma alone: codes have commas, and help has."""
+
+    source_template = FishComplete.source_template.replace('string split ","', 'string split -m 1 ","')
 
 
 @click.command("completion", epilog="Example: lora-tool completion bash")

@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from lora_tool.errors import CorruptFile, UnknownRule
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
+from lora_tool.progress import decided
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 from lora_tool.report.words import Ignored
@@ -98,6 +99,7 @@ def configuration(given: str | Path | None, checked: Iterable[str]) -> Configura
     folders = [Path(os.path.realpath(folder)) for folder in checked]
     for path, table in _nearest(Path.cwd()):
         if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
+            decided(f"configuration: {path}")
             return _configuration(path, table)
         note = f"note: {path} lies in a folder that is checked, and is not used (--config uses it)"
         click.echo(note, err=True)

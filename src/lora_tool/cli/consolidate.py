@@ -10,6 +10,7 @@ import click
 from lora_tool.checkpoint import open_sharded
 from lora_tool.choices import number_of_bytes
 from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, jobs_option, rank_file_options
+from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import ChoiceOf, Parsed, carry_out, run_options
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
@@ -17,7 +18,7 @@ from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
 from lora_tool.tensors import DType, float_type
 
 
-@click.command("consolidate", epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
+@click.command("consolidate", cls=Timed, epilog="Example: lora-tool consolidate run/checkpoint-500 -o my-adapter/")
 @click.argument("checkpoint", type=FolderOrId(), metavar="CKPT", default=".")
 @click.option(
     "-o", "--output", type=UserPath(), help="Folder to write.  [default: CKPT-adapter, CKPT-model or CKPT-state]"
@@ -36,7 +37,7 @@ from lora_tool.tensors import DType, float_type
     metavar="[bfloat16|float16|float32]",
     help="Type of all weights.  [default: each as saved]",
 )
-@ignore_option("Go on in spite of these faults: LT404,LT41.")
+@ignore_option("Continue despite these faults: LT404,LT41.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
@@ -63,7 +64,7 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Put the rank files of a DeepSpeed or FSDP2 checkpoint together.
+    """Put the rank files of a DeepSpeed, FSDP or verl checkpoint together.
 
     CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
     """

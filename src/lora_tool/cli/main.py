@@ -20,16 +20,17 @@ from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS
 from lora_tool.cli.terminal import show_error
 from lora_tool.display import printable
 from lora_tool.errors import LoraToolError
-from lora_tool.progress import listener
+from lora_tool.progress import listener, reasons
 from lora_tool.version import __version__
 
 COMMANDS = {
-    "validate": "Say what is wrong with an adapter, model or checkpoint folder.",
+    "validate": "Check an adapter, model, checkpoint or run folder for errors.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
     "consolidate": "Put rank files together; rescue a reward head.",
     "convert": "Give an adapter the names that PEFT loads.",
     "merge": "Merge an adapter into its base model.",
     "combine": "Add adapters up into one, each with its weight.",
+    "prepare": "Write an adapter as a server reads it, equal in ΔW.",
     "resize": "Lower the ranks of an adapter with the least loss.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
     "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
@@ -38,7 +39,7 @@ COMMANDS = {
     "ls": "List checkpoints: step, metric, sizes, verdict.",
     "prune": "Remove checkpoints that are neither the last nor the best.",
     "init": "Print a commented run.yaml to `train` with.",
-    "train": "Train with TRL, and stop runs that cannot end well.",
+    "train": "Train with TRL; stop runs that are bound to fail.",
     "guard": "Attach the guards of `train` to any TRL or transformers command.",
     "rules": "List the rules of `validate`, or explain one.",
     "env": "Print versions, for a bug report.",
@@ -159,6 +160,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
             signal.signal(ending, _as_interrupt)
     _open_streams()
     listener.set(_note)
+    reasons.set(lambda _: None)  # until a command is asked to be verbose
     words = sys.argv[1:] if args is None else args
     # what `train` and `guard` print of a run that ended badly is JSON already
     as_json = "--json" in words and not {"train", "guard"} & set(words[:1])

@@ -17,7 +17,7 @@ from lora_tool.plan.merge.options import MergeArguments
 
 
 @click.command("merge", cls=Configured, epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
-@click.argument("adapters", nargs=-1, type=FolderOrId(), metavar="[ADAPTER]...")
+@click.argument("adapters", nargs=-1, type=FolderOrId(), metavar="[ADAPTER[=WEIGHT]]...")
 @merge_options(MergeArguments)
 @config_option
 @run_options
@@ -35,7 +35,7 @@ def command(
     """Merge ADAPTER into its base model.
 
     ADAPTER is a folder (by default this one), or on the Hub owner/name[@revision], hf://owner/name or a page's URL.
-    If several are given, their ΔW are summed. The result is of the class that the adapter is for: a causal LM, a
+    If several are given, their ΔW are summed, each times its weight: A=0.7 B=0.3. The result is of the class that the adapter is for: a causal LM, a
     classifier, whatever its config says. The output folder appears only when it is complete.
     Options can be set in the [merge] table of lora-tool.toml.
     """

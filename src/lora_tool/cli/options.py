@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from lora_tool.errors import require_packages
+from lora_tool.progress import reasons
 from lora_tool.report.findings import Severity
 from lora_tool.report.forms import Form
 
@@ -96,6 +97,32 @@ def plot_option(help_text: str) -> Callable[[Decorated], Decorated]:
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``-q``; the `help_text` says what the command still prints."""
     return click.option("-q", "--quiet", is_flag=True, help=help_text)
+
+
+def _hear(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
+    if not value:
+        return
+    from lora_tool.cli.terminal import tell  # noqa: PLC0415 - for those who ask
+
+    said: set[str] = set()
+
+    def say(what: str) -> None:
+        if what not in said:
+            tell("decided", what)
+        said.add(what)
+
+    reasons.set(say)
+
+
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_hear,
+    help="Say on stderr what was decided, and why.",
+)
 
 
 def ignore_option(help_text: str = "Not these rules.") -> Callable[[Decorated], Decorated]:

@@ -37,7 +37,7 @@ def command(
     as_json: bool,  # noqa: FBT001 - click passes flags by name
     quiet: bool,  # noqa: FBT001
 ) -> int | None:
-    """Train with TRL, and stop runs that cannot end well.
+    """Train with TRL; stop runs that are bound to fail.
 
     METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
     `accelerate launch` may be given, in the YAML or as --name value. Needs lora-tool[train].

@@ -22,6 +22,7 @@ from lora_tool.cli.options import (
     quiet_option,
     report_option,
     rule_options,
+    verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
@@ -82,9 +83,10 @@ _LONG = 1 << 30
 @config_option
 @json_option
 @quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
+@verbose_option
 @click.pass_context
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
-    """Say what is wrong with each PATH: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
+    """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
     PATH is this folder by default. Files are read, changed by --fix --apply alone, and no code in them is run. An adapter on the Hub,
     owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters

@@ -26,6 +26,7 @@ from lora_tool.cli.options import (
     quiet_option,
     report_option,
     rule_options,
+    verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, wants_colour
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 @config_option
 @json_option
 @quiet_option("Print nothing unless there are findings.")
+@verbose_option
 @click.pass_context
 def command(
     ctx: click.Context,

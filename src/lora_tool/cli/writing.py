@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from lora_tool.choices import Choice, codes, flag, positive
-from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option
-from lora_tool.cli.terminal import progress_bar, show_findings, warn
+from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option, verbose_option
+from lora_tool.cli.terminal import progress_bar, show_findings, wants_colour, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
@@ -99,6 +99,7 @@ run_options = in_order(
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
     quiet_option("No progress bar and no summary."),
+    verbose_option,
 )
 """How one run of a command that writes weights is shown: the keywords of `carry_out`."""
 
@@ -126,7 +127,7 @@ def carry_out(
 
     silent = quiet or as_json
     if not silent:
-        click.echo("\n".join(intent(plan)))
+        click.echo(_weighed(intent(plan)))
         sys.stdout.flush()  # before the long work, in a log too
     done = write(
         plan, out, watch=lambda what, total: progress_bar(what, total, quiet=silent), found=show_findings, **how
@@ -137,4 +138,19 @@ def carry_out(
     if as_json:
         click.echo(json.dumps(done.to_json(), indent=2))
     elif not quiet:
-        click.echo("\n".join(done.result()))
+        click.echo(_weighed(done.result(), done.verdict))
+
+
+def _weighed(lines: Iterable[str], verdict: str = "") -> str:
+    """Return the lines as one text: on a terminal the verdict stands out, and what is copied along stands back."""
+    if not wants_colour():
+        return "\n".join(lines)
+    styled = (
+        click.style(line, fg="green", bold=True)
+        if line == verdict
+        else click.style(line, dim=True)
+        if line.startswith(" ")
+        else line
+        for line in lines
+    )
+    return "\n".join(styled)

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from lora_tool.cores import available_cores
+from lora_tool.display import counted
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for
 from lora_tool.execution.folder import write_file
 from lora_tool.execution.output import MOST_OPEN, ShardFile
@@ -21,7 +22,7 @@ from lora_tool.execution.work import Finished, Work, WorkDone, added_up
 from lora_tool.execution.worker import Worker, batches_of
 from lora_tool.plan.core.manifest import sha256_of
 from lora_tool.plan.core.steps import Shard
-from lora_tool.progress import Progress
+from lora_tool.progress import Progress, decided
 from lora_tool.report import Finding
 from lora_tool.sharded.value_check import ValuePart
 
@@ -50,6 +51,13 @@ class LocalEngine:
             for backend in used if not plan.recomputes_inits else ():
                 limits.enter_context(backend.one_thread())
             jobs = 1 if plan.recomputes_inits else self.jobs or available_cores()
+            names = sorted(backend.__name__.removesuffix("Backend").lower() for backend in used)
+            computed = (
+                f"{plan.precision} precision by {' and '.join(names)}"
+                if names
+                else "nothing is computed, all is copied"
+            )
+            decided(f"arithmetic: {computed}; {counted(jobs, 'worker')}")
             done = _Run(self, work, sources, finished, progress).all(batches, jobs)
             sources.check_unchanged()
         return done

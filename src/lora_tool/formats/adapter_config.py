@@ -143,6 +143,11 @@ class AdapterConfig:
         """Whether its tensors are those of PEFT's LoRA: trained tokens are among them, alone or beside others."""
         return self.peft_type in KNOWN_TYPES
 
+    @property
+    def is_of_another_kind(self) -> bool:
+        """Whether it says that its tensors are those of another method."""
+        return self.peft_type is not None and not self.has_known_type
+
     def rank(self, module: str) -> int:
         """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""
         pattern = self._ranks.first(module)
@@ -217,6 +222,10 @@ def adapter_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     fields = Fields(raw, path)
     if "peft_type" not in raw:
         fields.note("peft_type", 'expected a string such as "LORA", found nothing')
+    other = fields.text("peft_type")
+    if other is not None and other.upper() not in KNOWN_TYPES:  # whose fields are other ones
+        task_type, base = fields.text("task_type"), fields.text("base_model_name_or_path")
+        return AdapterConfig(path=path, peft_type=other, task_type=task_type, base_model=base)
     alone = raw.get("peft_type") == TOKENS_ALONE
     known = {*FIELD_USES, _LAYOUT} | (_TOKENS_FIELDS if alone else set())
     return AdapterConfig(

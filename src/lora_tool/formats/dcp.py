@@ -1,4 +1,4 @@
-"""Torch's distributed checkpoints, as FSDP2 writes them: `.metadata` and `.distcp` files. No tensor is read, no torch.
+"""Torch's distributed checkpoints, as FSDP1, FSDP2 and tensor parallelism write them: `.metadata` and `.distcp` files. No tensor is read, no torch.
 
 Sources: torch 2.13 `distributed/checkpoint/metadata.py` (Metadata, TensorStorageMetadata, ChunkStorageMetadata,
 MetadataIndex) and `filesystem.py` (`_StorageInfo`; a `.distcp` file is one `torch.save` archive after the other).

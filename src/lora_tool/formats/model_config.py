@@ -90,8 +90,9 @@ def _is_label(entry: tuple[str, object]) -> bool:
 
 
 def _pad_token_id(fields: Fields, text: Fields) -> int | None:
-    value = fields.optional_integer("pad_token_id")
-    return text.optional_integer("pad_token_id") if value is None and text is not fields else value
+    """Return the text model's, where the config has one: transformers' scores of padded texts go by that one."""
+    whole = fields.optional_integer("pad_token_id")
+    return whole if text is fields else text.optional_integer("pad_token_id")
 
 
 def _layers(text: Fields) -> int | None:

@@ -6,6 +6,7 @@ Every tensor in them says where in the whole it lies (DTensor, ShardedTensor), o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from lora_tool.formats.state_dicts import RankTensor, module_tensors
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.tensors import DType, Span, StoredTensor, TensorSpec
+
+_FLAT_PARAMETER = re.compile(r"(?:\A|\.)_?flat_param(?:_\d+)?\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,8 @@ class CutTensor:
     """Each once, as the lowest rank has it."""
     replicas: tuple[tuple[HeldPart, HeldPart], ...]
     """What several ranks hold, as under HSDP: the one among the `parts`, and another."""
+    flat: bool = False
+    """Whether the parts are slices of all its elements in their order; its shape is then one dimension or told later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +118,14 @@ def read_rank_files(folder: Path, paths: Mapping[int, Path]) -> RankFolder:
     for of_rank in files.values():
         for name, tensor in of_rank.tensors.items():
             held.setdefault(name, []).append((of_rank, tensor))
-    tensors = {name: _cut(name, of_ranks) for name, of_ranks in held.items()}
+    # beside FSDP1's flat parameters are slices of what they were made of
+    flat = [name for name in held if _FLAT_PARAMETER.search(name)]
+    cut = _cut_flat if flat else _cut
+    if flat and len(flat) == len(held):
+        what = f"`{flat[0]}` is a flat parameter of FSDP1, whose names and shapes are only in the running model"
+        hint = "save it again with StateDictType.FULL_STATE_DICT, or train with use_orig_params=True"
+        raise UnsupportedCheckpoint(f"{folder}: {what}", hint=hint)
+    tensors = {name: cut(name, of_ranks) for name, of_ranks in held.items() if name not in flat}
     return RankFolder(folder=folder, files=files, tensors=tensors, problems=tuple(problems))
 
 
@@ -134,6 +146,23 @@ def _cut(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
     return CutTensor(dtype=dtype, shape=first_tensor.shape, parts=tuple(parts.values()), replicas=tuple(replicas))
 
 
+def _cut_flat(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
+    """Return a tensor of which each rank saved, as a vector, the elements that it had: in the order of the ranks."""
+    parts: list[HeldPart] = []
+    numel = 0
+    for file, tensor in held:
+        if not any(map(_FLAT_PARAMETER.search, file.tensors)):
+            continue  # a file of another run, which holds other tensors
+        if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1:
+            message = f"`{name}` is no slice of all its elements, as others of FSDP1's local state are"
+            raise UnsupportedCheckpoint(f"{file.path}: {message}", hint="save it again with FULL_STATE_DICT")
+        if tensor.numel:
+            parts.append(HeldPart((numel,), tensor, file))
+            numel += tensor.numel
+    dtype = parts[0].local.dtype if parts else DType.F32
+    return CutTensor(dtype=dtype, shape=(numel,), parts=tuple(parts), replicas=(), flat=True)
+
+
 def _parts(file: RankFile, tensor: RankTensor) -> Iterator[HeldPart]:
     if isinstance(tensor, LazyTensor):
         yield HeldPart((0,) * len(tensor.shape), tensor, file)
@@ -145,11 +174,11 @@ def _parts(file: RankFile, tensor: RankTensor) -> Iterator[HeldPart]:
 
 def gap_in(tensor: CutTensor) -> str | None:
     """Return which part of the tensor is in no file, or in two; None where all is there once."""
-    if any(len(part.offsets) != len(tensor.shape) for part in tensor.parts):
+    if any(len(part.offsets) != len(tensor.shape) for part in tensor.parts) and not tensor.flat:
         return "its parts are of other dimensions"
     nowhere = [Span(path=part.holder.path, offset=0, nbytes=0) for part in tensor.parts]
     places = [Piece(*part.place, span) for part, span in zip(tensor.parts, nowhere, strict=True)]
-    return uncovered(tensor.shape, places)
+    return uncovered(tensor.shape, places, flat=tensor.flat)
 
 
 def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, StoredTensor]:
@@ -170,5 +199,6 @@ def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, Store
             message = f"{found.folder}: `{name}` {list(tensor.shape)} is not whole: {gap or 'it is in no file'}"
             raise IncompleteCheckpoint(message, hint=hint)
         pieces = [Piece(*part.place, part.holder.file.stored(part.local, name).spans[0]) for part in tensor.parts]
-        tensors[name] = assembled(TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape), pieces)
+        spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
+        tensors[name] = assembled(spec, pieces, flat=tensor.flat)
     return tensors

@@ -36,7 +36,7 @@ _NEVER = {
     "may hold secrets": """.env .env.* *.env .netrc .git-credentials .pypirc *.pem *.key *.p12 id_rsa* id_ed25519*
         *credentials* token *.token""",
     "git's own": ".git",
-    "a cache": ".cache __pycache__",
+    "a cache": ".cache __pycache__ .lora-tool-ci.json",
     "a pickle of the training arguments: loading it can run code, and it tells local paths": "training_args.bin",
     _STATE: "trainer_state.json optimizer* scheduler.* scaler.* rng_state* random_states_*",
     "a checkpoint of its own": "checkpoint-*",

@@ -16,8 +16,10 @@ from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.architectures.ends import OUTPUTS
 from lora_tool.architectures.heads import HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
-from lora_tool.errors import CheckpointError
+from lora_tool.checkpoint.quantised import in_full_precision
+from lora_tool.errors import CheckpointError, UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.inspection.curves import Curves, trainer_state_of, training_curves
 from lora_tool.inspection.makers import versions_of
@@ -202,7 +204,7 @@ def _info(tensor: StoredTensor) -> TensorInfo:
 def _dtypes(tensors: TensorTable) -> Mapping[str, int]:
     held: Counter[str] = Counter()
     for tensor in tensors.values():
-        held[str(tensor.dtype)] += tensor.spec.numel
+        held[str(encoding_of(tensor) or tensor.dtype)] += tensor.spec.numel
     return dict(held.most_common())
 
 
@@ -292,8 +294,8 @@ def spread(values: list[float]) -> Spread:
 
 
 def _model(model: ModelDir) -> ModelInspection:
-    config = model.config
-    heads = tuple(_info(tensor) for name, tensor in model.tensors.items() if _is_head(name.rpartition(".")[0]))
+    config, tensors = model.config, _matrices(model)
+    heads = tuple(_info(tensor) for name, tensor in tensors.items() if _is_head(name.rpartition(".")[0]))
     return ModelInspection(
         **_common(model),
         model_type=config.model_type if config else None,
@@ -304,12 +306,20 @@ def _model(model: ModelDir) -> ModelInspection:
         quantization=config.quantization if config else None,
         head=heads,
         tensors=len(model.tensors),
-        parameters=sum(tensor.spec.numel for tensor in model.tensors.values()),
+        parameters=sum(tensor.spec.numel for tensor in tensors.values()),
         nbytes=model.weights.nbytes,
-        dtypes=_dtypes(model.tensors),
+        dtypes=_dtypes(tensors),
         files=tuple(sorted((file.path.name, file.stamp.size) for file in model.weights.files)),
         merged_from=tuple(_merged_from(model)),
     )
+
+
+def _matrices(model: ModelDir) -> TensorTable:
+    """Return the tensors with a matrix for each quantised weight; as they are on disk where it is not read."""
+    try:
+        return model.tensors if model.config is None else in_full_precision(model).tensors
+    except (UnsupportedAdapter, OSError):
+        return model.tensors
 
 
 def _merged_from(model: ModelDir) -> Iterator[str]:

@@ -86,11 +86,13 @@ def belongs(class_name: str, config: ModelConfig) -> bool:
     return is_of_type(class_name, config) or any(class_name in _of_type(table, config) for table in tables)
 
 
-def text_class(config: ModelConfig) -> str | None:
-    """Return the causal LM that is the text model alone of this multimodal config; None where there is none."""
+def text_class(config: ModelConfig, auto_class: str = "AutoModelForCausalLM") -> str | None:
+    """Return the class that is the text model alone of this multimodal config, with the head that the auto class gives;
+    None where there is none.
+    """
     text = config.raw.get("text_config")
     types = (config.model_type, text.get("model_type") if isinstance(text, dict) else None)
-    table = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    table = _TABLES[auto_class][0]
     found = (name for each in types if isinstance(each, str) for name in _names(table.get(each, ())))
     return next((name for name in found if _reads_text_alone(name, config)), None)
 
@@ -101,15 +103,16 @@ def text_config(config: ModelConfig) -> ModelConfig | None:
 
     Its object names no class: who writes it adds that.
     """
-    class_name = text_class(config)
-    if class_name is None:
+    autos = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    classes = tuple(name for each in autos if (name := text_class(config, each)) is not None)
+    if not classes:
         return None
     text = _config_class(config).from_dict(_without_code(config)).get_text_config()
     raw = json.loads(text.to_json_string())
     raw.pop("architectures", None)
     if config.dtype is not None:
         raw["dtype"] = FLOAT_NAMES[config.dtype]
-    return replace(model_config_of(raw, config.path), architectures=(class_name,))
+    return replace(model_config_of(raw, config.path), architectures=classes[:1])
 
 
 def _without_code(config: ModelConfig) -> dict[str, Any]:

@@ -88,4 +88,4 @@ def _write(
             replace_file(path, page(title, facts, maps, found, curves, footer=footer).encode())
         else:
             told = [value for name, value in facts if name in _IN_SUBTITLE and value]
-            save(sheet(title, " · ".join(map(printable, told)), maps, found, curves, footer), path)
+            save(sheet(title, " · ".join(map(printable, told)), maps, found, curves, footer=footer), path)

@@ -32,11 +32,14 @@ class Grid:
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     cells: tuple[tuple[float | None, ...], ...]
+    crowded: bool = False
+    """Whether a cell stands for several modules, experts of one layer, and has the largest of their numbers."""
 
     @property
     def said(self) -> str:
         """The sentence that stands above the picture, or in its place."""
-        return self.flat or self.sentence + (" The colours are logarithmic." if self.logarithmic else "")
+        several = " Of a layer's experts the largest is shown." if self.crowded else ""
+        return self.flat or self.sentence + several + (" The colours are logarithmic." if self.logarithmic else "")
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -110,15 +113,31 @@ def _moved(spectra: Sequence[Spectrum], *, relative: bool) -> Grid:
 
 def _directions(spectra: Sequence[Spectrum]) -> Grid:
     ranks = sorted({item.rank for item in spectra})
-    of = "" if not ranks else f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    title, good = "How many directions each ΔW uses", "Good: between the ends."
+    ends = "Near the rank a larger one may learn more; near 1 a smaller one would do."
+    if len(ranks) > 1:  # else the ranks would be the picture
+        of = f"{ranks[0]} to {ranks[-1]}"
+        return laid_out(
+            spectra,
+            lambda item: item.effective_rank / item.rank,
+            title=title,
+            unit="effective rank / rank",
+            sentence=f"Effective rank of every ΔW as a share of its rank, which is {of}. {good} "
+            "Near 1 a larger rank may learn more; near 0 a smaller one would do.",
+            flat=lambda least, most: f"Every ΔW uses {span(least, most)} of its rank, which is {of}.",
+        )
+    (rank,) = ranks or (0,)
     return laid_out(
         spectra,
         lambda item: item.effective_rank,
-        title="How many directions each ΔW uses",
-        unit=f"effective rank, of {of}",
-        sentence=f"Effective rank of every ΔW; its rank is {of}. Good: between the ends. "
-        "Near the rank a larger one may learn more; near 1 a smaller one would do.",
-        flat=lambda least, most: f"Every ΔW uses {span(least, most)} directions (effective rank); its rank is {of}.",
+        title=title,
+        unit=f"effective rank, of {rank}",
+        sentence=f"Effective rank of every ΔW; its rank is {rank}. {good} {ends}",
+        flat=lambda least, most: (
+            f"The effective rank of every ΔW is {span(least, most)}; its rank is {rank}."
+            if most
+            else "Every ΔW is zero and has no direction."
+        ),
     )
 
 
@@ -175,7 +194,6 @@ def laid_out(
         number = value(item)
         if number is not None:
             held[item.target, item.layer].append(number)
-    most = {row: max((len(held[row, column]) for column in columns), default=1) for row in names}
     rows = sorted(dict.fromkeys(item.target for item in items), key=place)
     cells = tuple(tuple(_largest(held[row, column]) for column in columns) for row in rows)
     numbers = finite(cells)
@@ -186,9 +204,10 @@ def laid_out(
         unit=unit,
         sentence=sentence,
         flat=flat(min(numbers), max(numbers)) if shows_nothing else "",
-        rows=tuple(names[row] + (f" (largest of {most[row]})" if most[row] > 1 else "") for row in rows),
+        rows=tuple(names[row] for row in rows),
         columns=tuple("–" if column is None else str(column) for column in columns),
         cells=cells,
+        crowded=any(len(several) > 1 for several in held.values()),
     )
 
 

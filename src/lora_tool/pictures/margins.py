@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from lora_tool.display import counted, printable
 from lora_tool.errors import MissingDependency
 from lora_tool.execution.folder import replace_file
 from lora_tool.pictures.page import page
 from lora_tool.pictures.saving import save
-from lora_tool.pictures.theme import ONE, RULE, SOFT, plain, themed
+from lora_tool.pictures.sheet import Drawn, sheet
+from lora_tool.pictures.theme import ONE, RULE, SOFT, themed
 from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.version import __version__
 
 try:
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise MissingDependency("matplotlib", extra="plot") from error
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _MOST_BARS = 60
+_HEADING = "How far apart chosen and rejected are"
 _SENTENCE = (
     "Right of the line the chosen text has the higher reward. Good: most pairs are there, and merging changed nothing."
 )
@@ -32,16 +38,15 @@ def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
 
     It appears complete or not at all, and replaces a file of that name. Raises `OSError` where it cannot be written.
     """
+    drawn: tuple[Drawn, ...] = ((_HEADING, _SENTENCE, partial(draw_histogram, found=found)),)
+    facts, footer = _facts(found), f"lora-tool {__version__}"
     with themed():
-        figure = margins_figure(found)
         if path.suffix == ".html":
-            drawn = (("How far apart chosen and rejected are", _SENTENCE, figure),)
-            text = page(printable(title), _facts(found), (), (), {}, footer=f"lora-tool {__version__}", drawn=drawn)
+            text = page(printable(title), facts, (), (), {}, footer=footer, drawn=drawn)
             replace_file(path, text.encode())
-            return
-        figure.suptitle(plain(title), x=0.01, ha="left", weight="bold", fontsize=13)
-        figure.axes[0].set_title(_SENTENCE, fontsize=8.5, fontweight="normal", color=SOFT)
-        save(figure, path)
+        else:
+            told = " · ".join(f"{name}: {value}" for name, value in facts)
+            save(sheet(printable(title), told, (), (), {}, footer=footer, drawn=drawn), path)
 
 
 def _facts(found: PairEvidence) -> list[tuple[str, str]]:
@@ -56,29 +61,27 @@ def _facts(found: PairEvidence) -> list[tuple[str, str]]:
     return listed
 
 
-def margins_figure(found: PairEvidence) -> Figure:
-    """Return the histogram; a margin that is no number has no place in it."""
+def draw_histogram(axes: Axes, found: PairEvidence) -> None:
+    """Draw the margins before the merge filled and after it as a line; one that is no number has no place."""
     drawn = {"base + adapter": found.unmerged, "merged": found.merged}
     shown = {
         name: [margin for margin in ranking.margins if math.isfinite(margin)]
         for name, ranking in drawn.items()
         if ranking is not None
     }
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axes = figure.subplots()
     edges = _edges([margin for margins in shown.values() for margin in margins], len(found.lines))
     for name, margins in shown.items():
         merged = name == "merged"
         # one filled, one an outline: they lie on each other where the merge is good
-        look = {"histtype": "step", "color": ONE, "linewidth": 1.6} if merged else {"color": RULE}
-        axes.hist(margins, bins=edges, label=name, **look)
+        kind: Literal["step", "stepfilled"] = "step" if merged else "stepfilled"
+        colour, width = (ONE, 1.6) if merged else (RULE, 0.0)
+        axes.hist(margins, bins=edges, label=name, histtype=kind, color=colour, linewidth=width)
     axes.axvline(0, color=SOFT, linewidth=1)
     axes.set_xlabel("reward of chosen - reward of rejected")
     axes.set_ylabel("pairs")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y")
     axes.legend()
-    return figure
 
 
 def _edges(margins: Sequence[float], pairs: int) -> list[float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -28,6 +28,7 @@ from lora_tool.pictures.panels import (
     spectra_sentence,
     value_range,
 )
+from lora_tool.pictures.sheet import Drawn
 from lora_tool.pictures.theme import by_name, depth_colours, heat_colour, variables
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ try:
     from markupsafe import Markup
 except ImportError as error:
     raise MissingDependency("jinja2", extra="plot") from error
-
-Panel = TypeVar("Panel")
 
 _TEMPLATE = "page.html.jinja"
 _LABELS = 10
@@ -54,10 +53,10 @@ def page(
     curves: Curves,
     *,
     footer: str,
-    drawn: Sequence[tuple[str, str, Figure]] = (),
+    drawn: Sequence[Drawn] = (),
 ) -> str:
-    """Return the page as text: `facts` are names and values that are listed at its top, `drawn` figures by their
-    headings and sentences.
+    """Return the page as text: `facts` are names and values that are listed at its top, `drawn` what else is a
+    picture.
     """
     environment = Environment(
         loader=PackageLoader("lora_tool.pictures", ""),
@@ -81,12 +80,12 @@ def page(
         layers=layers,
         depths=len(depth_colours()),
         curves_sentence=CURVES_SENTENCE,
-        main_svgs=[_svg((4.2, 2.4), draw_curve, panel) for panel in panels if panel.main],
-        small_svgs=[_svg((2.1, 1.25), draw_curve, panel) for panel in panels if not panel.main],
+        main_svgs=[_svg((4.2, 2.4), partial(draw_curve, panel=panel)) for panel in panels if panel.main],
+        small_svgs=[_svg((2.1, 1.25), partial(draw_curve, panel=panel)) for panel in panels if not panel.main],
         heat=[heat_colour(step / 8) for step in range(9)],
         number=four_digits,
         footer=footer,
-        drawn=[(heading, sentence, _named(figure)) for heading, sentence, figure in drawn],
+        drawn=[(heading, sentence, _svg((4.8, 3.0), draw)) for heading, sentence, draw in drawn],
     )
 
 
@@ -110,21 +109,17 @@ def _cell(grid: Grid, cell: float | None) -> str:
 
 def _spectra_svgs(spectra: Sequence[Spectrum]) -> list[Markup]:
     panels = spectra_panels(spectra)
-    draw = partial(draw_spectra, ends=value_range(panels))
-    return [_svg((2.7, 2.0), draw, panel) for panel in panels]
+    ends = value_range(panels)
+    return [_svg((2.7, 2.0), partial(draw_spectra, panel=panel, ends=ends)) for panel in panels]
 
 
-def _svg(size: tuple[float, float], draw: Callable[[Axes, Panel], None], panel: Panel) -> Markup:
-    """Return the panel of so many inches; on the page it is as wide as there is room."""
+def _svg(size: tuple[float, float], draw: Callable[[Axes], None]) -> Markup:
+    """Return a picture of so many inches; on the page it is as wide as there is room."""
     figure = Figure(figsize=size, layout="constrained")
-    draw(figure.subplots(), panel)
-    return _named(figure)
-
-
-def _named(figure: Figure) -> Markup:
+    axes = figure.subplots()
+    draw(axes)
     figure.patch.set_alpha(0)
-    for axes in figure.axes:
-        axes.patch.set_alpha(0)
+    axes.patch.set_alpha(0)
     buffer = io.StringIO()
     # text as text: smaller, searchable, and the reader's own font
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lora-tool"}):

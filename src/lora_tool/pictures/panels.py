@@ -23,11 +23,13 @@ from lora_tool.pictures.theme import (
     SHADE,
     SOFT,
     TWO,
-    decades,
+    cut,
     depth_colour,
+    logarithmic_ticks,
     number_axis,
     plain,
     short_number,
+    title,
 )
 
 if TYPE_CHECKING:
@@ -39,10 +41,14 @@ _POINTS = 64
 """Most points of such a line."""
 _PANELS = 12
 """Most targets whose spectra are drawn."""
-_FLOOR = 1e-5
-"""Share of the largest singular value below which the others are off the picture: it is rounding."""
+_FLOOR = 1e-6
+"""Share of the largest singular value of a module below which the others are rounding, and its line ends."""
 _MANY = 120
 """Points from which a curve is drawn thin, with its mean over neighbours on it."""
+_WITH_LINES = 48
+"""Most layers of a heat map with lines between its cells."""
+ROW_LETTERS = 34
+"""Most letters of a row's name beside a heat map."""
 _FEW = 40
 """Points up to which each is a dot."""
 _ENERGY = 0.9
@@ -60,7 +66,7 @@ class Line:
     share: float | None
     """The layers' place among all, from 0 to 1; None for a module in no layer."""
     values: tuple[float, ...]
-    """Singular values by k; what is no positive number is NaN."""
+    """Singular values by k; NaN for what is no number, or nothing but rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +95,12 @@ def spectra_sentence(spectra: Sequence[Spectrum]) -> str:
 
 
 def spectra_panels(spectra: Sequence[Spectrum]) -> tuple[SpectraPanel, ...]:
-    """Return a panel for each target, in the order of the tables; of very many, the ones that moved furthest."""
+    """Return a panel for each target, in the order of the tables; of very many, the ones that moved furthest.
+
+    None where no ΔW has a second direction or a length: there is nothing to see that a heat map does not show.
+    """
+    if all(item.rank == 1 or not item.norm for item in spectra):
+        return ()
     names = short_names({item.target for item in spectra})
     groups: dict[str, list[Spectrum]] = defaultdict(list)
     for item in spectra:
@@ -120,7 +131,8 @@ def _spectra_panel(name: str, items: Sequence[Spectrum], layers: Sequence[int]) 
 
 
 def _padded(item: Spectrum, rank: int) -> np.ndarray:
-    values = [value if 0 < value < math.inf else math.nan for value in item.singular_values]
+    least = _FLOOR * max(map(_number, item.singular_values), default=0.0)
+    values = [value if least < value < math.inf else math.nan for value in item.singular_values]
     return np.array(values + [math.nan] * (rank - len(values)))
 
 
@@ -144,9 +156,9 @@ def _number(value: float) -> float:
 
 
 def value_range(panels: Sequence[SpectraPanel]) -> tuple[float, float] | None:
-    """Return the least and largest singular value worth drawing, None where there is none."""
+    """Return the least and largest singular value that is drawn, None where none is."""
     there = [value for panel in panels for value in (*panel.low, *panel.high) if not math.isnan(value)]
-    return (max(min(there), max(there) * _FLOOR), max(there)) if there else None
+    return (min(there), max(there)) if there else None
 
 
 def draw_spectra(axes: Axes, panel: SpectraPanel, ends: tuple[float, float] | None) -> None:
@@ -161,13 +173,13 @@ def draw_spectra(axes: Axes, panel: SpectraPanel, ends: tuple[float, float] | No
         axes.set_yscale("log")
         low, high = ends[0] / 1.3, ends[1] * 1.3
         axes.set_ylim(low, high)
-        axes.set_yticks(decades(low, high), minor=False)
+        axes.set_yticks(logarithmic_ticks(low, high))
         axes.set_yticks([], minor=True)
         axes.yaxis.set_major_formatter(short_number)
     axes.set_xlim(0.5, panel.rank + 0.5)
-    number_axis(axes, "x")
+    number_axis(axes, "x", whole=True)
     axes.grid(axis="y")
-    axes.set_title(plain(panel.name))
+    title(axes, panel.name)
     if panel.enough is not None:
         axes.axvline(panel.enough, ymax=0.87, color=SOFT, linewidth=0.8, linestyle=(0, (3, 2)))
         said = f"90 % of ‖ΔW‖² in {panel.enough} of {panel.rank}"
@@ -179,10 +191,9 @@ def draw_heat_map(axes: Axes, scale: Axes, grid: Grid) -> None:
     positions = [[grid.position(cell) for cell in row] for row in grid.cells]
     table = np.array([[math.nan if at is None else at for at in row] for row in positions], dtype=float)
     table = table.reshape(len(grid.rows), len(grid.columns))
-    edge = 0.6 if len(grid.columns) <= 48 else 0.0  # noqa: PLR2004 - cells of a millimetre have no room for lines
-    axes.pcolormesh(
-        np.ma.masked_invalid(table), cmap=HEAT, vmin=0, vmax=1, edgecolors="white", linewidth=edge, rasterized=False
-    )
+    # cells of a millimetre have no room for lines between them, and without any PDF readers show the ground there
+    edge, width = ("white", 0.6) if len(grid.columns) <= _WITH_LINES else ("face", 0.3)
+    axes.pcolormesh(np.ma.masked_invalid(table), cmap=HEAT, vmin=0, vmax=1, edgecolors=edge, linewidth=width)
     for row, cells in enumerate(grid.cells):
         for column, cell in enumerate(cells):
             if cell is not None and not math.isfinite(cell):
@@ -190,7 +201,7 @@ def draw_heat_map(axes: Axes, scale: Axes, grid: Grid) -> None:
     axes.invert_yaxis()
     every = label_step(len(grid.columns), 24)
     axes.set_xticks([at + 0.5 for at in range(0, len(grid.columns), every)], grid.columns[::every])
-    axes.set_yticks([at + 0.5 for at in range(len(grid.rows))], [plain(_cut(row)) for row in grid.rows])
+    axes.set_yticks([at + 0.5 for at in range(len(grid.rows))], [plain(cut(row, ROW_LETTERS)) for row in grid.rows])
     axes.tick_params(length=0)
     axes.tick_params(axis="y", labelcolor=INK)
     for spine in axes.spines.values():
@@ -216,10 +227,6 @@ def scale_marks(grid: Grid) -> tuple[float, ...]:
 def label_step(count: int, room: int) -> int:
     """Return each how manyth of `count` columns gets its number, where there is `room` for so many: a round step."""
     return next(step for step in (1, 2, 4, 5, 8, 10, 20, 40, 50, 100, 200, 500, 1000, count) if count <= step * room)
-
-
-def _cut(name: str, most: int = 34) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,11 +266,11 @@ def draw_curve(axes: Axes, panel: CurvePanel) -> None:
             values = _smooth(values)
         dot = "o" if len(values) <= _FEW else None
         axes.plot(steps, values, line, color=colour, linewidth=1.6, marker=dot, markersize=2.6, label=label)
-    axes.set_title(plain(panel.name))
+    title(axes, panel.name)
     axes.grid(axis="y")
     axes.margins(x=0.02, y=0.08)
     number_axis(axes, "y", 5 if panel.main else 3)
-    number_axis(axes, "x", 6 if panel.main else 3)
+    number_axis(axes, "x", 6 if panel.main else 3, whole=True)
     if len(panel.lines) > 1:
         axes.legend(loc="best", handlelength=1.2)
 

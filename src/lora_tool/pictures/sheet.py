@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from matplotlib.figure import Figure
 
@@ -15,6 +15,7 @@ from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid
 from lora_tool.pictures.panels import (
     CURVES_SENTENCE,
+    ROW_LETTERS,
     CurvePanel,
     SpectraPanel,
     curve_panels,
@@ -25,7 +26,7 @@ from lora_tool.pictures.panels import (
     spectra_sentence,
     value_range,
 )
-from lora_tool.pictures.theme import DEPTHS, INK, SOFT, depth_colours, plain
+from lora_tool.pictures.theme import DEPTHS, SOFT, cut, depth_colours, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 WIDTH = 11.0
 _LEFT, _RIGHT = 0.5, 0.5
 _TOP, _BOTTOM = 0.35, 0.4
-_LETTERS = 168
+_LETTERS = 172
 """Letters of a sentence's line."""
+_TITLE_LETTERS = 1200
+"""Letters of a title at one point."""
 _LINE = 0.18
 _BETWEEN = 0.3
 _ROW = 0.26
@@ -42,7 +45,8 @@ _MOST_CELL = 0.9
 """Inches of a cell at most: four layers do not need the width of eighty."""
 _SPECTRA_ACROSS, _SPECTRA_HIGH = 4, 1.7
 _MAIN_ACROSS, _MAIN_HIGH = 2, 2.2
-_SMALL_ACROSS, _SMALL_HIGH = 4, 1.05
+_SMALL_ACROSS, _SMALL_HIGH = (4, 5), 1.05
+_ALONE_HIGH = 3.4
 _TITLE, _TICKS, _GAP = 0.3, 0.32, 0.58
 """Over a panel, under it, and between two side by side."""
 
@@ -54,11 +58,22 @@ class _Block:
     """Draws it from so many inches below the top."""
 
 
+Drawn: TypeAlias = tuple[str, str, Callable[["Axes"], None]]
+"""A heading, a sentence, and what draws the picture under them."""
+
+
 def sheet(
-    title: str, subtitle: str, grids: Sequence[Grid], spectra: Sequence[Spectrum], curves: Curves, footer: str
+    title: str,
+    subtitle: str,
+    grids: Sequence[Grid],
+    spectra: Sequence[Spectrum],
+    curves: Curves,
+    *,
+    footer: str,
+    drawn: Sequence[Drawn] = (),
 ) -> Figure:
     """Return the sheet; a flat heat map is its sentence alone."""
-    blocks = list(_blocks(title, subtitle, grids, spectra, curves))
+    blocks = [_heading(title, subtitle, size=15), *_blocks(grids, spectra, curves, drawn)]
     height = _TOP + sum(block.height for block in blocks) + _BOTTOM
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
     top = _TOP
@@ -70,24 +85,27 @@ def sheet(
 
 
 def _blocks(
-    title: str, subtitle: str, grids: Sequence[Grid], spectra: Sequence[Spectrum], curves: Curves
+    grids: Sequence[Grid], spectra: Sequence[Spectrum], curves: Curves, drawn: Sequence[Drawn]
 ) -> Iterator[_Block]:
-    yield _heading(title, subtitle, size=15)
     for grid in grids:
         yield _heading(grid.title, grid.said)
         yield _heat_map(grid) if not grid.flat else _space(0.0)
         yield _space(_BETWEEN)
-    if spectra:
+    panels = spectra_panels(spectra)
+    if panels:
         yield _heading("Singular values", spectra_sentence(spectra))
-        yield _spectra(spectra_panels(spectra), spectra)
+        yield _spectra(panels, sorted({item.layer for item in spectra if item.layer is not None}))
         yield _space(_BETWEEN)
+    for heading, sentence, draw in drawn:
+        yield _heading(heading, sentence)
+        yield _alone(draw)
     if curves:
         yield _heading("Training", CURVES_SENTENCE)
-        panels = curve_panels(curves)
-        main = [panel for panel in panels if panel.main]
-        small = [panel for panel in panels if not panel.main]
-        yield _curves(main, _MAIN_ACROSS, _MAIN_HIGH)
-        yield _curves(small, _SMALL_ACROSS, _SMALL_HIGH)
+        drawings = curve_panels(curves)
+        main = [panel for panel in drawings if panel.main]
+        small = [panel for panel in drawings if not panel.main]
+        yield _curves(main, _MAIN_ACROSS if len(main) > 1 else 1, _MAIN_HIGH)
+        yield _curves(small, min(_SMALL_ACROSS, key=lambda across: -len(small) % across), _SMALL_HIGH)
 
 
 def _space(height: float) -> _Block:
@@ -105,8 +123,7 @@ def _heading(title: str, sentence: str, *, size: float = 11) -> _Block:
     first = size / 72 * 1.45
 
     def draw(figure: Figure, top: float) -> None:
-        longest = int(WIDTH * 1150 / size / 10)
-        _write(figure, _LEFT, top, textwrap.shorten(title, longest, placeholder=" …"), fontsize=size, weight="bold")
+        _write(figure, _LEFT, top, cut(title, int(_TITLE_LETTERS / size)), fontsize=size, weight="bold")
         for at, line in enumerate(lines):
             _write(figure, _LEFT, top + first + at * _LINE, line, color=SOFT, fontsize=8.5)
 
@@ -120,7 +137,7 @@ def _axes(figure: Figure, left: float, top: float, width: float, height: float) 
 
 
 def _heat_map(grid: Grid) -> _Block:
-    names = min(max(map(len, grid.rows), default=0), 34) * 0.078 + 0.12
+    names = min(max(map(len, grid.rows), default=0), ROW_LETTERS) * 0.078 + 0.12
     room = WIDTH - _LEFT - _RIGHT - names - 0.75
     width, height = min(room, _MOST_CELL * len(grid.columns)), _ROW * len(grid.rows)
 
@@ -132,34 +149,31 @@ def _heat_map(grid: Grid) -> _Block:
     return _Block(max(height, 0.6) + 0.42, draw)
 
 
-def _spectra(panels: Sequence[SpectraPanel], spectra: Sequence[Spectrum]) -> _Block:
+def _spectra(panels: Sequence[SpectraPanel], layers: Sequence[int]) -> _Block:
     ends = value_range(panels)
-    layers = sorted({item.layer for item in spectra if item.layer is not None})
-    rows = math.ceil(len(panels) / _SPECTRA_ACROSS)
+    rows, strip = math.ceil(len(panels) / _SPECTRA_ACROSS), 0.3 if len(layers) > 1 else 0.0
 
     def draw(figure: Figure, top: float) -> None:
-        for axes, panel in zip(_tiles(figure, top, len(panels), _SPECTRA_ACROSS, _SPECTRA_HIGH), panels, strict=True):
+        if strip:
+            _depth_scale(figure, top, layers)
+        tiles = _tiles(figure, top + strip, len(panels), _SPECTRA_ACROSS, _SPECTRA_HIGH)
+        for axes, panel in zip(tiles, panels, strict=True):
             draw_spectra(axes, panel, ends)
             axes.set_xlabel("k", labelpad=1)
-        if len(layers) > 1:
-            free = len(panels) % _SPECTRA_ACROSS != 0
-            width = (WIDTH - _LEFT - _RIGHT + _GAP) / _SPECTRA_ACROSS
-            left = WIDTH - _RIGHT - width + _GAP + 0.2
-            below = top + (rows - 1) * _tall(_SPECTRA_HIGH) + _TITLE + 0.5 if free else top - 0.12
-            _depth_scale(_axes(figure, left, below, width - _GAP - 0.2, 0.1), layers)
 
-    return _Block(rows * _tall(_SPECTRA_HIGH), draw)
+    return _Block(strip + rows * _tall(_SPECTRA_HIGH), draw)
 
 
-def _depth_scale(axes: Axes, layers: Sequence[int]) -> None:
+def _depth_scale(figure: Figure, top: float, layers: Sequence[int]) -> None:
+    first, wide = f"layer {layers[0]}", 1.8
+    left = _LEFT + 0.075 * len(first) + 0.08
+    _write(figure, _LEFT, top, first, fontsize=8, color=SOFT)
+    _write(figure, left + wide + 0.1, top, f"{layers[-1]}", fontsize=8, color=SOFT)
+    axes = _axes(figure, left, top + 0.015, wide, 0.1)
     for at, colour in enumerate(depth_colours()):
         axes.axvspan(at / DEPTHS, (at + 1) / DEPTHS, color=colour, linewidth=0)
     axes.set_xlim(0, 1)
-    axes.set_xticks([0, 1], [f"layer {layers[0]}", f"{layers[-1]}"])
-    axes.set_yticks([])
-    axes.tick_params(length=0, labelcolor=INK)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set_axis_off()
 
 
 def _curves(panels: Sequence[CurvePanel], across: int, high: float) -> _Block:
@@ -170,6 +184,13 @@ def _curves(panels: Sequence[CurvePanel], across: int, high: float) -> _Block:
                 axes.set_xlabel("step", labelpad=1)
 
     return _Block(math.ceil(len(panels) / across) * _tall(high), draw)
+
+
+def _alone(draw: Callable[[Axes], None]) -> _Block:
+    def draw_block(figure: Figure, top: float) -> None:
+        draw(_axes(figure, _LEFT + 0.5, top, WIDTH - _LEFT - _RIGHT - 0.5, _ALONE_HIGH))
+
+    return _Block(_ALONE_HIGH + 0.5, draw_block)
 
 
 def _tall(high: float) -> float:

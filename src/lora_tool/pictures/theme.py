@@ -30,6 +30,8 @@ NOT_A_NUMBER = "#9aa3ad"
 
 _DARK = {INK: "#e8eaed", SOFT: "#9aa4b0", RULE: "#333a42", ONE: "#6cb0f2", TWO: "#f39a68", SHADE: "#242a31"}
 _NAMES = {INK: "ink", SOFT: "soft", RULE: "rule", ONE: "one", TWO: "two", SHADE: "shade"}
+_LETTERS = 11.5
+"""Letters of a title to an inch."""
 SETTINGS: Mapping[str, object] = {
     "font.size": 9,
     "axes.edgecolor": SOFT,
@@ -113,17 +115,31 @@ def short_number(value: float, _position: object = None) -> str:
     return f"{value:.4g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2g}"  # noqa: PLR2004 - as people read them
 
 
-def number_axis(axes: Axes, which: str, ticks: int = 5) -> None:
-    """Give an axis few round ticks, with their numbers written out."""
+def number_axis(axes: Axes, which: str, ticks: int = 5, *, whole: bool = False) -> None:
+    """Give an axis few round ticks, with their numbers written out; `whole` ones for what is counted."""
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 2.5, 5, 10], integer=whole, min_n_ticks=1))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(short_number))
 
 
-def decades(low: float, high: float) -> list[float]:
-    """Return at most five powers of ten from `low` to `high`, both above 0; of less than two, three numbers between."""
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    if last - first < 1:
-        return [low, math.sqrt(low * high), high]
-    return [10.0**power for power in range(first, last + 1, math.ceil((last - first + 1) / 5))]
+def logarithmic_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return at most so many round numbers from `low` to `high`, both above 0: powers of ten, else 1, 2 and 5 of them."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    powers = [10.0**power for power in range(first, last + 1) if low <= 10.0**power <= high]
+    if len(powers) > 1:
+        return powers[:: math.ceil(len(powers) / most)]
+    between = [step * 10.0**power for power in range(first, last + 1) for step in (1, 2, 5)]
+    return [tick for tick in between if low <= tick <= high][:most] or [low, high]
+
+
+def cut(name: str, most: int) -> str:
+    """Return a name of at most so many letters: of a longer one its end, which tells it from others."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def title(axes: Axes, name: str) -> None:
+    """Write the name over a panel, no longer than it is wide."""
+    figure = axes.get_figure(root=True)
+    wide = axes.get_position().width * figure.get_figwidth() if figure is not None else 0.0
+    axes.set_title(plain(cut(name, max(8, int(wide * _LETTERS)))))

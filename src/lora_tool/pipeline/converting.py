@@ -18,7 +18,14 @@ def default_output(adapter: AdapterDir, form: AdapterForm) -> Path:
     return folder.parent / f"{folder.name}-{form}"
 
 
-def planned(adapter: AdapterDir, *, to: AdapterForm, base: Reference | None = None, ignore: Iterable[str] = ()) -> Plan:
+def planned(
+    adapter: AdapterDir,
+    *,
+    to: AdapterForm,
+    base: Reference | None = None,
+    reward: bool = False,
+    ignore: Iterable[str] = (),
+) -> Plan:
     """Return the plan of `plan_convert`; `base` None takes the one that the adapter names, if it is on this disk."""
     found, why = named_base(adapter) if base is None else (opened_model(base, near=adapter.root), "")
-    return plan_convert(adapter, to=to, base=found, why_no_base=why, ignore=ignore)
+    return plan_convert(adapter, to=to, base=found, why_no_base=why, reward=reward, ignore=ignore)

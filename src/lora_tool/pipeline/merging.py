@@ -22,12 +22,13 @@ from lora_tool.checkpoint import (
     require_whole,
 )
 from lora_tool.display import size
-from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory
+from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.in_memory import ask_in_memory, plan_in_memory
 from lora_tool.plan.merge.options import MergeArguments, MergeOptions, declared
 from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.progress import decided
 from lora_tool.sources import (
     Reference,
     Source,
@@ -38,9 +39,9 @@ from lora_tool.sources import (
     opened_adapter,
     opened_model,
     resolve,
-    several,
     source_of,
 )
+from lora_tool.weighted import all_weighted
 
 Keywords = ParamSpec("Keywords")
 
@@ -53,6 +54,8 @@ class FoundInputs:
     sources: tuple[Source, ...]
     base: ModelDir
     base_source: Source
+    weights: tuple[float, ...] = ()
+    """Those of the adapters in their sum, 1 each without."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -77,7 +80,7 @@ def merge_inputs(
     A relative path of the base is looked for in the working directory and in `near`, by default the adapter's folder.
     Raises `CheckpointError` for what cannot be found or read, `IncompatibleBase` where the adapters name two bases.
     """
-    listed = several(adapters)
+    listed, weights = all_weighted(adapters, None)
     sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
     try:
         opened = tuple(
@@ -85,11 +88,13 @@ def merge_inputs(
             for each, found in zip(listed, sources, strict=True)
         )
         found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
+        if base is not None:
+            decided(f"base: {found.path}, which was given")
         model = opened_model(found.path if base is None or isinstance(base, str | os.PathLike) else base)
     except NotACheckpoint as error:
         error.hint = meant_instead(listed, base) or error.hint
         raise
-    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found)
+    return FoundInputs(adapters=opened, sources=sources, base=model, base_source=found, weights=weights)
 
 
 def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str | None:
@@ -129,11 +134,13 @@ def _named_base(adapter: AdapterDir, near: Path) -> Source:
     if config is None or not config.base_model:
         raise NotACheckpoint(f"{adapter.root}: adapter_config.json names no base model", hint=hint)
     try:
-        return resolve(config.base_model, near=near, revision=config.revision, download=True)
+        found = resolve(config.base_model, near=near, revision=config.revision, download=True)
     except NotACheckpoint as error:
         moved = moved_to(config.base_model, near)
         error.hint = hint.replace("MODEL", shlex.quote(str(moved))) if moved else error.hint or hint
         raise
+    decided(f"base: {found.path}, which {config.path} names")
+    return found
 
 
 @contextlib.contextmanager
@@ -151,10 +158,12 @@ def planned(
     as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then.
     """
     try:
-        plan = plan_merge(inputs.base, inputs.adapters, **options.planning())
+        plan = plan_merge(inputs.base, inputs.adapters, weights=inputs.weights or None, **options.planning())
     except OnlyInMemory as why:
         if not options.allow_in_memory or options.text_only:
             raise
+        if any(weight != 1 for weight in inputs.weights):
+            raise UnsupportedAdapter(f"{why}; PEFT merges it in memory without weights") from why
         asked = ask_in_memory(
             inputs.base,
             inputs.adapters,
@@ -212,9 +221,10 @@ def _called_with(
 def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> Written:
     """Merge `adapters`, one or the sum of several, into their base, and return what was written.
 
-    An adapter is a path, a Hub id or an opened checkpoint. It is judged as `validate` does, planned as by `plan_merge`,
-    written as by `execute`, and read back: what the command `merge` does. Raises `FindingsFound`, `CheckpointError`,
-    `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue` for an argument.
+    An adapter is a path, a Hub id or an opened checkpoint; `"A=0.7"` gives it a weight in the sum. It is judged as
+    `validate` does, planned as by `plan_merge`, written as by `execute`, and read back: what the command `merge` does.
+    Raises `FindingsFound`, `CheckpointError`, `PlanError`, `ExecutionError` and `VerificationFailed`, and `WrongValue`
+    for an argument.
     """
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the arguments are known to be right
 

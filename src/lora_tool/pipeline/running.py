@@ -78,6 +78,7 @@ def run(
         began = time.monotonic()
         stages.append(replace(_tried(name, step), seconds=time.monotonic() - began))
         on_stage(stages[-1])
+    StageCache(job.output).close()
     passed = all(stage.status is not Status.FAILED for stage in stages)
     return Outcome(stages=tuple(stages), output=running.result if passed and not job.dry_run else None)
 

@@ -1,4 +1,6 @@
-"""What earlier runs of a pipeline proved, so that nothing is done twice: a small JSON file beside the output.
+"""What earlier runs of a pipeline proved, so that nothing is done twice: a small JSON file in the output.
+
+Until the output is there the file lies beside it, so that a run that was cut off is known again.
 
 A stage is known by a key, the hash of everything that decides its result: the version, the options, and name, size and
 times of every input file. Its result is trusted while the files that it left still have the sizes and times they had.
@@ -7,6 +9,7 @@ Of the two times that of the last change of the inode counts, too: `cp -p`, `rsy
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,15 +19,18 @@ from typing import Any
 
 from lora_tool.errors import CorruptFile
 from lora_tool.execution.folder import replace_file
-from lora_tool.formats.files import read_json
+from lora_tool.formats.files import is_file, read_json
 from lora_tool.version import __version__
 
 Stamps = dict[str, list[int]]
 
 
-def cache_path(output: Path) -> Path:
-    """Return where what was proved by the pipeline that writes `output` is kept."""
-    return output.with_name(f".{output.name}.lora-tool-ci.json")
+FILE_NAME = ".lora-tool-ci.json"
+"""In an output; it is no part of what was made."""
+
+
+def _beside(output: Path) -> Path:
+    return output.with_name(f".{output.name}{FILE_NAME}")
 
 
 def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()) -> str:
@@ -47,7 +53,7 @@ def stamps_of(folder: Path, own: Iterable[Path] = ()) -> Stamps:
         inside = Path(os.path.realpath(where))
         folders[:] = [name for name in folders if inside / name not in left_out and not _half(inside / name, hidden)]
         for name in names:
-            if inside / name in left_out or _half(inside / name, hidden):
+            if name == FILE_NAME or inside / name in left_out or _half(inside / name, hidden):
                 continue
             path = Path(where, name)
             try:
@@ -63,15 +69,16 @@ def _half(path: Path, hidden: tuple[str, ...]) -> bool:
 
 
 class StageCache:
-    """What was proved about one output, beside it. A file that is broken, or of another shape, proves nothing."""
+    """What was proved about one output, in it or beside it. A file that is broken, or of another shape, proves nothing."""
 
     def __init__(self, output: Path) -> None:
-        self._path = cache_path(output)
+        self._output = output
         self._held = self._read()
 
     def _read(self) -> dict[str, dict[str, Any]]:
+        places = (_beside(self._output), self._output / FILE_NAME)  # the first is there while a run has not ended
         try:
-            raw = read_json(self._path) if self._path.exists() else {}
+            raw: object = next((read_json(place) for place in places if is_file(place)), {})
         except CorruptFile:
             raw = {}
         table = raw.get("stages") if isinstance(raw, dict) else None
@@ -101,13 +108,26 @@ class StageCache:
 
     def begin(self, stage: str, key: str) -> None:
         """Note that the stage begins: what then appears under the output's name, at once and whole, is its result."""
-        self._put(stage, {"key": key})
+        self._held[stage] = {"key": key}
+        self._write(_beside(self._output))
 
     def keep(self, stage: str, key: str, folder: Path, summary: str, warnings: Iterable[str] = ()) -> None:
         """Note that the stage is done, what it said, and how it left `folder`."""
-        self._put(stage, {"key": key, "left": stamps_of(folder), "summary": summary, "warnings": list(warnings)})
-
-    def _put(self, stage: str, entry: dict[str, Any]) -> None:
+        entry = {"key": key, "left": stamps_of(folder), "summary": summary, "warnings": list(warnings)}
         self._held[stage] = entry
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path, json.dumps({"schema_version": 1, "stages": self._held}, indent=1).encode())
+        beside = _beside(self._output)
+        if os.path.realpath(folder) == os.path.realpath(self._output):
+            self._write(folder / FILE_NAME)
+            beside.unlink(missing_ok=True)
+        else:
+            self._write(beside)
+
+    def close(self) -> None:
+        """Leave nothing beside an output that is not there, unless something was proved that the next run can use."""
+        if not self._output.exists() and not any("left" in entry for entry in self._held.values()):
+            with contextlib.suppress(OSError):  # the folder may be read only
+                _beside(self._output).unlink(missing_ok=True)
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps({"schema_version": 1, "stages": self._held}, indent=1).encode())

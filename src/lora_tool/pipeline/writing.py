@@ -20,6 +20,13 @@ from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
 
+_SERVED = {
+    "vllm": "vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules name={path}",
+    "sglang": "python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths name={path}",
+    "llama.cpp": "python convert_lora_to_gguf.py --base BASE {path}",
+    "mlx": "mlx_lm.generate --model BASE --adapter-path {path}",
+}
+"""What is typed next with an adapter that was prepared for a server."""
 _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
 """Ends of class names that transformers loads by its AutoModel of that name."""
 
@@ -47,19 +54,29 @@ class Written:
         plan = self.plan
         if self.fidelity is not None:
             yield printable(delta_retention.line(self.fidelity))
-        if self.verification is not None:
-            found = self.verification
-            unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
-            right = f"{found['right']} of {found['tensors']} tensors right"
-            yield f"verified on samples read back: {right}{farthest(found)}{unknown}"
         yield (
             f"wrote {printable(str(self.path))}: {size(plan.data_bytes)} in {counted(len(plan.shards), 'weight file')}"
         )
+        if self.verdict:
+            yield self.verdict
         if next_step := self._next_step():
             yield f"next: {next_step}"
 
+    @property
+    def verdict(self) -> str:
+        """What the folder turned out to be when it was read back; empty where that was not asked for."""
+        if self.verification is None:
+            return ""
+        found = self.verification
+        unknown = f", {len(found['not_recomputed'])} not recomputed" if found["not_recomputed"] else ""
+        right = f"{found['right']} of {found['tensors']} tensors right"
+        return f"verified on samples read back: {right}{farthest(found)}{unknown}"
+
     def _next_step(self) -> str | None:
         """Return what is typed to go on with the folder, None where nothing is known to take it."""
+        if (server := self.plan.manifest.get("for")) in _SERVED:
+            rank = self.plan.manifest["served_rank"]
+            return _SERVED[server].format(path=shlex.quote(str(self.path)), rank=rank)
         by_file = {file.filename: file for file in self.plan.side_files}
         if adapter_config.FILE_NAME in by_file:
             return f"lora-tool merge {shlex.quote(str(self.path))}"
@@ -104,7 +121,7 @@ def intent(plan: Plan) -> Iterator[str]:
 def farthest(summary: Mapping[str, Any]) -> str:
     """Return how far the values are from those computed again, as a verification's `summary` says; "" without any."""
     ulps = summary["largest_ulps"]
-    return "" if ulps is None else f", at most {ulps:.2f} ulp off"
+    return "" if ulps is None else f", max error {ulps:.2f} ulp"
 
 
 def write(

@@ -31,7 +31,14 @@ from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubj
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_model_head, lt3_tensors, lt3_turn_end, lt3_unmerged, lt3_vocabulary  # noqa: F401
+from lora_tool.rules.model import (  # noqa: F401
+    lt3_model_head,
+    lt3_quantised,
+    lt3_tensors,
+    lt3_turn_end,
+    lt3_unmerged,
+    lt3_vocabulary,
+)
 from lora_tool.rules.serving import lt8_serving  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base
 from lora_tool.rules.training import lt4_rank_files, lt4_values, lt7_run  # noqa: F401
@@ -42,7 +49,7 @@ DEEP_BYTES = 256 << 20
 
 NO_BASE = "no base model was given (--base)"
 
-_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318"})
+_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
 """
@@ -153,6 +160,10 @@ class Judge:
             servers=self.servers,
         )
 
+    def only(self, code: str) -> Judge:
+        """Return the same judge with one of its rules alone."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.code == code))
+
     def folder(self, subject: Subject) -> Report:
         """Return what is found in one subject alone."""
         subject.scans.progress = self.progress
@@ -197,6 +208,8 @@ class Judge:
             if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
                 return "the weights cannot be read; that is reported above"
             reason = _why_no_config(checkpoint) if Need.CONFIG in rule.needs else None
+            if reason is None and Need.LORA in rule.needs:
+                reason = _why_not_lora(checkpoint.config)
             if reason is None and Need.BASE in rule.needs and isinstance(subject, AdapterSubject):
                 reason = self.why_no_base if subject.base is None else subject.why_no_match
             if reason is None and isinstance(subject, MergedSubject):
@@ -228,5 +241,11 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir) -> str | None:
         name = config.path.name if config else "the config"
         return f"{name} is missing or has wrong fields; that is reported above"
     if isinstance(config, AdapterConfig) and not config.has_known_type:
+        return f"peft_type is {config.peft_type}, not LORA"
+    return None
+
+
+def _why_not_lora(config: object) -> str | None:
+    if isinstance(config, AdapterConfig) and config.is_of_another_kind:
         return f"peft_type is {config.peft_type}, not LORA"
     return None

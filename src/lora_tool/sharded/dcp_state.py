@@ -1,4 +1,4 @@
-"""The training state in a folder of torch distributed checkpoints, as FSDP2 writes them."""
+"""The training state in a folder of torch distributed checkpoints, as FSDP and tensor parallelism write them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
     return DcpState(
         root=checkpoint.root,
         folder=folder,
-        title=f"FSDP2 checkpoint {folder}, {len(found.filenames)} files",
+        title=f"FSDP checkpoint {folder}, {len(found.filenames)} files",
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         beside=found.beside,
         without_values=lost,

@@ -35,7 +35,8 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
         yield fault("LT401", path, message, subject=next(iter(gaps), None), hint=hint)
     elif lost:
         # under HSDP the others may hold everything that it held
-        severity = Severity.ERROR if gaps or not found.files else Severity.WARNING
+        all_there = found.files and not gaps and not any(tensor.flat for tensor in found.tensors.values())
+        severity = Severity.WARNING if all_there else Severity.ERROR
         one = f"file of rank {lost[0]} is missing" if len(lost) == 1 else f"files of ranks {some(lost)} are missing"
         rest = "" if severity is Severity.ERROR else "; the other ranks have all that was in it"
         message = f"the {one} ({counted(ranks, 'rank')}: 0-{ranks - 1}){rest}"
@@ -86,7 +87,7 @@ def _other_runs(found: RankFolder) -> Iterator[Finding]:
         file.path: tuple((name, tensor.shape) for name, tensor in sorted(file.tensors.items()))
         for file in found.files.values()
     }
-    if len(set(names.values())) == 1:
+    if len(set(names.values())) == 1 and not any(tensor.flat for tensor in found.tensors.values()):
         for path, _, _ in odd_ones_out(shapes):
             yield fault("LT407", path, "holds tensors of other shapes than the other ranks' files", hint=hint)
     told: set[Path] = set()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir
@@ -12,12 +14,15 @@ from lora_tool.checkpoint.folders import read_folder
 from lora_tool.checkpoint.fsdp_ranks import FULL_FILE, RANK_FILE
 from lora_tool.checkpoint.verl import MODEL_FILE, POINTER, ranks_of
 from lora_tool.display import counted
-from lora_tool.errors import NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import BrokenFile, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.formats import model_config
+from lora_tool.formats.files import is_file, read_object
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import base_layers_left_out, fault, frozen_left_out
+from lora_tool.sharded.flat_slices import flat_shapes
 from lora_tool.sharded.rank_checks import rank_faults
 from lora_tool.sharded.state import TrainingState
 from lora_tool.sharded.zero_checks import stale_latest
@@ -110,6 +115,10 @@ def _state(
 ) -> RankState:
     folder = _inside(checkpoint, tag)
     found = read_rank_files(folder, paths)
+    flat = {name: math.prod(tensor.shape) for name, tensor in found.tensors.items() if tensor.flat}
+    known = flat_shapes(flat, hidden=_hidden_size(folder)) if flat else {}
+    shaped = {name: replace(found.tensors[name], shape=shape) for name, shape in known.items()}
+    found = replace(found, tensors={**found.tensors, **shaped})
     ranks = ranks or max(found.ranks, *paths, 1)
     lost = base_layers_left_out(found.tensors)
     found_faults = rank_faults(found, ranks=ranks, there=paths.keys(), alone=alone)
@@ -119,6 +128,7 @@ def _state(
         title=title,
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in found.tensors.items()},
         without_values=lost,
+        shapeless=frozenset(flat.keys() - known.keys()),
         faults=(*faults, *found_faults, *frozen_left_out(folder, lost)),
         found=found,
         stamps={file.path: file.file.stamp for file in found.files.values()},
@@ -129,6 +139,18 @@ def _state(
             "serialization_ids": {file.path.name: file.file.serialization_id for file in found.files.values()},
         },
     )
+
+
+def _hidden_size(folder: Path) -> int | None:
+    """Return the model's hidden size, where its config lies beside or above."""
+    for place in (folder, folder.absolute().parent):
+        with contextlib.suppress(BrokenFile):
+            if is_file(place / model_config.FILE_NAME):
+                found = read_object(place / model_config.FILE_NAME)
+                text = found.get("text_config")
+                hidden = found.get("hidden_size") or (text.get("hidden_size") if isinstance(text, dict) else None)
+                return hidden if type(hidden) is int and hidden > 0 else None
+    return None
 
 
 def _inside(checkpoint: ShardedDir, tag: str) -> Path:

@@ -35,6 +35,8 @@ class TrainingState(abc.ABC):
     """Keys of the other states in the checkpoint, which are left there."""
     without_values: tuple[str, ...] = ()
     """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
+    shapeless: frozenset[str] = frozenset()
+    """Names of tensors whose elements are there and whose shape is not known; that in `entries` is one dimension."""
     faults: tuple[Finding, ...] = ()
     """What its structure has wrong."""
     stamps: Mapping[Path, FileStamp]

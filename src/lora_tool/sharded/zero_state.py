@@ -6,10 +6,12 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from lora_tool.checkpoint import ShardedDir
+from lora_tool.display import counted
 from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_tag
+from lora_tool.progress import decided
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
@@ -41,6 +43,8 @@ class ZeroState(TrainingState):
         records = []
         if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
             records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
+            masters = (tag.masters or {}).items()
+            records += [master.file.record(master.tensor) for name, master in masters if name in names]
         for states in tag.model.values():
             held = {**states.module, **(states.frozen or {})}
             records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
@@ -57,12 +61,13 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
     older = stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
-    files = [states.file for states in found.files]
+    masters = found.masters or {}
+    files = [*(states.file for states in found.files), *(master.file for master in masters.values())]
     steps = first.global_steps if first else None
     return ZeroState(
         root=checkpoint.root,
         folder=folder,
-        title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {found.world_size} ranks, step {steps}",
+        title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {_cut(found)}, step {steps}",
         entries=known,
         shared=first.shared if first else {},
         without_values=lost,
@@ -75,8 +80,17 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
             "world_size": found.world_size,
             "global_steps": steps,
             "deepspeed": first.version if first else None,
-            "serialization_ids": {file.path.name: file.serialization_id for file in files},
+            "serialization_ids": {str(file.path.relative_to(folder)): file.serialization_id for file in files},
         },
+    )
+
+
+def _cut(tag: ZeroTag) -> str:
+    """Return in how many pieces the masters are, in words."""
+    return (
+        counted(tag.world_size, "rank")
+        if tag.masters is None
+        else f"universal, {counted(len(tag.masters), 'parameter')}"
     )
 
 
@@ -84,6 +98,9 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
     tags = tuple(checkpoint.rank_files)
     wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
     if wanted in tags:
+        decided(
+            f"tag: {wanted}, {'which was asked for' if tag else 'as `latest` says' if checkpoint.latest else 'the only one'}"
+        )
         return str(wanted)
     if or_newest:
         return tags[-1]

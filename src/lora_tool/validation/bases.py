@@ -8,6 +8,7 @@ from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, RunDir, base_
 from lora_tool.errors import CheckpointError
 from lora_tool.formats.quantised.names import quantised_by_name
 from lora_tool.hub_cache import may_hold
+from lora_tool.progress import decided
 from lora_tool.rules.judging import NO_BASE
 from lora_tool.sources import local_folder, resolve
 
@@ -31,7 +32,9 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
         if not near_by and not may_hold(config.base_model):  # asking huggingface_hub takes half a second
             by_name = quantised_by_name(config.base_model)
             return None, f"no base model (--base): {config.base_model} is no folder and not in the Hub cache{by_name}"
-        return open_model(resolve(config.base_model, near=near, revision=config.revision).path), ""
+        found = resolve(config.base_model, near=near, revision=config.revision).path
+        decided(f"base: {found}, which {config.path} names")
+        return open_model(found), ""
     except CheckpointError as error:
         return None, f"no base model (--base): {error}"
 

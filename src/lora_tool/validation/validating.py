@@ -19,7 +19,7 @@ from lora_tool.errors import LoraToolError, NotACheckpoint
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.files import inside
 from lora_tool.plan.base.task import Task
-from lora_tool.progress import Watch
+from lora_tool.progress import Watch, decided
 from lora_tool.report import Report
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import chosen
@@ -41,6 +41,13 @@ class Criteria:
     ignore: tuple[str, ...] = ()
     deep: bool | None = None
     servers: frozenset[Server] = frozenset()
+
+
+_READS = {
+    True: "weights: all are read",
+    False: "weights: none are read, headers only",
+    None: "weights: those of adapters are read, of models and rank files the headers",
+}
 
 
 def validate(
@@ -82,6 +89,12 @@ def validate(
         )
     else:
         found, why_no_base = opened_model(base, near=near, download=False), ""
+    decided(f"{checkpoint.root} is {checkpoint.kind.with_article}")
+    if found is None:
+        decided(why_no_base)
+    elif base is not None:
+        decided(f"base: {found.root}, which was given")
+    decided(_READS[deep])
     task = None if task is None else Task(task).expected
     judge = Judge(
         rules=chosen(select, ignore),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import LoraToolError, MissingDependency, UnsupportedAdapter
 from lora_tool.formats.adapter_config import INITS_THAT_KEEP_THE_BASE
@@ -32,15 +33,21 @@ from lora_tool.verification.prompts import tokenizer_in
 
 try:
     import torch
+    import transformers
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import AutoConfig
+    from transformers.models.auto import modeling_auto
+
+    from lora_tool.names import meta
 except ImportError as error:
     raise MissingDependency("transformers", extra="merge") from error
 
 T = TypeVar("T")
-_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-"""The classes that AutoModelForCausalLM loads."""
+_LANGUAGE_MODELS = {
+    "AutoModelForCausalLM": frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()),
+    "AutoModelForImageTextToText": frozenset(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()),
+}
+"""Auto class → the classes that it loads."""
 
 
 def asking(work: Callable[[], T], merged: Path, option: str) -> T:
@@ -65,14 +72,18 @@ class Models(ABC):
         self._provenance = provenance
         self._plan = plan
         merged = provenance.merged.root
-        self._config = AutoConfig.from_pretrained(merged, local_files_only=True, trust_remote_code=False)
         classes = provenance.merged.config.architectures if provenance.merged.config else ()
         self._classifier = names_classifier(classes)
-        if classes and not self._classifier and classes[0] not in _CAUSAL:
+        auto = "AutoModelForSequenceClassification" if self._classifier else "AutoModelForCausalLM"
+        if classes and not self._classifier:
+            auto = next((name for name, known in _LANGUAGE_MODELS.items() if classes[0] in known), "")
+        self._text_class = _text_class(provenance, auto or "AutoModelForCausalLM")
+        if not auto and self._text_class is None:
             raise UnsupportedAdapter(
                 f"{merged}: {option} compares language models and classifiers, this is a {classes[0]}"
             )
-        self._auto = AutoModelForSequenceClassification if self._classifier else AutoModelForCausalLM
+        self._auto = getattr(transformers, self._text_class or auto)
+        self._config = self._read_config(merged)
         self._folders = [merged, *(adapter.root for adapter in provenance.adapters), provenance.base.root]
 
     @abstractmethod
@@ -159,13 +170,37 @@ class Models(ABC):
             use_safetensors=True,
         ).eval()
 
+    def _read_config(self, folder: Path) -> Any:  # noqa: ANN401
+        """Return the config in the folder, the text model's where that alone is run."""
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if self._text_class is None:
+            return config
+        text = config.get_text_config()
+        if self._classifier:
+            text.num_labels = config.num_labels
+        return text
+
     def _base_config(self) -> Any:  # noqa: ANN401
         """Return the base's config, with the labels and the pad token that the merged model was given."""
-        config = AutoConfig.from_pretrained(self._provenance.base.root, local_files_only=True, trust_remote_code=False)
+        config = self._read_config(self._provenance.base.root)
         if self._classifier:
             config.num_labels = self._config.num_labels
         config.get_text_config().pad_token_id = self._config.get_text_config().pad_token_id
         return config
+
+
+def _text_class(provenance: Provenance, auto: str) -> str | None:
+    """Return the class of the text model alone where the adapters were trained on that of a multimodal base, else None.
+
+    It runs both models: PEFT finds the adapters' modules in no other.
+    """
+    config = provenance.base.whole_config
+    name = meta.text_class(config, auto if auto == "AutoModelForSequenceClassification" else "AutoModelForCausalLM")
+    if name is None or not provenance.adapters:
+        return None
+    modules = meta.facts_of(meta.build(config, name, torch.float32), torch.float32).modules
+    targets = (layer.target for adapter in provenance.adapters for layer in view_of(adapter).layers)
+    return name if any("." in target and target in modules for target in targets) else None
 
 
 class TextModels(Models):

@@ -29,6 +29,7 @@ from lora_tool.plan.core.ops import (
     RowOp,
 )
 from lora_tool.plan.core.terms import LoraTerm
+from lora_tool.tensors import DType
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns, some_rows
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import row_blocks, split
@@ -38,6 +39,7 @@ Products = Callable[[Array, Array], Array]
 
 _MATRIX = 2
 _NORM_WEIGHTS = 1 << 20
+_STRIP = 1 << 12
 _DOUBLE = np.dtype(np.float64)
 
 
@@ -149,7 +151,12 @@ class Recomputer:
                 products = _no_products
             case Mix():
                 left, right = self._mixed(op, rows)
-                made, products = left @ right, Product(np.empty((0, 0)), ((left, right),)).norms
+                made, products = (
+                    np.empty((len(left), right.shape[1])),
+                    Product(np.empty((0, 0)), ((left, right),)).norms,
+                )
+                for at in range(0, right.shape[1], _STRIP):
+                    made[:, at : at + _STRIP] = left @ right[:, at : at + _STRIP].astype(_DOUBLE, copy=False)
             case _:
                 return assert_never(op)
         return Recomputed(made.astype(wide, copy=False), np.zeros(made.shape, wide), products)
@@ -159,8 +166,9 @@ class Recomputer:
         if not op.below:
             parts = [self._files.matrix(part, rows, _DOUBLE) for part in op.parts]
             return np.concatenate(parts, axis=1), op.matrix.values
+        exact = np.dtype(np.float32) if all(part.dtype is not DType.F64 for part in op.parts) else _DOUBLE
         whole = self._kept(
-            "mixed", op.parts, 0, lambda: np.concatenate([self._files.matrix(p, None, _DOUBLE) for p in op.parts])
+            "mixed", op.parts, 0, lambda: np.concatenate([self._files.matrix(p, None, exact) for p in op.parts])
         )
         return np.concatenate([op.matrix.values[:, first:last] for first, last in rows], axis=1).T, whole
 

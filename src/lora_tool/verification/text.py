@@ -53,7 +53,7 @@ def _fate_line(fate: TensorAction, found: list[TensorEvidence]) -> str:
     rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
     kept = [item.cosine for item in right if item.cosine is not None]
     direction = f"; cosine of W' - W with ΔW {min(kept):.4f} or more" if kept else ""
-    return f"{count} merged are W + ΔW, the farthest {ulps:.3f} ulp away{rounded}{direction}"
+    return f"{count} merged are W + ΔW, max error {ulps:.3f} ulp{rounded}{direction}"
 
 
 def output_lines(found: OutputEvidence) -> Iterator[str]:
@@ -61,8 +61,9 @@ def output_lines(found: OutputEvidence) -> Iterator[str]:
     how = "a layer at a time" if found.streamed else "each model loaded whole"
     yield f"{found.what} in float32 on {printable(found.inputs)}, {how}:"
     yield (
-        f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average; rounding at random gives "
-        f"{found.explained_largest:.3g} and {found.explained_mean:.3g}: {'explained' if found.explained else 'NOT explained'}"
+        f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average; rounding alone gives "
+        f"{found.explained_largest:.3g} and {found.explained_mean:.3g}, "
+        f"{'which explains it' if found.explained else 'which does NOT explain it'}"
     )
     agreement = _figures(
         {

@@ -41,8 +41,8 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
-_STRIP = 1 << 12
-"""Columns of factors that are widened at a time, where each row of a product needs all rows of them."""
+_STRIP, _TALL = 1 << 11, 1 << 10
+"""Columns of A's, and rows of B's, that are widened at a time: factors are narrow, and a block of a product is not."""
 _LEAST_ROWS = 16
 """A product of one or few rows goes through another BLAS routine, slower and of other bits."""
 
@@ -192,8 +192,10 @@ class NumpyBackend:
                 wide = np.concatenate([part[:, strip] for part in stacked]).astype(self._wide)
                 np.matmul(columns, wide, out=made[:, strip])
         else:
-            rows = [self._wide_rows(part, first, last) for part in op.parts]
-            np.matmul(np.concatenate(rows, axis=1) if len(rows) > 1 else rows[0], op.matrix.values, out=made)
+            for at in range(first, last, _TALL):
+                end = min(at + _TALL, last)
+                wide = np.concatenate([self._rows(part, at, end) for part in op.parts], axis=1).astype(self._wide)
+                np.matmul(wide, op.matrix.values, out=made[at - first : end - first])
         return made.reshape(-1)
 
     def _stacked(self, parts: tuple[StoredTensor, ...]) -> tuple[Array, ...]:

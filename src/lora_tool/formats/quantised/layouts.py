@@ -6,32 +6,23 @@ repository and those in memory in another, and some layers are known to no class
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lora_tool.formats.quantised.encodings import (
-    Bnb4,
-    BnbInt8,
-    Encoding,
-    Fp4,
-    NestedScales,
-    PackedIntegers,
-    Tiled,
-    parts,
-)
+from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
+from lora_tool.formats.quantised.columns import columns
+from lora_tool.formats.quantised.encodings import Encoding, Fp4, PackedIntegers, Tiled, parts
+from lora_tool.formats.quantised.parts import LayoutError, Parts
 from lora_tool.formats.stored import read_part
-from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorSpec, TensorTable
+from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
-_STATE = ".quant_state.bitsandbytes__"
-_JSON_BYTES = 1 << 16
-_NIBBLE = 4
+_Layout = Callable[[str, StoredTensor], Encoding]
 _MATRIX, _STACK = 2, 3
 _MX, _NV = 32, 16
-_TYPES = {name: dtype for dtype, name in FLOAT_NAMES.items()}
 _SCALES = (DType.F32, DType.BF16, DType.F16)
 _POWERS = (DType.F8_E8M0, DType.U8)
 _READ = (DType.F8_E4M3, DType.F8_E8M0)
@@ -73,10 +64,6 @@ _PARTS = (
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
 
 
-class LayoutError(Exception):
-    """A quantised weight is not stored as its format says, or in a way that is not read; the text names it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedWeights:
     """The quantised weights of a checkpoint, and what lies beside them."""
@@ -99,14 +86,20 @@ def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedW
     lone = [tensor for name, tensor in tensors.items() if name not in used]
     for tensor in lone:
         if _is_narrow(tensor):
-            why = "there is no scale for it" if tensor.dtype in _READ else "codes of that type are not read"
-            raise LayoutError(f"{tensor.path}: `{tensor.name}` is {tensor.dtype}, and {why}")
+            if tensor.dtype in _READ:
+                raise LayoutError(tensor, f"is {tensor.dtype}, and there is no scale for it")
+            raise LayoutError(tensor, f"is {tensor.dtype}, and codes of that type are not read", is_fault=False)
     for tensor in lone:
         if tensor.name.endswith(_PARTS):
-            raise LayoutError(
-                f"{tensor.path}: `{tensor.name}` is a part of a quantised weight, and the others are not there"
-            )
+            raise LayoutError(tensor, "is a part of a quantised weight, and the others are not there")
     return QuantisedWeights(weights=found, calibrated=calibrated)
+
+
+def is_sign(tensor: StoredTensor) -> bool:
+    """Return whether a tensor shows that a model is quantised, whatever its config says."""
+    return (
+        _is_narrow(tensor) or STATE in tensor.name or tensor.name.endswith((".SCB", ".weight_packed", "_proj_blocks"))
+    )
 
 
 def _is_narrow(tensor: StoredTensor) -> bool:
@@ -134,71 +127,60 @@ def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozen
     )
 
 
-class _Layouts:
+class _Layouts(Parts):
     """The tensors of a checkpoint, asked for the quantised weights among them."""
 
     def __init__(self, tensors: TensorTable, table: Mapping[str, Any]) -> None:
-        self._tensors = tensors
+        super().__init__(tensors)
         self._tiles, self._bits = _sizes(table)
+        self._table = table
 
     def found(self) -> Iterator[Encoding]:
         """Yield every quantised weight. Raises `LayoutError`."""
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             how = self._how(name, tensor)
             if how is not None:
                 yield how(name, tensor)
 
-    def _how(self, name: str, tensor: StoredTensor) -> Callable[[str, StoredTensor], Encoding] | None:
+    def _how(self, name: str, tensor: StoredTensor) -> _Layout | None:
         """Return what reads the weight of which the tensor is the sign; None for what is no sign of one."""
-        if _STATE in name:
-            return self._bnb4
-        if name.endswith(".SCB"):
-            return self._bnb8
-        if name.endswith("_blocks") and tensor.dtype is DType.U8:
-            return self._gpt_oss
-        if name.endswith(".weight_packed"):
-            return self._packed if tensor.dtype is DType.I32 else self._fp4_packed
-        if name.endswith(".weight") and tensor.dtype is DType.U8 and f"{name}_scale_2" in self._tensors:
-            return self._fp4_modelopt
-        of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self._tensors
+        if STATE in name:
+            return partial(four_bits, self)
+        by_end: dict[str, _Layout] = {
+            ".SCB": partial(int8, self),
+            ".qweight": partial(columns, self, self._table),
+            ".weight_packed": self._packed if tensor.dtype is DType.I32 else self._fp4_packed,
+        }
+        if tensor.dtype is DType.U8:
+            by_end["_blocks"] = self._gpt_oss
+            by_end |= {".weight": self._fp4_modelopt} if f"{name}_scale_2" in self.tensors else {}
+        of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self.tensors
         of_floats = tensor.dtype is DType.F8_E4M3 and not name.endswith(("_scale", "_scales", "_scale_inv", ".scale"))
-        return self._tiled if of_integers or of_floats else None
-
-    def _needed(self, name: str, of: StoredTensor, dtypes: tuple[DType, ...], size: int | None = None) -> StoredTensor:
-        """Return the tensor `name`, a part of the weight that `of` is another part of."""
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise LayoutError(f"{of.path}: `{of.name}` is a part of a quantised weight, and `{name}` is not there")
-        if tensor.dtype not in dtypes:
-            wanted = " or ".join(map(str, dtypes))
-            raise LayoutError(f"{tensor.path}: `{name}` is {tensor.dtype}; expected {wanted}")
-        if size is not None and tensor.spec.numel != size:
-            raise LayoutError(f"{tensor.path}: `{name}` is {list(tensor.shape)}; expected {size} elements")
-        return tensor
+        if of_integers or of_floats:
+            return self._tiled
+        return next((how for end, how in by_end.items() if name.endswith(end)), None)
 
     def _tiled(self, name: str, codes: StoredTensor) -> Encoding:
         module = name.removesuffix(".weight")
         names = [f"{name}_scale_inv", f"{name}_scale"]
         names += [f"{module}.scale", f"{module}.qscale_weight"] if module != name else []
-        scales = next((self._tensors[each] for each in names if each in self._tensors), None)
+        scales = next((self.tensors[each] for each in names if each in self.tensors), None)
         if scales is None:
-            raise LayoutError(f"{codes.path}: `{name}` is {codes.dtype}, and there is no scale for it: {names[0]}")
-        if f"{name}_zero_point" in self._tensors:
+            raise LayoutError(codes, f"is {codes.dtype}, and there is no scale for it: {names[0]}")
+        if f"{name}_zero_point" in self.tensors:
             raise LayoutError(
-                f"{codes.path}: `{name}_zero_point`: codes of 8 bits with a zero of their own are not read"
+                codes, f"has `{name}_zero_point`: codes of 8 bits with a zero of their own are not read", is_fault=False
             )
         if scales.dtype not in (*_SCALES, *_POWERS):
-            raise LayoutError(
-                f"{scales.path}: `{scales.name}` is {scales.dtype}; expected floats or powers of two (E8M0)"
-            )
+            raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
         tile = self._tile(codes, scales)
         kind = "int8" if codes.dtype is DType.I8 else "fp8 e4m3"
         height, width = codes.shape[-2:]
-        whole = {(height, width): "per tensor", (1, width): "per row"}.get(tile, f"tiles of {tile[0]}x{tile[1]}")
+        whole = {(height, width): "per tensor", (1, width): "per row"}.get(tile, f"in tiles of {tile[0]}x{tile[1]}")
         return Tiled(
             spec=TensorSpec(name=name, dtype=DType.F32, shape=codes.shape),
             codes=codes,
-            label=f"{kind}, scales {whole}",
+            label=f"{kind} {whole}",
             scales=scales,
             tile=tile,
         )
@@ -207,7 +189,9 @@ class _Layouts:
         """Return the rows and columns of a tile: as the config says where the grid is that, else a row or all."""
         if not _MATRIX <= len(codes.shape) <= _STACK or 0 in codes.shape:
             raise LayoutError(
-                f"{codes.path}: `{codes.name}` is {list(codes.shape)}; expected a matrix or a stack of them"
+                codes,
+                f"is {list(codes.shape)}; expected a matrix or a stack of them",
+                is_fault=False,
             )
         *lead, rows, columns = codes.shape
         tiles = self._tiles | ({(1, _MX)} if scales.dtype in _POWERS else frozenset())
@@ -225,87 +209,38 @@ class _Layouts:
         if found is None:
             expected = " or ".join(str(list(grid)) for grid in grids) or f"one scale, or one for each of {rows} rows"
             raise LayoutError(
-                f"{scales.path}: `{scales.name}` is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; "
-                f"expected {expected}"
+                scales, f"is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected {expected}"
             )
         return found
 
-    def _bnb8(self, name: str, largest: StoredTensor) -> Encoding:
-        module = name.removesuffix(".SCB")
-        codes = self._needed(f"{module}.weight", largest, (DType.I8,))
-        self._needed(name, codes, (DType.F32,), codes.shape[0] if len(codes.shape) == _MATRIX else -1)
-        layout = self._tensors.get(f"{module}.weight_format")
-        if layout is not None and any(read_part(layout, 0, layout.nbytes)):
-            raise LayoutError(f"{layout.path}: `{layout.name}`: int8 that is not stored row by row is not read")
-        spec = TensorSpec(name=codes.name, dtype=DType.F32, shape=codes.shape)
-        return BnbInt8(spec=spec, codes=codes, label="int8 of bitsandbytes", largest=largest, record=layout)
-
-    def _bnb4(self, name: str, state: StoredTensor) -> Encoding:
-        weight, _, kind = name.partition(_STATE)
-        said = _state(state)
-        shape, block, dtype = said.get("shape"), said.get("blocksize"), _TYPES.get(str(said.get("dtype")))
-        sizes = tuple(shape) if isinstance(shape, list) else ()
-        sound = len(sizes) == _MATRIX and all(type(n) is int and n > 0 for n in sizes)
-        if not sound or dtype is None or type(block) is not int or block < 1:
-            raise LayoutError(f"{state.path}: `{name}` says no shape, blocksize and dtype of a matrix: {said}")
-        size = math.prod(sizes)
-        codes = self._tensors.get(weight)
-        if codes is None or codes.nbytes != -(-size // 2):
-            found = f"{codes.nbytes} bytes" if codes else "not there"
-            raise LayoutError(f"{state.path}: `{weight}` is {found}; by `{name}` it is {shape}, {-(-size // 2)} bytes")
-        scales, nested = self._bnb_scales(weight, codes, -(-size // block), said)
-        return Bnb4(
-            spec=TensorSpec(name=weight, dtype=dtype, shape=sizes),
-            codes=codes,
-            label=f"{kind} of bitsandbytes{', double quantised' if nested else ''}",
-            levels=self._needed(f"{weight}.quant_map", codes, (DType.F32,), 1 << _NIBBLE),
-            scales=scales,
-            block=block,
-            record=state,
-        )
-
-    def _bnb_scales(
-        self, weight: str, codes: StoredTensor, blocks: int, said: Mapping[str, Any]
-    ) -> tuple[StoredTensor | NestedScales, bool]:
-        scales = self._needed(f"{weight}.absmax", codes, (DType.F32, DType.U8), blocks)
-        if scales.dtype is DType.F32:
-            return scales, False
-        block, offset = said.get("nested_blocksize"), said.get("nested_offset")
-        if type(block) is not int or block < 1 or not isinstance(offset, int | float):
-            raise LayoutError(f"{codes.path}: `{weight}` says no nested_blocksize and nested_offset: {dict(said)}")
-        return NestedScales(
-            codes=scales,
-            levels=self._needed(f"{weight}.nested_quant_map", codes, (DType.F32,), 256),
-            scales=self._needed(f"{weight}.nested_absmax", codes, (DType.F32,), -(-blocks // block)),
-            block=block,
-            offset=offset,
-        ), True
-
     def _packed(self, name: str, codes: StoredTensor) -> Encoding:
         weight = name.removesuffix("_packed")
-        if f"{weight}_g_idx" in self._tensors:
-            raise LayoutError(f"{codes.path}: `{weight}_g_idx`: weights in the order of their activations are not read")
-        said = self._needed(f"{weight}_shape", codes, (DType.I64, DType.I32), _MATRIX)
+        if f"{weight}_g_idx" in self.tensors:
+            raise LayoutError(
+                codes, f"has `{weight}_g_idx`: weights in the order of their activations are not read", is_fault=False
+            )
+        said = self.needed(f"{weight}_shape", codes, (DType.I64, DType.I32), _MATRIX)
         shape = _integers(said)
         fitting = [bits for bits in self._bits if codes.shape == (shape[0], -(-shape[1] * bits // 32))]
         if len(fitting) != 1 or min(shape) < 1:
             raise LayoutError(
-                f"{codes.path}: `{name}` is {list(codes.shape)} for a weight of {list(shape)}; the config names "
-                f"{', '.join(map(str, sorted(self._bits))) or 'no'} bits"
+                codes,
+                f"is {list(codes.shape)} for a weight of {list(shape)}; the config names "
+                f"{', '.join(map(str, sorted(self._bits))) or 'no'} bits",
             )
         (bits,) = fitting
-        scales = self._needed(f"{weight}_scale", codes, _SCALES)
+        scales = self.needed(f"{weight}_scale", codes, _SCALES)
         groups = 1 if math.prod(scales.shape) == 1 or scales.shape == shape[:1] else scales.shape[-1]
         if scales.shape not in {(), (1,), shape[:1], (1, 1), (shape[0], groups)} or shape[1] % groups:
-            raise LayoutError(f"{scales.path}: `{scales.name}` is {list(scales.shape)} for a weight of {list(shape)}")
-        zeros = self._tensors.get(f"{weight}_zero_point")
+            raise LayoutError(scales, f"is {list(scales.shape)} for a weight of {list(shape)}")
+        zeros = self.tensors.get(f"{weight}_zero_point")
         allowed = {DType.I8: (shape[0], groups), DType.I32: (-(-shape[0] * bits // 32), groups)}
         if zeros is not None and allowed.get(zeros.dtype) != zeros.shape:
-            raise LayoutError(f"{zeros.path}: `{zeros.name}` is {zeros.dtype} {list(zeros.shape)} for {list(shape)}")
+            raise LayoutError(zeros, f"is {zeros.dtype} {list(zeros.shape)} for {list(shape)}")
         return PackedIntegers(
             spec=TensorSpec(name=weight, dtype=scales.dtype, shape=shape),
             codes=codes,
-            label=f"int{bits}, groups of {shape[1] // groups}",
+            label=f"int{bits} in groups of {shape[1] // groups}",
             scales=scales,
             zeros=zeros,
             bits=bits,
@@ -315,18 +250,18 @@ class _Layouts:
 
     def _fp4_packed(self, name: str, codes: StoredTensor) -> Encoding:
         weight = name.removesuffix("_packed")
-        overall = self._tensors.get(f"{weight}_global_scale")
+        overall = self.tensors.get(f"{weight}_global_scale")
         kind = (DType.F8_E4M3,) if overall is not None else _POWERS
         return self._fp4(weight, self._of_bytes(codes), f"{weight}_scale", kind, DType.BF16, overall, divides=True)
 
     def _fp4_modelopt(self, name: str, codes: StoredTensor) -> Encoding:
-        overall = self._tensors[f"{name}_scale_2"]
+        overall = self.tensors[f"{name}_scale_2"]
         return self._fp4(name, codes, f"{name}_scale", (DType.F8_E4M3,), DType.F32, overall, divides=False)
 
     @staticmethod
     def _of_bytes(codes: StoredTensor) -> StoredTensor:
         if codes.dtype is not DType.U8:
-            raise LayoutError(f"{codes.path}: `{codes.name}` is {codes.dtype}; expected I32 or U8")
+            raise LayoutError(codes, f"is {codes.dtype}; expected I32 or U8")
         return codes
 
     def _fp4(
@@ -340,16 +275,17 @@ class _Layouts:
         *,
         divides: bool,
     ) -> Encoding:
-        scales = self._needed(scale, codes, kinds)
+        scales = self.needed(scale, codes, kinds)
         group = _NV if overall is not None else _MX
         shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else ()
         if len(shape) != _MATRIX or scales.shape != (shape[0], shape[1] // group) or shape[1] % group:
             raise LayoutError(
-                f"{scales.path}: `{scale}` is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected one "
-                f"scale for each {group} values of a row"
+                scales,
+                f"is {list(scales.shape)} for `{codes.name}` {list(codes.shape)}; expected one "
+                f"scale for each {group} values of a row",
             )
         if overall is not None:
-            self._needed(overall.name, codes, (DType.F32,), 1)
+            self.needed(overall.name, codes, (DType.F32,), 1)
         return Fp4(
             spec=TensorSpec(name=name, dtype=dtype, shape=shape),
             codes=codes,
@@ -362,11 +298,12 @@ class _Layouts:
 
     def _gpt_oss(self, name: str, codes: StoredTensor) -> Encoding:
         weight = name.removesuffix("_blocks")
-        scales = self._needed(f"{weight}_scales", codes, _POWERS)
+        scales = self.needed(f"{weight}_scales", codes, _POWERS)
         if len(codes.shape) != 4 or codes.shape != (*scales.shape, _MX // 2):  # noqa: PLR2004 - experts, rows, groups, bytes
             raise LayoutError(
-                f"{codes.path}: `{name}` is {list(codes.shape)} with scales of {list(scales.shape)}; expected "
-                "[experts, rows, groups, 16] and [experts, rows, groups]"
+                codes,
+                f"is {list(codes.shape)} with scales of {list(scales.shape)}; expected "
+                "[experts, rows, groups, 16] and [experts, rows, groups]",
             )
         experts, rows, groups = scales.shape
         return Fp4(
@@ -377,17 +314,6 @@ class _Layouts:
             group=_MX,
             transposed=True,
         )
-
-
-def _state(tensor: StoredTensor) -> dict[str, Any]:
-    """Return what bitsandbytes packed into a tensor of bytes: a JSON object."""
-    try:
-        found = json.loads(read_part(tensor, 0, min(tensor.nbytes, _JSON_BYTES)))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise LayoutError(f"{tensor.path}: `{tensor.name}` holds no JSON object")
-    return found
 
 
 def _integers(tensor: StoredTensor) -> Shape:

@@ -58,9 +58,11 @@ def adapter_modules(
     facts: ModelFacts | None = None,
     expert_layout: ExpertLayout | None = None,
     ends: frozenset[str] = frozenset(),
+    weight: float = 1.0,
 ) -> AdapterModules:
     """Return the adapter's tensors by what they do; the rules have judged them.
 
+    `weight` is the adapter's in a sum: all of its terms are scaled by it, whole tensors stay as they are.
     `facts` tell which parameter a LoRA on bare parameters belongs to; `expert_layout` is what the user says of a fused
     lora_B. `ends` are the base's tensors with a row per token, which PEFT saves by itself after the vocabulary was
     resized, and loads over the base's; `base` are all of its tensors, some of which an adapter may repeat. Raises as
@@ -69,7 +71,7 @@ def adapter_modules(
     layers = {layer.module: layer for layer in view.layers}
     wrapped = wrapped_parameters(view.config, facts.parameters) if facts else {}
     parameters = {
-        name: (parameter_term(view, name, facts, layers.pop(module), expert_layout),)
+        name: (weighted_term(parameter_term(view, name, facts, layers.pop(module), expert_layout), weight),)
         for module, name in wrapped.items()
         if facts and module in layers
     }
@@ -80,9 +82,9 @@ def adapter_modules(
     }
     originals = (item.tensor.name for item in view.parts(Part.ORIGINAL_MODULE))
     return AdapterModules(
-        lora={module: (_term(layer),) for module, layer in layers.items()},
+        lora={module: (weighted_term(_term(layer), weight),) for module, layer in layers.items()},
         lora_bias={
-            module: (BiasTerm(bias=layer.bias, scaling=_term(layer).scaling),)
+            module: (BiasTerm(bias=layer.bias, scaling=weight * _term(layer).scaling),)
             for module, layer in layers.items()
             if layer.bias is not None
         },
@@ -98,6 +100,11 @@ def adapter_modules(
             **repeated,
         },
     )
+
+
+def weighted_term(term: LoraTerm, weight: float) -> LoraTerm:
+    """Return the term times the weight of its adapter."""
+    return term if weight == 1 else replace(term, scaling=weight * term.scaling)
 
 
 def _repeats(name: str, tensor: StoredTensor, base: TensorTable) -> bool:

@@ -52,6 +52,8 @@ def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_tok
     changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels)}
     if pad_token_id is not None:
         changes["pad_token_id"] = pad_token_id
+        if isinstance(base.whole_config.raw.get("text_config"), dict):  # whose pad token is the one that is asked for
+            changes["text_config"] = {"pad_token_id": pad_token_id}
     return changes
 
 

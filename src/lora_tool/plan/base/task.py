@@ -10,7 +10,9 @@ from lora_tool.architectures import architecture_of
 from lora_tool.architectures.heads import CLASSIFICATION_HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
+from lora_tool.display import some
 from lora_tool.keys import Part
+from lora_tool.progress import decided
 
 
 @enum.unique
@@ -131,7 +133,16 @@ def decide_task(asked: Task, adapters: Sequence[AdapterDir], base: ModelDir, hea
     """
     said = asked if asked is not Task.AUTO else _declared(adapters)
     if said is not None:
+        why = "which was asked for" if asked is not Task.AUTO else "as the adapter's config says"
+        decided(f"task: {said}, {why}")
         return said
     modules = {f"{key.module}." for adapter in adapters for key in adapter.keys.values()}
     has_head = head is not None and any(module.startswith(f"{head}.") for module in modules)
-    return Task.SEQ_CLS if has_head or names_classifier(base.whole_config.architectures) else Task.CAUSAL_LM
+    if has_head:
+        decided(f"task: {Task.SEQ_CLS}, for the adapter holds a head, `{head}`")
+        return Task.SEQ_CLS
+    task = Task.SEQ_CLS if names_classifier(base.whole_config.architectures) else Task.CAUSAL_LM
+    decided(
+        f"task: {task}, for the adapter names none and the base is {some(base.whole_config.architectures) or 'of no class'}"
+    )
+    return task

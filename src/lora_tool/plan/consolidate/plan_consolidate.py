@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections import Counter
@@ -26,6 +27,7 @@ from lora_tool.plan.core import sharding
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.progress import decided
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.frozen_heads import has_lora
 from lora_tool.sharded.state import TrainingState
@@ -78,21 +80,23 @@ def plan_consolidate(
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     state = training_state(opened, tag=tag)
     kept = refuse_errors(state.faults, ignored)
-    decided = What(what)
-    if decided is What.AUTO:
-        decided = What.ADAPTER if has_lora(state.entries) else What.MODEL
+    target, lora = What(what), has_lora(state.entries)
+    if target is What.AUTO:
+        target = What.ADAPTER if lora else What.MODEL
+        decided(f"what: {target}, for there are {'' if lora else 'no '}LoRA tensors")
     found = (
         adapter_config_of(state, given=Path(adapter_config) if adapter_config else None, lora_alpha=lora_alpha)
-        if decided is What.ADAPTER and has_lora(state.entries)
+        if target is What.ADAPTER and lora
         else None
     )
-    selection = _choose(decided, state, found, dtype)
+    selection = _choose(target, state, found, dtype)
     kept += refuse_errors(selection.faults, ignored)
+    _require_shapes(state, selection)
     tensors = state.assemble(frozenset(selection.names.values()))
     unchecked = bool(ignored) and all(code.startswith(ignored) for code in _VALUE_CODES)
     values = None if unchecked else replace(state.value_check(tensors), ignored=ignored)
     steps = tuple(_steps(selection.names, tensors, state.entries, dtype))
-    shards = _shards(decided, steps, max_shard_bytes)
+    shards = _shards(target, steps, max_shard_bytes)
     side_files = selection.side_files
     if len(shards) > 1:
         index = SideFile(
@@ -111,14 +115,14 @@ def plan_consolidate(
         findings=kept,
         warnings=selection.warnings,
         notes=(
-            f"{decided} from {state.title}",
+            f"{target} from {state.title}",
             *(str(fault) for fault in kept if fault.severity < Severity.WARNING),
             *selection.notes,
             *(f"left in the checkpoint, beside the weights: {', '.join(some)}" for some in [state.beside[:8]] if some),
         ),
         manifest={
             "operation": "consolidate",
-            "what": decided.value,
+            "what": target.value,
             "dtype": dtype.value if dtype else "as saved",
             "merged_adapters": [],
             "values_checked": values is not None,
@@ -171,6 +175,16 @@ def _choose(what: What, state: TrainingState, found: FoundConfig | None, dtype: 
         faults=tuple(_lacking(state)),
         warnings=warnings,
     )
+
+
+def _require_shapes(state: TrainingState, selection: Selection) -> None:
+    """Raise `UnsupportedCheckpoint` where a tensor that is wanted is a row of elements without a shape."""
+    lost = sorted(state.shapeless.intersection(selection.names.values()))
+    if lost:
+        more = f" and {len(lost) - 1} more are" if lost[1:] else " is"
+        message = f"`{lost[0]}`{more} saved flat, {math.prod(state.entries[lost[0]].shape):,} elements without a shape"
+        hint = f"put the model's {model_config.FILE_NAME} beside the rank files: a head's shape follows from its hidden size"
+        raise UnsupportedCheckpoint(f"{state.folder}: {message}", hint=hint)
 
 
 def _lacking(state: TrainingState) -> Iterator[Finding]:

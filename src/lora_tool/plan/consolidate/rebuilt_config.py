@@ -20,6 +20,7 @@ from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig, adapter_c
 from lora_tool.formats.lora_recipes import NAMED, TRAINING_ARGS, Recipe, read_recipe, recipes_in
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.keys import AdapterKey, Part
+from lora_tool.progress import decided
 from lora_tool.sharded.frozen_heads import is_new_head, parsed_keys
 from lora_tool.sharded.state import TrainingState
 
@@ -56,6 +57,7 @@ def adapter_config_of(
     """
     path = _config_path(given, state.near)
     if path is not None:
+        decided(f"adapter config: {path}, {'which was given' if given else 'the nearest'}")
         config = read_adapter_config(path)
         if lora_alpha is not None and config.lora_alpha != lora_alpha:
             raise WrongValue(f"lora_alpha: {path} says {config.lora_alpha:g}, found {lora_alpha:g}")
@@ -66,6 +68,7 @@ def adapter_config_of(
     own = {name: key for name, key in parsed.items() if key.adapter_name in (chosen, None)}
     tensors = dict(_of_tensors(state, own))
     recipes = _recipes(state.near, given, tensors)
+    decided("adapter config: none is near, so it is rebuilt from the tensors and what the trainer wrote down")
     return _rebuilt(state, tensors, recipes, given, lora_alpha)
 
 

@@ -16,20 +16,23 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.patterns import is_path
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
+from lora_tool.tensors import StoredTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftNames:
     """An adapter's tensors by the names that PEFT loads."""
 
-    names: Mapping[str, str]
-    """PEFT's name → the name in the file."""
+    tensors: Mapping[str, StoredTensor]
+    """PEFT's name → the tensor, by its name in the file."""
     dropped: tuple[tuple[str, str], ...]
     """Names in the file that PEFT has no place for, each with the reason."""
     config: AdapterConfig
     """The adapter's config, in which no module has a wrapper in its path either."""
     changes: Mapping[str, Any]
     """The fields of `adapter_config.json` that become others."""
+    why: tuple[str, ...] = ()
+    """What about them changes, in words."""
 
 
 def peft_names(view: AdapterView, model: ModuleNames | None, hint: str) -> PeftNames:
@@ -59,10 +62,11 @@ def peft_names(view: AdapterView, model: ModuleNames | None, hint: str) -> PeftN
         dropped.append((name, f"the same as `{first}`"))
     changes = dict(_changes(view.config))
     return PeftNames(
-        names=names,
+        tensors={new: tensors[name] for new, name in names.items()},
         dropped=tuple(dropped),
         config=replace(view.config, **{_ATTRIBUTES.get(name, name): value for name, value in changes.items()}),
         changes={name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()},
+        why=(f"{', '.join(changes)} without wrappers",) if changes else (),
     )
 
 

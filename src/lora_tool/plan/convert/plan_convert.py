@@ -17,6 +17,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.config_file import config_file
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.manifest import describe_input
 from lora_tool.plan.core.ops import Precision, copied_as
 from lora_tool.plan.core.plan import Plan
@@ -29,6 +30,8 @@ from lora_tool.tensors import FileStamp
 
 _JUDGED = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
 """What decides whether PEFT loads an adapter, with nothing missing and nothing left over."""
+_BESIDE = "LT222"
+"""What is said of weights that stay beside the adapter."""
 
 
 @enum.unique
@@ -45,13 +48,15 @@ def plan_convert(
     to: AdapterForm | str,
     base: ModelDir | None = None,
     why_no_base: str = NO_BASE,
+    reward: bool = False,
     ignore: Iterable[str] = (),
 ) -> Plan:
     """Return the plan that writes `adapter` in the form `to`, from headers alone; nothing is written.
 
     "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
     bytes. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
-    None where it is not at hand, and `why_no_base` says why. The rules judge the adapter under its new names; `ignore`
+    None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of a
+    causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore`
     are codes to go on in spite of. Raises `FindingsFound` for what they call an error, `UnsupportedAdapter` for names
     that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
     """
@@ -62,10 +67,14 @@ def plan_convert(
         None if base is None or base.config is None else module_names(base.config, base.tensors, view.config.task_type)
     )
     named = peft_names(view, model, _hint(adapter, view.config, base))
+    head = value_head_of(adapter) if reward else None
+    if head is not None:
+        named = with_score(named, head, adapter, base)
+        ignored = (*ignored, _BESIDE)
     report = _judged(adapter, named, Judge(rules=chosen(_JUDGED, ignored), base=base, why_no_base=why_no_base))
     report.raise_at(Severity.ERROR)
-    steps = tuple(_steps(adapter, named))
-    side_files = (config_file(named.config, named.changes, _reasons(named)), *_beside(adapter))
+    steps = tuple(_steps(named))
+    side_files = (config_file(named.config, named.changes, named.why), *_beside(adapter))
     renamed = sum(step.out.name != step.op.source.name for step in steps)
     return Plan(
         shards=(Shard(filename=ADAPTER_WEIGHTS, steps=steps),),
@@ -74,16 +83,22 @@ def plan_convert(
             InputRecord(path=adapter.tensors[name].path, name=name, action=TensorAction.DROPPED, reason=reason)
             for name, reason in named.dropped
         ),
-        inputs=(*adapter.weights.stamps, *(FileStamp.of(file.source) for file in side_files if file.source)),
+        inputs=(
+            *adapter.weights.stamps,
+            *(head.weights.stamps if head else ()),
+            *(FileStamp.of(file.source) for file in side_files if file.source),
+        ),
         precision=Precision.FLOAT32,
         findings=report.findings,
         notes=(
             f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed",
+            *([] if head is None else [_constant(head)]),
             *([] if model else [f"not compared with the modules of its base: {_why_not_compared(base, why_no_base)}"]),
         ),
         manifest={
             "operation": "convert",
             "to": form.value,
+            **({} if head is None else {"value_head": {"file": head.name, "constant": head.constant}}),
             "merged_adapters": [],
             "ignored": list(ignored),
             "inputs": {
@@ -106,12 +121,18 @@ def _why_not_compared(base: ModelDir | None, why_no_base: str) -> str:
     return why_no_base if base is None else f"no table knows those of a {kind or 'model without a type'}"
 
 
+def _constant(head: ValueHead) -> str:
+    without = (
+        f", without its bias: every reward is {head.constant:.9g} less than the value head's" if head.constant else ""
+    )
+    return f"the score head is that of {head.name}{without}"
+
+
 def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
     """Return what the rules find in the adapter once its tensors have their new names."""
     tensors = {}
-    for new, name in named.names.items():
-        tensor = adapter.tensors[name]
-        tensors[new] = tensor if new == name else replace(tensor, spec=replace(tensor.spec, name=new))
+    for new, tensor in named.tensors.items():
+        tensors[new] = tensor if new == tensor.name else replace(tensor, spec=replace(tensor.spec, name=new))
     renamed = replace(
         adapter,
         config=named.config,
@@ -121,16 +142,11 @@ def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
     return replace(judge, deep=False).folder(judge.subject(renamed))
 
 
-def _steps(adapter: AdapterDir, named: PeftNames) -> Iterator[Step]:
-    for new, name in named.names.items():
-        tensor = adapter.tensors[name]
+def _steps(named: PeftNames) -> Iterator[Step]:
+    for new, tensor in named.tensors.items():
         op = copied_as(tensor.dtype, tensor)
-        reason = "copied" if new == name else f"renamed, saved as {name}"
+        reason = "copied" if new == tensor.name else f"renamed, saved as {tensor.name}"
         yield Step(out=replace(tensor.spec, name=new), op=op, action=TensorAction.COPIED, reason=reason)
-
-
-def _reasons(named: PeftNames) -> tuple[str, ...]:
-    return (f"{', '.join(named.changes)} without wrappers",) if named.changes else ()
 
 
 def _beside(adapter: AdapterDir) -> Iterator[SideFile]:

@@ -73,7 +73,13 @@ def build_plan(
         inputs=_stamps(merge, side_files),
         precision=precision,
         warnings=warnings,
-        notes=(_task_note(merge), *_one_delta_note(merge), *_left_out_notes(leftovers, base), *notes),
+        notes=(
+            _task_note(merge),
+            *_weight_note(merge),
+            *_one_delta_note(merge),
+            *_left_out_notes(leftovers, base),
+            *notes,
+        ),
         # the tensors of one adapter need no telling apart
         input_names={each.root: name for name, each in {"base": base, **adapters}.items()}
         if adapters.keys() - {"adapter"}
@@ -85,12 +91,15 @@ def build_plan(
             "num_labels": merge.labels,
             "dtype": merge.dtype.value if merge.dtype else "as in the base",
             **options,
-            "merged_adapters": [*earlier, *fingerprints.values()],
+            "merged_adapters": [*earlier, *([] if options.get("head_alone") else fingerprints.values())],
             "inputs": {
                 "base": describe_input(source_of(base.root), base.weights, fingerprint(base.weights)),
                 **{
-                    name: describe_input(source_of(each.root), each.weights, fingerprints[name])
-                    for name, each in adapters.items()
+                    name: {
+                        **describe_input(source_of(each.root), each.weights, fingerprints[name]),
+                        **({} if part.weight == 1 else {"weight": part.weight}),
+                    }
+                    for (name, each), part in zip(adapters.items(), merge.adapted, strict=True)
                 },
             },
         },
@@ -127,7 +136,7 @@ def _side_files(merge: MergeContext) -> tuple[tuple[SideFile, ...], tuple[str, .
                 "score one text at a time; set pad_token in tokenizer_config.json and merge again"
             )
         class_name = merge.arch.sequence_classification or ""
-        changes |= classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id)
+        changes = joined_changes(changes, classifier_changes(merge.base, class_name, merge.head.num_labels, pad_id))
     modules = module_files(owners(adapters, merge.base), merge.task)
     files = (
         config_file(merge.base, changes),
@@ -173,13 +182,24 @@ def _one_delta_note(merge: MergeContext) -> Iterator[str]:
 
 
 def _task_note(merge: MergeContext) -> str:
-    sources = " + ".join(str(part.adapter.root) for part in merge.adapted)
+    sources = " + ".join(
+        str(part.adapter.root) if part.weight == 1 else f"{part.weight:g}·{part.adapter.root}" for part in merge.adapted
+    )
     labels = "" if merge.labels is None else counted(merge.labels, "label")
     if merge.head is None:
         model = f"{merge.arch.causal_lm}, {labels}" if merge.labels is not None else merge.arch.causal_lm
         return f"merging {sources} into {merge.base.root} as {model}"
     head = f"head from {merge.head.weight.path.parent}"
     return f"merging {sources} into {merge.base.root} as {merge.arch.sequence_classification}, {labels}, {head}"
+
+
+def _weight_note(merge: MergeContext) -> Iterator[str]:
+    """Yield what a weight does not scale."""
+    for part in merge.adapted:
+        whole = [*part.modules.saved, *part.modules.tokens]
+        if part.weight != 1 and whole:
+            others = f" and {counted(len(whole) - 1, 'other')}" if len(whole) > 1 else ""
+            yield f"the weight {part.weight:g} scales ΔW alone: {whole[0]}{others} of {part.adapter.root} stay as trained"
 
 
 def _stamps(merge: MergeContext, side_files: tuple[SideFile, ...]) -> tuple[FileStamp, ...]:

@@ -9,6 +9,7 @@ from lora_tool.adapter.support import WITH_PEFT
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.heads import last_weights
 from lora_tool.checkpoint import ModelDir
+from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
 from lora_tool.names.model import ModelFacts
 from lora_tool.plan.adapter.combine import Adapted
@@ -16,6 +17,7 @@ from lora_tool.plan.adapter.modules import AdapterModules
 from lora_tool.plan.base.task import CLASSIFIERS, Task
 from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.tied_embeddings import ModelEnds, settled_ends, with_vocabulary
+from lora_tool.progress import decided
 from lora_tool.tensors import DType, StoredTensor
 
 
@@ -121,11 +123,21 @@ def _find_head(view: BaseView, modules: AdapterModules) -> Head:
             f"{view.base.root}: {arch.model_type} has no sequence classification class that is stored like its causal LM",
             hint=WITH_PEFT,
         )
-    places = (modules.saved, modules.frozen_base, view.base.tensors)
-    found = ((name, place[name]) for place in places for name in last_weights(arch.head) if name in place)
-    name, weight = next(found, (None, None))
+    places = {
+        "the adapter, which saved it whole": modules.saved,
+        "the adapter, which carries it under its LoRA": modules.frozen_base,
+        "the base": view.base.tensors,
+    }
+    found = (
+        (source, name, place[name])
+        for source, place in places.items()
+        for name in last_weights(arch.head)
+        if name in place
+    )
+    source, name, weight = next(found, (None, None, None))
     if name is None or weight is None:
         raise AssertionError("the rules let no classifier without its head pass")
+    decided(f"head: `{name}` of {source}, {counted(weight.shape[0], 'row')}")
     return Head(module=arch.head, name=name, weight=weight, num_labels=weight.shape[0])
 
 

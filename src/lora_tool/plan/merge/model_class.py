@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.adapter.support import WITH_PEFT
+from lora_tool.adapter.view import view_of
 from lora_tool.architectures import Architecture
 from lora_tool.architectures.heads import LAST_LAYERS
 from lora_tool.checkpoint import AdapterDir, ModelDir
@@ -20,6 +21,9 @@ from lora_tool.names.weight_mapping import WeightMapping
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, names_classifier, trained_class
 from lora_tool.plan.merge.converted_base import homes
 from lora_tool.tensors import DType
+
+_WHOLE_CLASS = {"AutoModelForCausalLM": "AutoModelForImageTextToText"}
+"""Auto class that may give a text model → the one that gives the whole; the others give the whole themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +45,10 @@ def model_class(base: ModelDir, adapters: Sequence[AdapterDir], asked: Task, tas
     errors: list[LoraToolError] = []
 
     def of(auto_class: str) -> WeightMapping | None:
-        whole = [name for name in meta.candidates(config, auto_class) if name != meta.text_class(config)]
+        name = meta.text_class(config, auto_class)
+        whole = [each for each in meta.candidates(config, auto_class) if each != name]
         found = _fitting(base, adapters, whole, errors)
-        text = _text_model(base, adapters, found, errors) if auto_class == "AutoModelForCausalLM" else None
-        return text or found
+        return _text_model(base, adapters, (auto_class, name), found, errors) if name is not None else found
 
     generator, classifier = None, None
     if task is None:
@@ -124,27 +128,41 @@ def _fitting(
 
 
 def _text_model(
-    base: ModelDir, adapters: Sequence[AdapterDir], whole: WeightMapping | None, errors: list[LoraToolError]
+    base: ModelDir,
+    adapters: Sequence[AdapterDir],
+    classes: tuple[str, str],
+    whole: WeightMapping | None,
+    errors: list[LoraToolError],
 ) -> WeightMapping | None:
-    """Return the whole model in the names of its text class, where the adapters were trained on that; else None.
+    """Return the whole model in the names of its text class, where the adapters were trained on that; else `whole`.
 
-    Raises `UnsupportedAdapter` where transformers makes up weights of the text class.
+    `classes` are the auto class and the text class that it gives. Raises `UnsupportedAdapter` where transformers makes
+    up weights of the text class, or has no class for the whole.
     """
-    name = meta.text_class(base.whole_config)
-    if name is None or (whole is not None and not any(_strangers(adapter, whole) for adapter in adapters)):
-        return None
+    auto_class, name = classes
+    if whole is not None and not any(_strangers(adapter, whole) or _lacks(adapter, whole) for adapter in adapters):
+        return whole
     text = _fitting(base, adapters, (name,), errors)
     if text is None or any(_strangers(adapter, text) for adapter in adapters):
-        return None
-    if text.missing:
+        return whole
+    made_up = [
+        each for each in text.missing if whole is None or each not in whole.missing
+    ]  # a new head is the adapter's
+    if whole is None and text.facts.head is not None:
+        made_up = [each for each in made_up if not each.startswith(f"{text.facts.head}.")]
+    if made_up:
         raise UnsupportedAdapter(
             f"{base.root}: the adapter was trained on a {name}, and the installed transformers cannot load one from it: "
-            f"it finds nothing for {len(text.missing)} of its parameters, the first is `{text.missing[0]}`, and makes "
-            "them up at random, so what was trained is not for these weights",
-            hint="train it anew on the whole model: AutoModelForImageTextToText.from_pretrained(BASE)",
+            f"it finds nothing for {len(made_up)} of its parameters, the first is `{made_up[0]}`, and makes them up at "
+            "random, so what was trained is not for these weights",
+            hint=f"train it anew on the whole model: {_WHOLE_CLASS.get(auto_class, auto_class)}.from_pretrained(BASE)",
         )
     if whole is None:
-        raise errors[0]
+        raise UnsupportedAdapter(
+            f"{base.root}: the adapter was trained on a {name}, and transformers has no class with such a head for the "
+            f"whole {base.whole_config.model_type}",
+            hint="`text_only=True` writes the text model alone",
+        )
     return WholeInTextNames(text, whole)
 
 
@@ -167,3 +185,10 @@ def _unknown_type(config: ModelConfig, what: str) -> UnsupportedAdapter:
 def _strangers(adapter: AdapterDir, mapping: WeightMapping) -> int:
     """Return how many of the adapter's tensors the class has no module for."""
     return sum(home is None for home in set(homes(adapter, mapping).values()))
+
+
+def _lacks(adapter: AdapterDir, mapping: WeightMapping) -> bool:
+    """Return whether the config targets a layer of the class on which the adapter has no LoRA."""
+    view = view_of(adapter)
+    layers = mapping.facts.layers.difference(layer.target for layer in view.layers)
+    return any(map(view.config.targets, layers))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lora_tool.adapter.support import require_mergeable
+from lora_tool.adapter.support import require_mergeable, require_weightable
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.ends import end_names
 from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
+from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first, without_delta
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
@@ -24,19 +24,22 @@ from lora_tool.plan.merge.context import merge_context
 from lora_tool.plan.merge.ledger import adapter_leftovers, dropped_from_base, require_all_consumed
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.steps import added_steps, base_steps
-from lora_tool.plan.merge.storage import QuantisedBase, Storage
+from lora_tool.plan.merge.storage import QuantisedBase, Storage, trained_on_quantised
 from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends, untying_steps
 from lora_tool.report.findings import Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.sources import Reference, opened_adapter, opened_model, several, source_of
+from lora_tool.sources import Reference, opened_adapter, opened_model, source_of
 from lora_tool.tensors import DType, float_type
+from lora_tool.weighted import all_weighted
 
 
 def plan_merge(
     base: Reference,
     adapter: Reference | Sequence[Reference],
     *,
+    weights: Sequence[float] | None = None,
+    head_alone: bool = False,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
     dtype: DType | str | None = None,
@@ -53,7 +56,9 @@ def plan_merge(
     """Return the plan that merges `adapter`, or several of them, into `base`. The rules judge the adapters first, as
     `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
 
-    Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order. `task`
+    Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order,
+    each times its own of `weights`, by default what stands behind its name ("A=0.7"), or 1. `head_alone` leaves ΔW
+    out: the base with the adapter's head, which a server needs that adds ΔW itself. `task`
     "reward" means one label. `dtype` None keeps every tensor's own; `num_labels` are the labels that a head must have,
     and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only`
     makes the text model of a multimodal base alone. `store` says what becomes of a quantised base: by default its weights
@@ -66,7 +71,8 @@ def plan_merge(
     finds no place for a tensor.
     """
     base = opened_model(base)
-    adapters = tuple(map(opened_adapter, several(adapter)))
+    names, factors = all_weighted(adapter, weights)
+    adapters = tuple(map(opened_adapter, names))
     task, precision = Task(task), Precision(precision)
     store = None if store is None else Storage(store)
     dtype = None if dtype is None else float_type(dtype)
@@ -82,11 +88,17 @@ def plan_merge(
     report = judge.as_stored(adapters, base)
     for each in adapters:
         require_mergeable(view_of(each))
+    require_weightable(adapters, factors)
     plain = in_full_precision(base, source_of(base.root).hub_id)
-    view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
+    with judge.reading(base):
+        view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
     if (match := view.in_memory()) is not None:
         report = joined([report, judge.in_memory(view.adapters, match)])
-    adapted, modules = join([_adapted(each, view, expert_layout) for each in view.adapters])
+    adapted, modules = join(
+        [_adapted(each, view, expert_layout, weight) for each, weight in zip(view.adapters, factors, strict=True)]
+    )
+    if head_alone:
+        adapted, modules = join([without_delta(each) for each in adapted])
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)
     modules, per_expert = view.parts_of_fused(modules, precision)
@@ -96,7 +108,8 @@ def plan_merge(
     dropped, left = tuple(dropped_from_base(merge)), view.leftovers
     options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     options |= {"text_only": True} if text_only else {}
-    notes: tuple[str, ...] = ()
+    options |= {"head_alone": True} if head_alone else {}
+    notes = tuple(trained_on_quantised(adapters, base)) if plain is base else ()
     if plain is not base:
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}
         cast = dtype not in (None, plain.dtype) or text_only
@@ -125,7 +138,9 @@ def _require_same_everywhere(steps: Sequence[Step], precision: Precision) -> Non
         )
 
 
-def _adapted(adapter: AdapterDir, view: BaseView, expert_layout: ExpertLayout | None) -> Adapted:
+def _adapted(adapter: AdapterDir, view: BaseView, expert_layout: ExpertLayout | None, weight: float) -> Adapted:
     own, ends = view_of(adapter), end_names(view.base, view.arch)
-    modules = adapter_modules(own, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors)
-    return Adapted(view=own, modules=modules)
+    modules = adapter_modules(
+        own, facts=view.facts, expert_layout=expert_layout, ends=ends, base=view.base.tensors, weight=weight
+    )
+    return Adapted(view=own, modules=modules, weight=weight)

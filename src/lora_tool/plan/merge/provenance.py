@@ -21,6 +21,7 @@ from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.plan.merge.storage import Storage
 from lora_tool.sources import Reference, opened_adapter, opened_model, resolve
 from lora_tool.tensors import DType
+from lora_tool.weighted import all_weighted
 
 Word = TypeVar("Word", bound=Enum)
 
@@ -32,6 +33,8 @@ class Provenance:
     merged: ModelDir
     base: ModelDir
     adapters: tuple[AdapterDir, ...]
+    weights: tuple[float, ...] | None = None
+    """The adapters' weights in their sum, 1 each without."""
 
     @property
     def by_manifest(self) -> Mapping[str, Any] | None:
@@ -53,6 +56,8 @@ class Provenance:
         return plan_merge(
             self.base,
             self.adapters,
+            weights=self.weights or (1.0,) * len(self.adapters),
+            head_alone=record.get("head_alone") is True,
             task=_known(Task, record.get("task")) or Task.AUTO,
             num_labels=labels if type(labels) is int else None,
             dtype=_known(DType, record.get("dtype")),
@@ -116,8 +121,19 @@ def find_inputs(
     `NotACheckpoint` where one is not known, and as `open_checkpoint` does.
     """
     model = open_model(merged) if isinstance(merged, str | os.PathLike) else opened_model(merged)
-    opened = tuple(map(opened_adapter, adapters)) or tuple(map(open_adapter, _recorded_adapters(model)))
-    return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened)
+    names, given = all_weighted(adapters, None)
+    opened = tuple(map(opened_adapter, names)) or tuple(map(open_adapter, _recorded_adapters(model)))
+    recorded = tuple(_recorded_weights(model, len(opened)))
+    # a weight that was typed counts, else what the manifest says
+    weights = given if any(weight != 1 for weight in given) else recorded
+    return Provenance(merged=model, base=_open_base(model, opened[0], base), adapters=opened, weights=weights)
+
+
+def _recorded_weights(merged: ModelDir, count: int) -> Iterator[float]:
+    for number in range(1, count + 1):
+        entry = merged.manifest.input(input_name(number)) if merged.manifest else {}
+        weight = entry.get("weight", 1.0)
+        yield float(weight) if isinstance(weight, int | float) else 1.0
 
 
 def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:

@@ -23,6 +23,7 @@ from lora_tool.plan.base.known_names import KNOWN_NAMES, names_digest
 from lora_tool.plan.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plan.merge.base_view import BaseView, direct_base
 from lora_tool.plan.merge.converted_base import converted_base
+from lora_tool.progress import decided
 from lora_tool.tensors import StoredTensor
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
@@ -50,6 +51,7 @@ def read_base(
     if row is not None:
         task = decide_task(asked, adapters, base, row.head)
         if _is_certain(base, adapters, row, task, exact=exact):
+            decided(f"names: {row.model_type} lies on disk as it is in memory, so transformers is not asked")
             return direct_base(base, adapters, row, task)
     require_transformers()
     from lora_tool.plan.merge.model_class import model_class  # noqa: PLC0415 - imports torch
@@ -59,7 +61,9 @@ def read_base(
     except (IncompatibleBase, UnsupportedAdapter):
         if row is None or task is None:
             raise
+        decided(f"names: as they are on disk, for transformers cannot build this {row.model_type}")
         return direct_base(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
+    decided(f"names: transformers says where the parameters of {found.mapping.facts.class_name} are on disk")
     return converted_base(base, adapters, found.mapping, found.arch, found.task, plain=row is not None)
 
 

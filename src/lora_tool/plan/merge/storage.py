@@ -8,17 +8,19 @@ W + ΔW lies between the numbers that a quantised weight can be, and rounding ba
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 
 from lora_tool.actions import NEW, TensorAction
-from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
 from lora_tool.display import counted, size
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
+from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.skip_lists import together, with_plain_modules
@@ -50,14 +52,14 @@ class StoredModel:
     """What the plan says of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what is asked twice is kept
 class QuantisedBase:
     """A base with quantised weights: as it is stored, and with the matrices that they stand for."""
 
     stored: ModelDir
     plain: ModelDir
 
-    @property
+    @cached_property
     def encodings(self) -> dict[str, Encoding]:
         """Name of each quantised weight → how it is stored."""
         found = ((name, encoding_of(tensor)) for name, tensor in self.plain.tensors.items())
@@ -135,7 +137,7 @@ class QuantisedBase:
         name on disk.
         """
         wanted = {step.out.name: step for step in steps if step.action in NEW or step.out.name in freed}
-        of = self._weights_of_parts()
+        of = self._weights_of_parts
         found: dict[str, Step] = {}
         for name, tensor in self.stored.tensors.items():
             weight = of.get(name, name)
@@ -154,13 +156,14 @@ class QuantisedBase:
             )
         return (*found.values(), *others)
 
+    @cached_property
     def _weights_of_parts(self) -> dict[str, str]:
         """Return tensor on disk → the quantised weight that it is a part of."""
         return {part.name: name for name, encoding in self.encodings.items() for part in parts(encoding)}
 
     def _left_behind(self, freed: Collection[str]) -> Iterator[InputRecord]:
         """Yield the tensors on disk that are not written for the weights `freed`: their parts, and what was calibrated."""
-        of = self._weights_of_parts()
+        of = self._weights_of_parts
         modules = {name.removesuffix(".weight") for name in freed}
         for name, tensor in self.stored.tensors.items():
             if of.get(name) in freed and of[name] != name:
@@ -181,6 +184,17 @@ class QuantisedBase:
         """Return a line of the plan with the sizes before and after."""
         after = sum(step.out.nbytes for step in steps)
         return f"{what}, {size(self.stored.weights.nbytes)} in the base, {size(after)} merged"
+
+
+def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iterator[str]:
+    """Yield what the plan says of adapters that were trained on a quantised base, by its name, and get a plain one."""
+    for adapter in adapters:
+        named = (adapter.config.base_model if adapter.config else None) or ""
+        if full_precision_name(named.rpartition("/")[2]) is not None:
+            yield (
+                f"{adapter.root} was trained on {named}, which is quantised by its name: {base.root} has other weights, by "
+                "the error of rounding them; with the named model as the base the merge is what was trained"
+            )
 
 
 def _copy(tensor: StoredTensor) -> Step:

@@ -12,7 +12,7 @@ from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, QUESTION_HEADS
 from lora_tool.display import counted
 from lora_tool.errors import Defect
-from lora_tool.formats.adapter_config import KNOWN_TYPES, ExpertLayout
+from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import Part
 from lora_tool.report import Severity
@@ -293,9 +293,8 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
 
     What to do: Use PEFT itself for this adapter, or correct `peft_type` if it is LoRA after all.
     """
-    peft_type = subject.config.peft_type
-    if subject.checkpoint.config is not None and peft_type not in (None, *KNOWN_TYPES):
-        message = f"expected LORA, found {peft_type}"
+    if subject.config.is_of_another_kind:
+        message = f"expected LORA, found {subject.config.peft_type}"
         yield Fault(subject="peft_type", message=message, path=subject.config_path)
 
 

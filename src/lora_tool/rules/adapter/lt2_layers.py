@@ -17,8 +17,10 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.tensors import StoredTensor
 
+_OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
 
-@rule("LT201", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
+
+@rule("LT201", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
 def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
     """Half of a LoRA pair.
 
@@ -39,7 +41,7 @@ def unpaired(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=(layer.a or layer.b or layer.any_tensor).name, message=message)
 
 
-@rule("LT202", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
+@rule("LT202", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
 def ranks_disagree(subject: AdapterSubject) -> Iterator[Fault]:
     """A pair that does not fit together.
 
@@ -181,7 +183,7 @@ def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
     return None
 
 
-@rule("LT212", Severity.ERROR, on=AdapterSubject, needs={Need.WEIGHTS}, unmergeable=True)
+@rule("LT212", Severity.ERROR, on=AdapterSubject, needs=_OF_LORA, unmergeable=True)
 def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA tensors that are not floats.
 

@@ -12,14 +12,13 @@ from lora_tool.architectures.ends import is_end
 from lora_tool.architectures.heads import head_of
 from lora_tool.architectures.module_names import module_names
 from lora_tool.display import size
-from lora_tool.formats.adapter_config import KNOWN_TYPES
 from lora_tool.formats.stored import same_values
 from lora_tool.keys import PREFIX, Part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 
-_HEADERS_ONLY = frozenset({Need.WEIGHTS})
+_HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})
 _DEFAULT = "default"
 """What PEFT calls an adapter that nobody named."""
 _ONE_BY_ONE = "save each by itself: model.save_pretrained(FOLDER, selected_adapters=[NAME])"
@@ -44,8 +43,6 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault]:
     `lora-tool validate --fix` takes prefixes out of the names in place, where the file's header has room for all of
     them; the weights stay where they are.
     """
-    if subject.config.peft_type not in (None, *KNOWN_TYPES):
-        return  # LT217 says so; a prompt's embeddings belong to no module
     view = subject.view
     hint = f"lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft"
     for name, key in view.adapter.keys.items():
@@ -152,8 +149,14 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `non_lora_trainables.bin` beside `adapter_model.safetensors`.
 
     What to do: Merge with the program that trained it, or put these weights into the base first. Leave a value head of
-    PPO behind if only the policy is wanted.
+    PPO behind if only the policy is wanted; that of a reward model becomes its score head by `lora-tool convert ADAPTER
+    --to peft --rm`.
     """
+    root = subject.checkpoint.root
     for name in subject.checkpoint.folder.trained_beside:
         message = "holds trained weights that are not part of the adapter: PEFT does not read it"
-        yield Fault(message=message, path=str(subject.checkpoint.root / name))
+        is_head = name.startswith("value_head.") and subject.config.task_type == "CAUSAL_LM"
+        hint = (
+            f"if it is a reward model's: lora-tool convert {shlex.quote(str(root))} --to peft --rm" if is_head else None
+        )
+        yield Fault(message=message, path=str(root / name), hint=hint)

@@ -8,7 +8,7 @@ from lora_tool.architectures.ends import MATRIX
 from lora_tool.formats.stored import read_part
 from lora_tool.keys import Part
 from lora_tool.report import Severity
-from lora_tool.rules.engine.registry import Fault, rule
+from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject, an_earlier_checkpoint
 from lora_tool.rules.shared.heads import head_weight, saved_heads
 from lora_tool.tensors import StoredTensor
@@ -22,7 +22,7 @@ _ABSURD = 65536.0
 """From here on float16 overflows; no trained factor comes near."""
 
 
-@rule("LT208", Severity.ERROR, on=AdapterSubject, deep=True)
+@rule("LT208", Severity.ERROR, on=AdapterSubject, needs={Need.LORA}, deep=True)
 def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter looks untrained: every lora_B is zero.
 
@@ -48,7 +48,7 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject=tensor.name, message=message, severity=Severity.INFO)
 
 
-@rule("LT227", Severity.ERROR, on=AdapterSubject, deep=True)
+@rule("LT227", Severity.ERROR, on=AdapterSubject, needs={Need.LORA}, deep=True)
 def one_ranks_part(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter holds the rows of only one rank.
 
@@ -125,7 +125,7 @@ def not_finite(subject: Subject) -> Iterator[Fault]:
             yield Fault(subject=tensor.name, message=counts, path=str(tensor.path), hint=hint)
 
 
-@rule("LT219", Severity.WARNING, on=AdapterSubject, deep=True)
+@rule("LT219", Severity.WARNING, on=AdapterSubject, needs={Need.LORA}, deep=True)
 def constant(subject: AdapterSubject) -> Iterator[Fault]:
     """A factor whose values are all the same.
 

@@ -29,6 +29,8 @@ class Need(str, enum.Enum):
     """Every tensor header can be believed."""
     CONFIG = "config"
     """`adapter_config.json` can be read, has no wrong field, and is LoRA's."""
+    LORA = "lora"
+    """The adapter is not of another kind, as far as its config says."""
     BASE = "base"
     """A base model whose names can be compared with the adapter's."""
     CLASS = "class"
@@ -177,11 +179,25 @@ def expand(codes: Iterable[str]) -> frozenset[str]:
         wanted = code.strip().upper()
         matching = [known for known in RULES if known.startswith(wanted)] if wanted.startswith("LT") else []
         if not matching:
-            close = closest(wanted, RULES, likeness=0.75)
+            close = _meant_by(wanted)
             nearest = f" Did you mean {close}?" if close else ""
-            raise UnknownRule(f"No rule is called {code!r}.{nearest}", hint="lora-tool rules")
+            family = wanted[: len("LT0")]
+            listed = f" {family}" if any(known.startswith(family) for known in RULES) else ""
+            raise UnknownRule(f"No rule is called {code!r}.{nearest}", hint=f"lora-tool rules{listed}")
         meant.update(matching)
     return frozenset(meant)
+
+
+_READ_AS_DIGITS = str.maketrans("OQDILSB", "0001158")
+"""Letters that are typed, or read off a screen, for digits."""
+
+
+def _meant_by(wanted: str) -> str | None:
+    """Return the code that was probably meant; None for another number, as near to one code as to the next."""
+    read = f"LT{wanted.removeprefix('LT').translate(_READ_AS_DIGITS)}"
+    if read in RULES or _CODE.match(wanted):
+        return read if read in RULES else None
+    return closest(wanted, RULES, likeness=0.75)
 
 
 def chosen(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule, ...]:

@@ -1,4 +1,4 @@
-"""LT401 to LT410, LT416: the files of DeepSpeed and FSDP2 checkpoints, judged by names, shapes and counters.
+"""LT401 to LT410, LT416: the files of checkpoints in pieces, judged by names, shapes and counters.
 
 No weight is read. `lora-tool consolidate` refuses on the same findings.
 """
@@ -17,7 +17,8 @@ def rank_file_missing(subject: ShardedSubject) -> Iterator[Fault]:
     """Rank files are missing.
 
     What it does: Compares the rank files that are there with the number of processes that the others count, and the
-    `.distcp` files with those that `.metadata` names.
+    `.distcp` files with those that `.metadata` names. A file of one rank's slices under the name of the whole is one,
+    too; under HSDP, where other ranks hold the same, a missing file is a warning.
 
     Why it matters: Under ZeRO and FSDP each process holds a part of every weight. Without one no weight is whole.
 
@@ -107,7 +108,8 @@ def other_step(subject: ShardedSubject) -> Iterator[Fault]:
 def other_run(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank file of another run.
 
-    What it does: Compares the DeepSpeed config and the parameters that each rank file lists.
+    What it does: Compares the DeepSpeed config and the parameters that each rank file lists, and the values of ranks that
+    hold the same under HSDP.
 
     Why it matters: Parts of two models of the same shape fit together and make nonsense.
 

@@ -1,4 +1,4 @@
-"""LT411 to LT415: the values in DeepSpeed and FSDP2 checkpoints, and the head that must be among them."""
+"""LT411 to LT415: the values in checkpoints of rank files, and the head that must be among them."""
 
 from __future__ import annotations
 

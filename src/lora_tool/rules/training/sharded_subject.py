@@ -1,4 +1,4 @@
-"""What the rules of rank files look at: one tag of a DeepSpeed checkpoint, or an FSDP2 checkpoint."""
+"""What the rules of rank files look at: one tag of a DeepSpeed or verl checkpoint, or one of FSDP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lora_tool.sharded.training_state import training_state
 if TYPE_CHECKING:
     from lora_tool.sharded.state import TrainingState
 
-_BROKEN = frozenset({"LT401", "LT402", "LT403", "LT407", "LT408"})
+_BROKEN = frozenset({"LT401", "LT402", "LT403", "LT405", "LT407", "LT408"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

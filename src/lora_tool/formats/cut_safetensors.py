@@ -1,0 +1,120 @@
+"""Safetensors files of which each holds one rank's rectangles; their headers say where in the whole they lie.
+
+Source: torch 2.13 `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`: `DCP_SHARDING_INFO` in a file's metadata is
+JSON, tensor name → `saved_offsets`. The shape of the whole stands in no file: it is as far as the rectangles reach.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
+
+from lora_tool.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem
+from lora_tool.formats.files import require_inside
+from lora_tool.formats.pieces import Piece, assembled, uncovered
+from lora_tool.formats.safetensors import WeightsFile, scan_file
+from lora_tool.tensors import FileStamp, StoredTensor, TensorSpec
+
+_INFO = "DCP_SHARDING_INFO"
+
+
+class CutPart(NamedTuple):
+    """Elements of a tensor from `offsets` on."""
+
+    offsets: tuple[int, ...]
+    stored: StoredTensor
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.offsets, self.stored.shape, self.stored.spans[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutModel:
+    """What the files of all ranks hold."""
+
+    folder: Path
+    stamps: Mapping[Path, FileStamp]
+    parts: Mapping[str, tuple[CutPart, ...]]
+    """Tensor name → its rectangles, each once."""
+    doubled: tuple[tuple[Path, Path], ...] = ()
+    """Files with a rectangle that another file has, too, each with the other."""
+    problems: tuple[Problem, ...] = ()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return how far the tensor's rectangles reach."""
+        ends = [[at + size for at, size in zip(*part.piece[:2], strict=True)] for part in self.parts[name]]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    def gap(self, name: str) -> str | None:
+        """Return which part of the tensor is in no file, or in two; None where all that they reach is there once."""
+        return uncovered(self.shape(name), [part.piece for part in self.parts[name]])
+
+
+def read_cut_safetensors(folder: Path, names: Iterable[str]) -> CutModel:
+    """Return what the files `names` of `folder` hold, read from their headers; what is wrong is among its problems."""
+    parts: dict[str, dict[tuple[tuple[int, ...], ...], CutPart]] = {}
+    problems: list[Problem] = []
+    stamps, doubled = {}, {}
+    for path in (folder / name for name in names):
+        try:
+            require_inside(folder, path)
+            scanned = scan_file(path)
+            fatal = next((problem for problem in scanned.problems if problem.fatal), None)
+            found = [] if fatal else list(_parts(scanned))
+        except CorruptFile as error:
+            fatal, found = error.problem, []
+        if fatal is not None:
+            problems.append(fatal)
+            continue
+        stamps[path] = scanned.stamp
+        for name, part in found:
+            first = parts.setdefault(name, {}).setdefault((part.offsets, part.stored.shape), part)
+            if first is not part and part.stored.nbytes:
+                doubled[path] = first.stored.path
+    return CutModel(
+        folder=folder,
+        stamps=stamps,
+        parts={name: tuple(held.values()) for name, held in parts.items()},
+        doubled=tuple(doubled.items()),
+        problems=tuple(problems),
+    )
+
+
+def _parts(scanned: WeightsFile) -> Iterator[tuple[str, CutPart]]:
+    try:
+        info = json.loads(scanned.metadata[_INFO])
+    except (KeyError, ValueError, RecursionError) as error:
+        message = f"has no {_INFO} that says where in the whole its tensors lie"
+        raise CorruptFile.of(scanned.path, Defect.BAD_HEADER, message) from error
+    for name, tensor in scanned.tensors.items():
+        entry = info.get(name) if isinstance(info, dict) else None
+        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+        if not _are_offsets(offsets) or len(offsets) != len(tensor.shape):
+            message = f"is not where {_INFO} says that it lies: {offsets!r:.60}"
+            raise CorruptFile.of(scanned.path, Defect.BAD_HEADER, message, name)
+        yield name, CutPart(tuple(offsets), tensor)
+
+
+def _are_offsets(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(offset) is int and offset >= 0 for offset in value)
+
+
+def assemble_cut(model: CutModel, wanted: Container[str]) -> dict[str, StoredTensor]:
+    """Return the tensors whose names are in `wanted`, as spans. Raises `IncompleteCheckpoint` for one with a hole."""
+    tensors = {}
+    for name, parts in model.parts.items():
+        if name not in wanted:
+            continue
+        gap = model.gap(name)
+        types = {part.stored.dtype for part in parts}
+        if gap is not None or len(types) > 1:
+            why = gap or f"its parts are of {len(types)} types"
+            hint = "copy each rank's file from the machine that wrote it"
+            raise IncompleteCheckpoint(f"{model.folder}: `{name}` is not whole: {why}", hint=hint)
+        spec = TensorSpec(name=name, dtype=types.pop(), shape=model.shape(name))
+        tensors[name] = assembled(spec, [part.piece for part in parts])
+    return tensors

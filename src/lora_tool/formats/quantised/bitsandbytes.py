@@ -1,0 +1,89 @@
+"""The layouts of bitsandbytes: what it packs beside four-bit weights, and the rows' scales of eight-bit ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lora_tool.formats.quantised.encodings import Bnb4, BnbInt8, Encoding, NestedScales
+from lora_tool.formats.quantised.parts import LayoutError, Parts
+from lora_tool.formats.stored import read_part
+from lora_tool.tensors import FLOAT_NAMES, DType, StoredTensor, TensorSpec
+
+STATE = ".quant_state.bitsandbytes__"
+"""Stands in the name of the tensor that says shape and type of a four-bit weight, before the kind of its levels."""
+_JSON_BYTES = 1 << 16
+_NIBBLE = 4
+_MATRIX = 2
+_TYPES = {name: dtype for dtype, name in FLOAT_NAMES.items()}
+
+
+def int8(parts: Parts, name: str, largest: StoredTensor) -> Encoding:
+    """Return the eight-bit weight whose rows' scales are `largest`, the tensor `name`. Raises `LayoutError`."""
+    module = name.removesuffix(".SCB")
+    codes = parts.needed(f"{module}.weight", largest, (DType.I8,))
+    if len(codes.shape) != _MATRIX:
+        raise LayoutError(codes, f"is {list(codes.shape)}; expected a matrix")
+    parts.needed(name, codes, (DType.F32,), codes.shape[0])
+    layout = parts.tensors.get(f"{module}.weight_format")
+    if layout is not None and any(read_part(layout, 0, min(layout.nbytes, _MATRIX))):
+        raise LayoutError(layout, "says that int8 is not stored row by row, which is not read", is_fault=False)
+    spec = TensorSpec(name=codes.name, dtype=DType.F32, shape=codes.shape)
+    return BnbInt8(spec=spec, codes=codes, label="int8 of bitsandbytes", largest=largest, record=layout)
+
+
+def four_bits(parts: Parts, name: str, state: StoredTensor) -> Encoding:
+    """Return the four-bit weight of which `state`, the tensor `name`, says shape and type. Raises `LayoutError`."""
+    weight, _, kind = name.partition(STATE)
+    said = _state(state)
+    shape, block, dtype = said.get("shape"), said.get("blocksize"), _TYPES.get(str(said.get("dtype")))
+    sizes = tuple(shape) if isinstance(shape, list) else ()
+    sound = len(sizes) == _MATRIX and all(type(n) is int and n > 0 for n in sizes)
+    if not sound or dtype is None or type(block) is not int or block < 1:
+        raise LayoutError(state, "says no shape, blocksize and dtype of a matrix")
+    size = math.prod(sizes)
+    codes = parts.tensors.get(weight)
+    if codes is None or codes.nbytes != -(-size // 2):
+        found = f"{codes.nbytes} bytes" if codes else "not there"
+        raise LayoutError(state, f"says that `{weight}` is {shape}, {-(-size // 2)} bytes; found: {found}")
+    scales, nested = _scales(parts, weight, codes, -(-size // block), said)
+    return Bnb4(
+        spec=TensorSpec(name=weight, dtype=dtype, shape=sizes),
+        codes=codes,
+        label=f"{kind}{'-double' if nested else ''} of bitsandbytes",
+        levels=parts.needed(f"{weight}.quant_map", codes, (DType.F32,), 1 << _NIBBLE),
+        scales=scales,
+        block=block,
+        record=state,
+    )
+
+
+def _scales(
+    parts: Parts, weight: str, codes: StoredTensor, blocks: int, said: Mapping[str, Any]
+) -> tuple[StoredTensor | NestedScales, bool]:
+    scales = parts.needed(f"{weight}.absmax", codes, (DType.F32, DType.U8), blocks)
+    if scales.dtype is DType.F32:
+        return scales, False
+    block, offset = said.get("nested_blocksize"), said.get("nested_offset")
+    if type(block) is not int or block < 1 or not isinstance(offset, int | float):
+        raise LayoutError(codes, "says no nested_blocksize and nested_offset")
+    return NestedScales(
+        codes=scales,
+        levels=parts.needed(f"{weight}.nested_quant_map", codes, (DType.F32,), 256),
+        scales=parts.needed(f"{weight}.nested_absmax", codes, (DType.F32,), -(-blocks // block)),
+        block=block,
+        offset=offset,
+    ), True
+
+
+def _state(tensor: StoredTensor) -> dict[str, Any]:
+    """Return what bitsandbytes packed into a tensor of bytes: a JSON object."""
+    try:
+        found = json.loads(read_part(tensor, 0, min(tensor.nbytes, _JSON_BYTES)))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise LayoutError(tensor, "holds no JSON object")
+    return found

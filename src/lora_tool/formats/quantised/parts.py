@@ -1,0 +1,36 @@
+"""What the readers of layouts share: finding the parts of a weight, and naming what is wrong with them."""
+
+from __future__ import annotations
+
+from lora_tool.tensors import DType, StoredTensor, TensorTable
+
+
+class LayoutError(Exception):
+    """A quantised weight is not stored as its format says, or in a way that is not read: its tensor, and why.
+
+    `is_fault` where the format has no such weight.
+    """
+
+    def __init__(self, tensor: StoredTensor, why: str, *, is_fault: bool = True) -> None:
+        super().__init__(f"{tensor.path}: `{tensor.name}` {why}")
+        self.tensor, self.path, self.why = tensor.name, tensor.path, why
+        self.is_fault = is_fault
+
+
+class Parts:
+    """The tensors of a checkpoint, among which the parts of quantised weights are."""
+
+    def __init__(self, tensors: TensorTable) -> None:
+        self.tensors = tensors
+
+    def needed(self, name: str, of: StoredTensor, dtypes: tuple[DType, ...], size: int | None = None) -> StoredTensor:
+        """Return the tensor `name`, a part of the weight that `of` is another part of."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise LayoutError(of, f"is a part of a quantised weight, and `{name}` is not there")
+        if tensor.dtype not in dtypes:
+            wanted = " or ".join(map(str, dtypes))
+            raise LayoutError(tensor, f"is {tensor.dtype}; expected {wanted}")
+        if size is not None and tensor.spec.numel != size:
+            raise LayoutError(tensor, f"is {list(tensor.shape)}; expected {size} elements")
+        return tensor
