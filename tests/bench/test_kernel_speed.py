@@ -112,7 +112,7 @@ def machine(folder: Path) -> str:
 
     def write() -> None:
         with (folder / "written").open("wb") as file:
-            file.write(source)
+            file.write(source.data)
             os.fsync(file.fileno())
         (folder / "written").unlink()
 
