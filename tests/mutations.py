@@ -1453,8 +1453,14 @@ def _served_head(folder: Path) -> None:
     assert folder.is_dir()  # every reward adapter has one
 
 
+@_breaks("LT813", CAUSAL, servers=["mlx"])
+def _served_by_mlx(folder: Path) -> None:
+    _plain(folder)  # whatever PEFT saves
+
+
 @_breaks("LT802", CAUSAL, servers=["vllm"])
 @_breaks("LT802 for SGLang", CAUSAL, servers=["sglang"])
+@_breaks("LT802 for llama.cpp", CAUSAL, servers=["llama.cpp"])
 def _served_dora(folder: Path) -> None:
     _plain(folder)
     with tensors(folder) as table:
@@ -1489,6 +1495,7 @@ def _served_tokens(folder: Path) -> None:
 
 @_breaks("LT805", CAUSAL, servers=["vllm"])
 @_breaks("LT805 for SGLang", CAUSAL, servers=["sglang"])
+@_breaks("LT805 for llama.cpp", CAUSAL, servers=["llama.cpp"])
 def _served_bias(folder: Path) -> None:
     _plain(folder)
     with tensors(folder) as table:
@@ -1505,6 +1512,7 @@ def _served_patterns(folder: Path) -> None:
 
 
 @_breaks("LT807", CAUSAL, servers=["sglang"])
+@_breaks("LT807 for llama.cpp", CAUSAL, servers=["llama.cpp"])
 def _served_rslora(folder: Path) -> None:
     _plain(folder)
     _set(folder, use_rslora=True)

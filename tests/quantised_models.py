@@ -121,6 +121,20 @@ def nf4_double(name: str, weight: torch.Tensor) -> Made:
     return {f"{name}.weight": packed, **{f"{name}.weight.{key}": tensor for key, tensor in beside.items()}}, values
 
 
+def gptq(name: str, weight: torch.Tensor) -> Made:
+    scales = (_tiles(weight, 1, 32) / 7).to(torch.float16)
+    codes = (weight.float() / _spread(scales, 1, 32, weight.shape)).round().clamp(-8, 7)
+    words = (codes.T + 8).to(torch.int64).reshape(-1, 8, len(codes))
+    packed = sum(words[:, at] << (4 * at) for at in range(8))
+    zeros = torch.full((scales.shape[1], len(codes) // 8), 0x77777777, dtype=torch.int32)  # 8, stored less one
+    return {
+        f"{name}.qweight": torch.as_tensor(packed).to(torch.int32),
+        f"{name}.qzeros": zeros,
+        f"{name}.scales": scales.T,
+        f"{name}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
+    }, (codes * _spread(scales, 1, 32, weight.shape)).to(torch.float16).float()
+
+
 def gpt_oss(name: str, weight: torch.Tensor) -> Made:
     """Return blocks and scales of a stack [experts, in, out]."""
     turned = weight.float().transpose(1, 2).contiguous()
@@ -151,6 +165,7 @@ FORMS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "fp8-channel": (fp8_channel, _compressed(num_bits=8, type="float", strategy="channel")),
     "int4": (int4, _compressed(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)),
     "nvfp4": (nvfp4, _compressed(num_bits=4, type="float", strategy="tensor_group", group_size=16)),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
     "mxfp4": (gpt_oss, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
 }
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lora_tool.inspection.model import Inspection as Inspection
     from lora_tool.inventory import Inventory as Inventory
     from lora_tool.pipeline.algebra import combine as combine
+    from lora_tool.pipeline.algebra import prepare as prepare
     from lora_tool.pipeline.algebra import resize as resize
     from lora_tool.pipeline.comparing import diff as diff
     from lora_tool.pipeline.consolidating import consolidate as consolidate
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from lora_tool.pipeline.writing import Written as Written
     from lora_tool.plan.algebra.plan_combine import plan_combine as plan_combine
     from lora_tool.plan.algebra.plan_combine import plan_resize as plan_resize
+    from lora_tool.plan.algebra.plan_prepare import plan_prepare as plan_prepare
     from lora_tool.plan.base.task import Task as Task
     from lora_tool.plan.consolidate.plan_consolidate import What as What
     from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate as plan_consolidate
@@ -83,13 +85,14 @@ _HOMES = {
     "inspection.comparison": "Comparison",
     "inspection.model": "Inspection",
     "inventory": "Inventory",
-    "pipeline.algebra": "combine resize",
+    "pipeline.algebra": "combine prepare resize",
     "pipeline.consolidating": "consolidate",
     "pipeline.comparing": "diff",
     "pipeline.looking": "inspect ls",
     "pipeline.merging": "merge",
     "pipeline.writing": "Written",
     "plan.algebra.plan_combine": "plan_combine plan_resize",
+    "plan.algebra.plan_prepare": "plan_prepare",
     "plan.base.task": "Task",
     "plan.consolidate.plan_consolidate": "What plan_consolidate",
     "plan.core.ops": "Precision",

@@ -154,7 +154,13 @@ class UnsupportedCheckpoint(PlanError):
 
 
 class IncompatibleBase(PlanError):
-    """The base model and the adapter do not fit each other."""
+    """The base model and the adapter do not fit each other; `problem` is what the base's own config and weights
+    contradict each other in, None where they do not.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, problem: Problem | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.problem = problem
 
 
 class OutputExists(PlanError):

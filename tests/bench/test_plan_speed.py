@@ -122,5 +122,6 @@ def test_671_billion_parameters_are_planned_from_headers(tmp_path: Path) -> None
     count = make_base(tmp_path / "base")
     make_adapter(tmp_path / "adapter")
     command = ["merge", str(tmp_path / "adapter"), "--base", str(tmp_path / "base"), "-o", str(tmp_path / "out")]
-    done = run([sys.executable, "-m", "lora_tool", *command, "--dry-run", "--json"])
+    # the adapter is as sparse as the base, and so all zeros, which is a finding
+    done = run([sys.executable, "-m", "lora_tool", *command, "--ignore", "LT208", "--dry-run", "--json"])
     print(f"\n{count} tensors: --dry-run {done.wall:.1f} s wall, {done.cpu:.1f} s CPU, {done.rss:.0f} MB")

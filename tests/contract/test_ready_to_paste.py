@@ -124,6 +124,7 @@ def run_step(at: int, tmp_path: Path, inputs: dict[str, str]) -> subprocess.Comp
         for variable, expression in step["env"].items()
     }
     more = {"RUNNER_TEMP": str(tmp_path), "GITHUB_ACTIONS": "true", "GITHUB_OUTPUT": str(tmp_path / "outputs")}
+    more |= {"GITHUB_ACTION_PATH": str(ACTION.parent)}
     more |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"), "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
@@ -189,14 +190,20 @@ def test_an_input_is_an_option_and_an_empty_one_is_left_to_the_configuration(tmp
 
 @pytest.mark.parametrize(
     ("inputs", "installed"),
-    [({}, "lora-tool"), ({"version": "lora-tool==0.1.0", "extras": "merge"}, "lora-tool==0.1.0 lora-tool[merge]")],
-    ids=["light", "extras"],
+    [
+        ({}, f"{ACTION.parent}/../../.."),
+        ({"extras": "merge"}, f"{ACTION.parent}/../../..[merge]"),
+        ({"version": "lora-tool==0.1.0"}, "lora-tool==0.1.0 lora-tool"),
+        ({"version": "lora-tool==0.1.0", "extras": "merge"}, "lora-tool==0.1.0 lora-tool[merge]"),
+    ],
+    ids=["own", "own with extras", "version", "version with extras"],
 )
 def test_the_action_installs_what_is_asked_for(tmp_path: Path, inputs: dict[str, str], installed: str) -> None:
     pip = 'mkdir -p "$3/bin" && printf "#!/bin/sh\\necho \\$*\\n" > "$3/bin/pip" && chmod +x "$3/bin/pip"'
     program(tmp_path / "path" / "python3", pip)
     done = run_step(0, tmp_path, inputs)
     assert done.stdout.strip() == f"install --quiet {installed}", done.stderr
+    assert (ACTION.parent / "../../.." / "pyproject.toml").is_file()  # pip installs a folder that has one
 
 
 def test_the_action_fails_with_annotations(tmp_path: Path) -> None:

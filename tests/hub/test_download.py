@@ -249,7 +249,7 @@ def test_every_way_to_write_it_is_understood(reference: str, offered: Hub, call:
     ("name", "config", "how", "hint"),
     [
         ("me/base-hqq-4bit", {"quant_method": "hqq"}, "hqq", "me/base"),
-        ("me/odd", {"quant_method": "gptq", "bits": 4}, "4-bit gptq", "some/original"),
+        ("me/odd", {"quant_method": "aqlm", "bits": 4}, "4-bit aqlm", "some/original"),
     ],
 )
 def test_a_base_in_a_format_that_is_not_read_is_refused_before_its_weights_are_fetched(

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, PreTrainedModel
 
-from lora_tool.errors import FindingsFound, MissingDependency, UnsupportedAdapter, WrongValue
+from lora_tool.errors import FindingsFound, IncompatibleBase, MissingDependency, UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plan.merge.plan_merge import plan_merge
 from tests.oracle.peft_merge import (
@@ -190,6 +190,19 @@ def test_lora_b_grouped_by_expert(fields: Any, choices: Any, precision: str, tmp
     grouped_by_expert(adapter, 4, **fields)
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision, **choices))
     assert not different(ours, expected)
+
+
+def test_a_size_that_contradicts_the_weights_is_a_finding(tmp_path: Path) -> None:
+    """No table has Mixtral's tensors: transformers says what its config means."""
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 2, "target_modules": ["q_proj"]})
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    words = r"experts\.gate_up_proj`: is \[4, 96, 32\] in the weights of .*w1\.weight` and 7 more, .* \[4, 80, 32\]"
+    with pytest.raises(FindingsFound, match=f"LT317 .*{words}"):
+        plan_merge(base, adapter)
+    with pytest.raises(IncompatibleBase, match="in the weights of"):  # nothing can be computed all the same
+        plan_merge(base, adapter, ignore=["LT317"])
 
 
 @pytest.mark.parametrize(

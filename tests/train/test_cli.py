@@ -231,7 +231,15 @@ def test_guard_around_a_script(tmp_path: Path, text: str, rate: float, code: int
     assert ("guarded" in done.stderr) is (code == 0)
     assert done.stderr.count("never-moved: none of") == code  # once, whoever stops
     assert "Traceback" not in done.stderr
+    assert "FutureWarning" not in done.stderr  # what transformers tells TRL and PEFT
     assert (tmp_path / "out" / "adapter_model.safetensors").exists() is (code == 0)
+
+
+def test_a_guarded_launcher_does_not_list_what_nobody_gave() -> None:
+    says = "import accelerate.commands.launch as it; it.logger.warning('The following values were not passed'); "
+    done = lora_tool("guard", "--", sys.executable, "-c", says + "it.logger.warning('something else')")
+    assert "something else" in done.stderr
+    assert "values were not passed" not in done.stderr
 
 
 def test_guard_says_when_it_guarded_nothing(call: Caller) -> None:

@@ -240,9 +240,9 @@ def own_code(case: Case) -> None:
     case.model |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}, "model_type": "mine"}
 
 
-@refusal(UnsupportedAdapter, r"quantised \(gptq\)")
+@refusal(UnsupportedAdapter, r"quantised \(aqlm\)")
 def quantised(case: Case) -> None:
-    case.model["quantization_config"] = {"quant_method": "gptq"}
+    case.model["quantization_config"] = {"quant_method": "aqlm"}
 
 
 @refusal("LT301", r"no trained head")

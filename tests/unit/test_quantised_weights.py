@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import Files
+from tests import checkpoint_edits as edit
 from tests.quantised_samples import KEPT, config_of
 
 ALL = scan_file(KEPT).tensors
@@ -101,3 +103,70 @@ def changed(sample: str, **changes: Any) -> dict[str, StoredTensor]:
 def test_what_is_not_stored_as_its_format_says_is_named(sample: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         read_quantised(changed(sample, **changes), config_of(sample))
+
+
+def in_columns(folder: Path, method: str, bits: int, *, ordered: bool, **said: Any) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Return a weight as GPTQ or AWQ packs it, one code after the other, and its numbers."""
+    rng = np.random.default_rng(bits)
+    outputs, inside, group = 16, 64, 32
+    each, top = 32 // bits, 1 << bits
+    codes = rng.integers(0, top, (inside, outputs))
+    zeros = rng.integers(1, top, (inside // group, outputs))
+    scales = rng.random((inside // group, outputs)).astype(np.float16)
+    groups = np.arange(inside) // group if ordered else rng.integers(0, inside // group, inside)
+    less = 1 if method == "gptq" and said.get("checkpoint_format") != "gptq_v2" else 0
+    awq = [0, 2, 4, 6, 1, 3, 5, 7]
+    qweight = np.zeros((inside, outputs // each) if method == "awq" else (inside // each, outputs), np.uint32)
+    qzeros = np.zeros((inside // group, outputs // each), np.uint32)
+    for row, column in np.ndindex(*codes.shape):
+        if method == "awq":
+            qweight[row, column // 8] |= np.uint32(int(codes[row, column]) << 4 * awq.index(column % 8))
+        else:
+            qweight[row // each, column] |= np.uint32(int(codes[row, column]) << bits * (row % each))
+    for row, column in np.ndindex(*zeros.shape):
+        place = awq.index(column % 8) if method == "awq" else column % each
+        qzeros[row, column // each] |= np.uint32(int(zeros[row, column] - less) << bits * place)
+    table = {
+        "m.qweight": edit.Raw("I32", qweight.shape, qweight.tobytes()),
+        "m.qzeros": edit.Raw("I32", qzeros.shape, qzeros.tobytes()),
+        "m.scales": edit.Raw("F16", scales.shape, scales.tobytes()),
+    }
+    if not ordered:
+        table["m.g_idx"] = edit.Raw("I32", (inside,), groups.astype(np.int32).tobytes())
+    edit.write(folder / "w.safetensors", table)
+    values = ((codes - zeros[groups]).astype(np.float32) * scales[groups].astype(np.float32)).astype(np.float16).T
+    found = read_quantised(scan_file(folder / "w.safetensors").tensors, {"quant_method": method, "bits": bits, **said})
+    return found.weights["m.weight"], np.ascontiguousarray(values)
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "ordered", "said"),
+    [
+        ("gptq", 4, True, {}),
+        ("gptq", 4, False, {"desc_act": True}),
+        ("gptq", 8, True, {"checkpoint_format": "gptq_v2"}),
+        ("gptq", 2, False, {}),
+        ("awq", 4, True, {"version": "gemm"}),
+    ],
+)
+def test_gptq_and_awq_are_what_was_packed(
+    method: str, bits: int, ordered: bool, said: dict[str, Any], tmp_path: Path
+) -> None:
+    encoding, values = in_columns(tmp_path, method, bits, ordered=ordered, **said)
+    tensor = dequantised(encoding)
+    assert (tensor.shape, tensor.dtype) == (values.shape, DType.F16)
+    assert read_part(tensor, 0, tensor.nbytes) == values.tobytes()
+    with Files() as files:
+        assert files.read(tensor, 0, tensor.nbytes).tobytes() == values.tobytes()
+        assert files.rows(tensor, [(3, 7), (9, 10)]).tobytes() == values[[3, 4, 5, 6, 9]].tobytes()
+    assert read_part(tensor, 128 * 3, 128 * 2) == values[3:5].tobytes()
+
+
+def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
+    in_columns(tmp_path, "gptq", 4, ordered=False)
+    with edit.tensors(tmp_path, "w.safetensors") as table:
+        table["m.g_idx"] = edit.Raw("I32", (64,), np.full(64, 2, np.int32).tobytes())
+    with pytest.raises(LayoutError, match=r"`m.g_idx` names groups 2 to 2; there are 2"):
+        read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(LayoutError, match=r"`m.qweight` has codes of 3 bits, which are not read"):
+        read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 3})

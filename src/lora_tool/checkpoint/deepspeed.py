@@ -10,6 +10,7 @@ from lora_tool.errors import CorruptFile
 from lora_tool.formats.files import open_regular, read_at
 
 _LATEST = "latest"
+_LATEST_UNIVERSAL = "latest_universal"
 _RANK_FILE = re.compile(r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt\Z")
 
 
@@ -22,19 +23,18 @@ def _open(folder: Folder) -> ShardedDir:
     is_tag = any(map(_RANK_FILE.match, folder.files))
     tags = (".",) if is_tag else sorted(folder.folders, key=step_of)
     names = {tag: tuple(sorted(filter(_RANK_FILE.match, folder.names_in(tag)))) for tag in tags}
-    return ShardedDir(
-        kind=ZERO,
-        folder=folder,
-        rank_files={tag: found for tag, found in names.items() if found},
-        latest=None if is_tag else _latest(folder),
-        problems=folder.problems,
-    )
+    found = {tag: files for tag, files in names.items() if files}
+    latest = None if is_tag else _latest(folder, _LATEST)
+    if latest not in found:  # a universal checkpoint may be all that is left
+        universal = None if is_tag else _latest(folder, _LATEST_UNIVERSAL)
+        latest = universal if universal in found else latest
+    return ShardedDir(kind=ZERO, folder=folder, rank_files=found, latest=latest, problems=folder.problems)
 
 
-def _latest(folder: Folder) -> str | None:
-    if _LATEST not in folder.files:
+def _latest(folder: Folder, name: str) -> str | None:
+    if name not in folder.files:
         return None
-    path = folder.root / _LATEST
+    path = folder.root / name
     try:
         with open_regular(path) as fd:
             return read_at(path, fd, 0, 200).decode(errors="replace").strip()
@@ -48,7 +48,7 @@ ZERO = ShardedKind(
     landmarks=("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt"),
     weights=("*_model_states.pt",),
     optimizer=("*_optim_states.pt",),
-    others=(_LATEST, "zero_to_fp32.py"),
+    others=(_LATEST, _LATEST_UNIVERSAL, "zero_to_fp32.py"),
     folders=("global_step*",),
     state="lora_tool.sharded.zero_state:zero_state",
     recognise=_recognise,

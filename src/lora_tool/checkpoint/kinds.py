@@ -122,6 +122,8 @@ class ModelDir(_WithWeights):
 
     config: ModelConfig | None
     manifest: Manifest | None = None
+    read: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
+    """What was read of its tensors once, however often it is asked for: the layouts of its quantised weights."""
 
     @property
     def whole_config(self) -> ModelConfig:
@@ -183,7 +185,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
-_LAST_NUMBER = re.compile(r"\d{1,18}\Z")
+_LAST_NUMBER = re.compile(r"\d{1,18}(?=(?:_universal)?\Z)")
 
 
 def step_of(name: str) -> tuple[int, str]:

@@ -58,7 +58,10 @@ def quantised_weights(model: ModelDir) -> QuantisedWeights:
     table = {} if model.config is None else quantisation_table(model.config)
     if not table and not any(map(is_sign, model.tensors.values())):
         return QuantisedWeights(weights={}, calibrated=())
-    return read_quantised(model.tensors, table)
+    if _TABLE not in model.read:
+        model.read[_TABLE] = read_quantised(model.tensors, table)
+    found: QuantisedWeights = model.read[_TABLE]
+    return found
 
 
 def quantisation_table(config: ModelConfig) -> Mapping[str, Any]:

@@ -8,8 +8,15 @@ from lora_tool.cli.options import UserPath, in_order, jobs_option
 from lora_tool.cli.writing import Parsed
 from lora_tool.tensors import float_type
 
+output_option = click.option("-o", "--output", type=UserPath(), required=True, help="Folder to write.")
+dtype_option = click.option(
+    "--dtype",
+    type=Parsed(float_type),
+    metavar="[bfloat16|float16|float32]",
+    help="Type of the factors.  [default: float32; as they are where nothing is rounded]",
+)
 rank_options = in_order(
-    click.option("-o", "--output", type=UserPath(), required=True, help="Folder to write."),
+    output_option,
     click.option("--rank", type=click.IntRange(min=1), help="Largest rank that a module gets."),
     click.option(
         "--keep",
@@ -17,12 +24,7 @@ rank_options = in_order(
         metavar="SHARE",
         help="Share of ‖ΔW‖² that each module keeps at least, at the lowest rank that does: 0.99.",
     ),
-    click.option(
-        "--dtype",
-        type=Parsed(float_type),
-        metavar="[bfloat16|float16|float32]",
-        help="Type of the factors.  [default: float32; as they are where nothing is rounded]",
-    ),
+    dtype_option,
 )
 """Where the adapter goes, and which ranks it gets."""
 writing_options = in_order(

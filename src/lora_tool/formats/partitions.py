@@ -21,6 +21,7 @@ from lora_tool.choices import TextEnum
 from lora_tool.display import some
 from lora_tool.errors import IncompleteCheckpoint
 from lora_tool.formats.pieces import Piece, assembled
+from lora_tool.formats.universal import FILE
 from lora_tool.formats.zero import ModelStates, ZeroTag
 from lora_tool.tensors import DType, StoredTensor, TensorSpec
 
@@ -92,7 +93,7 @@ def assemble(tag: ZeroTag, known: Mapping[str, StateEntry], wanted: Container[st
     `CorruptFile` where one is broken.
     """
     ranks = range(tag.world_size)
-    lost = {rank for rank in ranks if rank not in tag.optim} if tag.stage else set()
+    lost = {rank for rank in ranks if rank not in tag.optim} if tag.stage and tag.masters is None else set()
     # without frozen parameters all that counts is in the first rank's model file
     has_pieces = tag.stage == 3 and tag.first is not None and bool(tag.first.frozen)  # noqa: PLR2004 - the stage
     lost |= {rank for rank in (ranks if has_pieces else (0,)) if rank not in tag.model}
@@ -107,6 +108,9 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     first = tag.first
     if first is None or tag.stage == 0:
         return {}
+    if tag.masters is not None:
+        named = {name: shape for group in first.param_shapes for name, shape in group.items() if name in wanted}
+        return {name: _whole(tag, name, shape) for name, shape in named.items()}
     ranks = [tag.optim[rank] for rank in range(tag.world_size)]
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(first.param_shapes):
@@ -118,6 +122,20 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
             cut = _cut_by_parameter if tag.stage == 3 else _cut_in_one  # noqa: PLR2004 - the stage
             found |= {name: tensor for name, tensor in cut(shapes, flats) if name in wanted}
     return found
+
+
+def _whole(tag: ZeroTag, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    """Return a parameter of a universal checkpoint, whose file may have it flat."""
+    master = (tag.masters or {}).get(name)
+    if master is None:
+        raise IncompleteCheckpoint(
+            f"{tag.folder}: `{name}` is not in it: its folder or its {FILE} is missing or broken"
+        )
+    if master.tensor.numel != math.prod(shape):
+        message = f"`{name}` {list(shape)} needs {math.prod(shape):,} elements, found {master.tensor.numel:,}"
+        raise IncompleteCheckpoint(f"{master.file.path}: {message}")
+    held = master.file.stored(master.tensor, name)
+    return StoredTensor(spec=TensorSpec(name=name, dtype=held.dtype, shape=shape), spans=held.spans)
 
 
 def leftover(shapes: Mapping[str, tuple[int, ...]], sizes: Sequence[int], stage: int) -> int | None:

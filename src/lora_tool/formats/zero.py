@@ -22,6 +22,7 @@ from lora_tool.formats.files import require_inside
 from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.torch_objects import LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_scalar, read_torch_file
+from lora_tool.formats.universal import FOLDER, Master, is_universal, read_masters
 from lora_tool.tensors import MAX_BYTES, is_tensor_name
 
 States = TypeVar("States")
@@ -32,10 +33,10 @@ _RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
 _MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
 _MAX_RANKS = 1_000_000
-_USE_DEEPSPEED = "convert it with DeepSpeed's own ds_to_universal.py, on the machine it was trained on"
-_NOT_UNIVERSAL = "take the one that it was made from, whose tag has no `_universal` at its end"
+_USE_DEEPSPEED = "make a universal checkpoint of it, which is read, with DeepSpeed's own ds_to_universal.py"
+_NOT_UNIVERSAL = "move the folder away, or the optimizer files: they are of two checkpoints"
 _REFUSED = (
-    (r"zero\Z", "is a universal one (ds_to_universal.py), with a folder for every parameter", _NOT_UNIVERSAL),
+    (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
     (r"layer_\d+_expert_\d+_|expp_rank_", "holds the experts of a mixture (MoE) in files of their own", _USE_DEEPSPEED),
     (r"layer_\d+-model_", "was trained with pipeline parallelism: every layer has its own files", _USE_DEEPSPEED),
     (r"offloaded_tensors\Z", "keeps optimizer state in NVMe swap files", _USE_DEEPSPEED),
@@ -105,6 +106,8 @@ class ZeroTag:
     model_files: Mapping[int, str]
     """Rank → name of its model file, the unreadable ones too."""
     optim_files: Mapping[int, str]
+    masters: Mapping[str, Master] | None = None
+    """The trained parameters of a universal checkpoint, which has no optimizer files; None of any other."""
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -125,7 +128,8 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     `NotACheckpoint` where there are no rank files.
     """
     names = sorted(entry.name for entry in folder.iterdir())
-    _require_supported(folder, names)
+    universal = is_universal(folder, names)
+    _require_supported(folder, [name for name in names if name != FOLDER] if universal else names)
     # stages 1 and 2 write one model file, and no rank in its name
     model = [(int(match["rank"] or 0), match[0]) for match in map(_MODEL.match, names) if match]
     optim = [(int(match["rank"]), match[0]) for match in map(_OPTIM.match, names) if match]
@@ -136,6 +140,8 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
     optims = _read_files(folder, optim, _optim_states, problems)
     first = models[min(models)] if models else None
     stage = next((states.stage for states in optims.values()), first.stage if first else 0)
+    masters = _as_in(first.module if first else {}, read_masters(folder, problems)) if universal else None
+    stage = stage if masters is None else max(stage, 1)
     ranks = max(rank for rank, _ in (*model, *optim)) + 1
     counts = Counter(states.world_size for states in optims.values() if states.world_size)
     stated = first.world_size if first and stage else None
@@ -148,6 +154,7 @@ def read_tag(folder: Path, name: str) -> ZeroTag:
         optim=optims,
         model_files=dict(model),
         optim_files=dict(optim),
+        masters=masters,
         problems=tuple(problems),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.errors import Defect, IncompatibleBase, Problem, UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.names import meta
 from lora_tool.names.conversion import Conversion
@@ -58,9 +58,12 @@ class WeightMapping:
         for name, made in self.parameters.items():
             expected = self.facts.shapes[name]
             if made.shape != expected and LABELS not in expected:
-                raise IncompatibleBase(
-                    f"{self._config.path}: `{name}` is {list(expected)} by the config, {list(made.shape)} in the weights"
-                )
+                others = f" and {len(made.sources) - 1} more" if len(made.sources) > 1 else ""
+                of = f" of `{made.sources[0]}`{others}" if (name,) != made.sources else ""
+                message = f"is {list(made.shape)} in the weights{of}, the config means {list(expected)}"
+                path = str(self._config.path)
+                problem = Problem(defect=Defect.BAD_FIELD, path=path, subject=name, message=message)
+                raise IncompatibleBase(str(problem), problem=problem)
 
     def _built(self, class_name: str) -> PreTrainedModel:
         return meta.build(self._config, class_name, self._loaded_as, any_labels=self._any_labels)

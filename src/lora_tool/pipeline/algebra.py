@@ -5,9 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+from lora_tool.adapter.view import view_of
+from lora_tool.architectures.heads import head_of
+from lora_tool.checkpoint import AdapterDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.pipeline.merging import merge_inputs
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.algebra.plan_combine import plan_combine, plan_resize
-from lora_tool.sources import Reference
+from lora_tool.plan.algebra.plan_prepare import plan_prepare
+from lora_tool.plan.base.task import Task
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.plan_merge import plan_merge
+from lora_tool.rules.engine.subjects import Server
+from lora_tool.sources import Reference, opened_adapter
 from lora_tool.tensors import DType
 
 
@@ -59,3 +69,49 @@ def resize(
     """
     plan = plan_resize(adapter, rank=rank, keep=keep, dtype=dtype, ignore=ignore)
     return write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
+
+
+def plan_reward_base(adapter: AdapterDir, base: Reference | None) -> Plan:
+    """Return the plan of the classifier that vLLM serves a reward adapter on: its base, with the adapter's head.
+
+    Raises `UnsupportedAdapter` for an adapter without a head, and as `merge_inputs` and `plan_merge`.
+    """
+    if not any(head_of(name.rpartition(".")[0]) for name in view_of(adapter).saved):
+        raise UnsupportedAdapter(f"{adapter.root} has no head of a classifier, so it needs no base with one")
+    inputs = merge_inputs(adapter, base)
+    return plan_merge(inputs.base, inputs.adapters, head_alone=True, task=Task.SEQ_CLS)
+
+
+def prepare(
+    adapter: Reference,
+    server: Server | str,
+    *,
+    out: str | os.PathLike[str],
+    base: Reference | None = None,
+    max_rank: int | None = None,
+    approximate: bool = False,
+    reward_base: str | os.PathLike[str] | None = None,
+    dtype: DType | str | None = None,
+    ignore: Iterable[str] = (),
+    verify: bool = True,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> Written:
+    """Write `adapter` as `out` in the form that `server` reads, equal in ΔW, and return what was done.
+
+    `base`, `max_rank`, `approximate`, `dtype` and `ignore` are those of `plan_prepare`. `reward_base` is where the base
+    with the adapter's head goes, which vLLM needs beside a reward adapter; None writes none. With `verify` samples are
+    read back before a folder gets its name; `jobs`, `overwrite` and `resume` are those of `execute`. Raises as `combine`.
+    """
+    opened = opened_adapter(adapter)
+    plan = plan_prepare(
+        opened, server, base=base, max_rank=max_rank, approximate=approximate, dtype=dtype, ignore=ignore
+    )
+    beside = (
+        None if reward_base is None else plan_reward_base(opened, base)
+    )  # both are planned before either is written
+    done = write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
+    if beside is not None and reward_base is not None:
+        write(beside, reward_base, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
+    return done

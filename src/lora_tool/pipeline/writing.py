@@ -20,6 +20,13 @@ from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding
 from lora_tool.report.json import finding_json
 
+_SERVED = {
+    "vllm": "vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules name={path}",
+    "sglang": "python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths name={path}",
+    "llama.cpp": "python convert_lora_to_gguf.py --base BASE {path}",
+    "mlx": "mlx_lm.generate --model BASE --adapter-path {path}",
+}
+"""What is typed next with an adapter that was prepared for a server."""
 _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
 """Ends of class names that transformers loads by its AutoModel of that name."""
 
@@ -67,6 +74,9 @@ class Written:
 
     def _next_step(self) -> str | None:
         """Return what is typed to go on with the folder, None where nothing is known to take it."""
+        if (server := self.plan.manifest.get("for")) in _SERVED:
+            rank = self.plan.manifest["served_rank"]
+            return _SERVED[server].format(path=shlex.quote(str(self.path)), rank=rank)
         by_file = {file.filename: file for file in self.plan.side_files}
         if adapter_config.FILE_NAME in by_file:
             return f"lora-tool merge {shlex.quote(str(self.path))}"

@@ -160,6 +160,10 @@ class Judge:
             servers=self.servers,
         )
 
+    def only(self, code: str) -> Judge:
+        """Return the same judge with one of its rules alone."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.code == code))
+
     def folder(self, subject: Subject) -> Report:
         """Return what is found in one subject alone."""
         subject.scans.progress = self.progress

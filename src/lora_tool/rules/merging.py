@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import IncompatibleBase
 from lora_tool.report import Report, Severity
 from lora_tool.report.model import joined
 from lora_tool.rules.engine.registry import Need, chosen
-from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.engine.subjects import BaseMatch, ModelSubject
 from lora_tool.rules.judging import Judge
 
 _NO_HELP = "a merge has nothing to compute then, so ignoring the rule does not help"
+_OF_SHAPES = "LT317"
+"""What a config says that its weights contradict."""
 _OF_TIED = "LT514"
 """What two values for one matrix are called; `untie` makes two matrices of it."""
 
@@ -46,6 +50,19 @@ class MergeJudge:
             return joined([*map(judge.adapter, adapters), judge.together(beside or adapters), *files])
 
         return self._refuse(judged, base)
+
+    @contextlib.contextmanager
+    def reading(self, base: ModelDir) -> Iterator[None]:
+        """Judge what transformers finds wrong with the base itself while the work inside asks it. Raises as
+        `as_stored`, or the error of the work where no rule that was asked for says it.
+        """
+        try:
+            yield
+        except IncompatibleBase as error:
+            if error.problem is not None:
+                subject = ModelSubject(checkpoint=base, contradiction=error.problem)
+                self._refuse(lambda judge: judge.only(_OF_SHAPES).folder(subject), None)
+            raise
 
     def in_memory(self, adapters: Sequence[AdapterDir], match: BaseMatch) -> Report:
         """Return what the rules that compare with a base find where transformers said what its class is.

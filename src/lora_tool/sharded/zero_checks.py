@@ -25,6 +25,7 @@ from lora_tool.sharded.faults import (
     repeated_files,
     unreadable_files,
 )
+from lora_tool.sharded.universal_checks import master_faults
 
 _TAG = re.compile(r"global_step_?(\d+)(?:/actor)?\Z")
 
@@ -35,7 +36,7 @@ def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
     Every node writes its own ranks' files: a folder copied from one node lacks the others'.
     """
     ranks = range(tag.world_size)
-    optim = [rank for rank in ranks if tag.stage and rank not in tag.optim_files]
+    optim = [rank for rank in ranks if tag.stage and tag.masters is None and rank not in tag.optim_files]
     model = [rank for rank in (ranks if tag.stage == 3 else [0]) if rank not in tag.model_files]  # noqa: PLR2004 - the stage
     # without frozen parameters every rank's model file says the same, tied names apart, which rank 0 knows
     harmless = 0 not in model and tag.first is not None and not tag.first.frozen
@@ -88,7 +89,7 @@ def _layout(states: ModelStates) -> tuple[object, ...]:
 def misfit_partitions(tag: ZeroTag) -> Iterator[Finding]:
     """LT408: yield groups whose flat partitions do not have as many elements as the shapes need."""
     first = tag.first
-    if first is None or tag.stage == 0 or tag.optim.keys() != set(range(tag.world_size)):
+    if first is None or tag.stage == 0 or tag.masters is not None or tag.optim.keys() != set(range(tag.world_size)):
         return
     for states in tag.optim.values():
         if len(states.groups) != len(first.param_shapes):
@@ -134,6 +135,8 @@ def tag_faults(tag: ZeroTag) -> Iterator[Finding]:
     yield from other_steps(tag)
     yield from other_runs(tag)
     yield from misfit_partitions(tag)
+    if tag.masters is not None and tag.first is not None:
+        yield from master_faults(tag, tag.first, tag.masters)
 
 
 def stale_latest(

@@ -6,6 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from lora_tool.checkpoint import ShardedDir
+from lora_tool.display import counted
 from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
@@ -42,6 +43,8 @@ class ZeroState(TrainingState):
         records = []
         if tag.first and any(names & set(group) for group in tag.first.param_shapes) and tag.stage:
             records += [states.file.record(group) for states in tag.optim.values() for group in states.groups]
+            masters = (tag.masters or {}).items()
+            records += [master.file.record(master.tensor) for name, master in masters if name in names]
         for states in tag.model.values():
             held = {**states.module, **(states.frozen or {})}
             records += [states.file.record(held[name]) for name in names if name in held and held[name].numel]
@@ -58,12 +61,13 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
     lost = tuple(dict.fromkeys((*unaccounted(found, known), *base_layers_left_out(known))))
     left_out = frozen_left_out(first.path if first else folder, lost) if lost else frozen_unknown(found)
     older = stale_latest(checkpoint.root, checkpoint.latest, checkpoint.rank_files) if tag is None else ()
-    files = [states.file for states in found.files]
+    masters = found.masters or {}
+    files = [*(states.file for states in found.files), *(master.file for master in masters.values())]
     steps = first.global_steps if first else None
     return ZeroState(
         root=checkpoint.root,
         folder=folder,
-        title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {found.world_size} ranks, step {steps}",
+        title=f"DeepSpeed ZeRO-{found.stage} checkpoint {folder}, {_cut(found)}, step {steps}",
         entries=known,
         shared=first.shared if first else {},
         without_values=lost,
@@ -76,8 +80,17 @@ def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
             "world_size": found.world_size,
             "global_steps": steps,
             "deepspeed": first.version if first else None,
-            "serialization_ids": {file.path.name: file.serialization_id for file in files},
+            "serialization_ids": {str(file.path.relative_to(folder)): file.serialization_id for file in files},
         },
+    )
+
+
+def _cut(tag: ZeroTag) -> str:
+    """Return in how many pieces the masters are, in words."""
+    return (
+        counted(tag.world_size, "rank")
+        if tag.masters is None
+        else f"universal, {counted(len(tag.masters), 'parameter')}"
     )
 
 

@@ -253,7 +253,7 @@ def _launch_words(name: str, value: Any) -> list[str]:
 def trl_arguments(method: Method, options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return TRL's dataclasses (script, training, model and mixture arguments). Raises `BadRunConfig`."""
     # TRL's own classes set it, and transformers asks for its new name
-    warnings.filterwarnings("ignore", ".*gradient_checkpointing` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
     try:
         arguments: tuple[Any, ...] = _trl_parser(method).parse_dict(dict(options))
     except (ValueError, TypeError) as error:

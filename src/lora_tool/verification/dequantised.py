@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.quantised.encodings import (
+    ORDER,
     Bnb4,
     BnbInt8,
+    ColumnIntegers,
     Encoding,
     Fp4,
     NestedScales,
@@ -48,6 +50,8 @@ def dequantised_again(encoding: Encoding, first: int, last: int, read: Read) -> 
             values = _packed(encoding, rows, columns, read)
         case Fp4():
             values = _fp4(encoding, rows, columns, read)
+        case ColumnIntegers():
+            values = _columns(encoding, rows, columns, read)
         case _:
             return assert_never(encoding)
     return _rounded(values.astype(np.float32), encoding.spec.dtype)
@@ -169,3 +173,21 @@ def _fp4(encoding: Fp4, rows: Array, columns: Array, read: Read) -> Array:
         overall = _floats(encoding.overall, np.zeros(1, np.int64), read)
         scales = _single(scales / overall if encoding.divides else scales * overall)
     return codes * scales
+
+
+def _columns(encoding: ColumnIntegers, outputs: Array, inputs: Array, read: Read) -> Array:
+    bits, words, height = encoding.bits, encoding.codes.shape[-1], encoding.spec.shape[0]
+    mask, each = (1 << bits) - 1, 32 // bits
+    place = np.array([ORDER.index(at) for at in range(each)]) if encoding.across else np.arange(each)
+    if encoding.across:
+        word, shift = inputs * words + outputs // each, bits * place[outputs % each]
+    else:
+        word, shift = inputs // each * words + outputs, bits * (inputs % each)
+    codes = (_elements(encoding.codes, word, 4, read) >> shift.astype(np.uint32)) & np.uint32(mask)
+    group = inputs // encoding.group
+    if encoding.groups is not None:
+        group = _elements(encoding.groups, inputs, 4, read).astype(np.int64)
+    stored = _elements(encoding.zeros, group * encoding.zeros.shape[-1] + outputs // each, 4, read)
+    zeros = ((stored >> (bits * place[outputs % each]).astype(np.uint32)) + np.uint32(encoding.added)) & np.uint32(mask)
+    scales = _floats(encoding.scales, group * height + outputs, read)
+    return np.asarray((codes.astype(np.float64) - zeros) * scales)

@@ -8,7 +8,7 @@ compressed-tensors 0.20 (`decompress`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from lora_tool.exhaustive import assert_never
 from lora_tool.formats.quantised.encodings import (
+    ORDER,
     Bnb4,
     BnbInt8,
+    ColumnIntegers,
     Encoding,
     Fp4,
     NestedScales,
@@ -64,6 +66,8 @@ def decoded(encoding: Encoding, first: int, last: int, read: Read) -> Array:
             values = _packed(encoding, first, last, read)
         case Fp4():
             values = _fp4(encoding, first, last, read)
+        case ColumnIntegers():
+            values = _columns(encoding, first, last, read)
         case _:
             return assert_never(encoding)
     return values.astype(_TYPES[encoding.spec.dtype], copy=False)
@@ -245,3 +249,34 @@ def _fp4_columns(encoding: Fp4, row: int, rows: int, columns: slice, read: Read)
 def _bytes(tensor: StoredTensor, width: int, first: int, last: int, read: Read) -> NDArray[np.uint8]:
     """Return rows of so many bytes, whatever shape the tensor is given on disk."""
     return read(tensor, first * width, (last - first) * width).reshape(last - first, width)
+
+
+def _columns(encoding: ColumnIntegers, first: int, last: int, read: Read) -> F32:
+    """Return columns of the matrix on disk as rows; the codes of the whole matrix are read."""
+    inside, bits = encoding.spec.shape[-1], encoding.bits
+    words = _rows(encoding.codes, 0, encoding.codes.shape[0], read)
+    if encoding.across:
+        codes = _across(words, bits, slice(first, last), ORDER)
+    else:
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)[None, :, None]
+        codes = ((words[:, None, first:last] >> shifts) & np.uint32((1 << bits) - 1)).reshape(inside, -1)
+    stored = _rows(encoding.zeros, 0, encoding.zeros.shape[0], read)
+    zeros = _across(stored, bits, slice(first, last), ORDER if encoding.across else range(32 // bits))
+    zeros = (zeros + np.uint32(encoding.added)) & np.uint32((1 << bits) - 1)
+    group = np.arange(inside) // encoding.group
+    if encoding.groups is not None:
+        group = _rows(encoding.groups, 0, inside, read).reshape(-1).astype(np.int64)
+    height, width = encoding.scales.shape
+    scales = _numbers(encoding.scales, 0, height * width, read).reshape(height, width)[:, first:last]
+    return np.ascontiguousarray(((codes.astype(np.float32) - zeros.astype(np.float32)[group]) * scales[group]).T)
+
+
+def _across(words: Array, bits: int, columns: slice, order: Sequence[int]) -> Array:
+    """Return these columns of what rows of words hold, each word's parts in this order."""
+    each = len(order)
+    some = words[:, columns.start // each : -(-columns.stop // each)]
+    shifts = np.empty(each, np.uint32)
+    shifts[list(order)] = np.arange(0, 32, bits)
+    codes = ((some[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)).reshape(len(words), -1)
+    begin = columns.start % each
+    return codes[:, begin : begin + columns.stop - columns.start]

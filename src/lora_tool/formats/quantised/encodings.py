@@ -100,7 +100,29 @@ class Fp4(_Stored):
     transposed: bool = False
 
 
-Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnIntegers(_Stored):
+    """Integers of GPTQ and AWQ, stored [in, out] with a scale and a zero for each group of inputs and each output.
+
+    value = (code - zero) · scale, rounded to the scale's type. Words of 32 bits hold neighbouring inputs (GPTQ), or
+    neighbouring outputs in the order of `ORDER` (AWQ, `across`), the lowest bits first; zeros always lie across. Zeros
+    are stored less `added`. `groups` says the group of each input where they are not in order.
+    """
+
+    scales: StoredTensor
+    """[groups, out]"""
+    zeros: StoredTensor
+    bits: int
+    group: int
+    groups: StoredTensor | None = None
+    across: bool = False
+    added: int = 0
+
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight outputs each part of AWQ's words is, the lowest first."""
+
+Encoding = Tiled | BnbInt8 | Bnb4 | PackedIntegers | Fp4 | ColumnIntegers
 """A closed union: whoever decodes one decodes all."""
 
 

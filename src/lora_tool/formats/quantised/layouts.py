@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any
 
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
+from lora_tool.formats.quantised.columns import columns
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, PackedIntegers, Tiled, parts
 from lora_tool.formats.quantised.parts import LayoutError, Parts
 from lora_tool.formats.stored import read_part
 from lora_tool.tensors import DType, StoredTensor, TensorSpec, TensorTable
 
 Shape = tuple[int, ...]
+_Layout = Callable[[str, StoredTensor], Encoding]
 _MATRIX, _STACK = 2, 3
 _MX, _NV = 32, 16
 _SCALES = (DType.F32, DType.BF16, DType.F16)
@@ -131,6 +133,7 @@ class _Layouts(Parts):
     def __init__(self, tensors: TensorTable, table: Mapping[str, Any]) -> None:
         super().__init__(tensors)
         self._tiles, self._bits = _sizes(table)
+        self._table = table
 
     def found(self) -> Iterator[Encoding]:
         """Yield every quantised weight. Raises `LayoutError`."""
@@ -139,21 +142,23 @@ class _Layouts(Parts):
             if how is not None:
                 yield how(name, tensor)
 
-    def _how(self, name: str, tensor: StoredTensor) -> Callable[[str, StoredTensor], Encoding] | None:
+    def _how(self, name: str, tensor: StoredTensor) -> _Layout | None:
         """Return what reads the weight of which the tensor is the sign; None for what is no sign of one."""
         if STATE in name:
             return partial(four_bits, self)
-        if name.endswith(".SCB"):
-            return partial(int8, self)
-        if name.endswith("_blocks") and tensor.dtype is DType.U8:
-            return self._gpt_oss
-        if name.endswith(".weight_packed"):
-            return self._packed if tensor.dtype is DType.I32 else self._fp4_packed
-        if name.endswith(".weight") and tensor.dtype is DType.U8 and f"{name}_scale_2" in self.tensors:
-            return self._fp4_modelopt
+        by_end: dict[str, _Layout] = {
+            ".SCB": partial(int8, self),
+            ".qweight": partial(columns, self, self._table),
+            ".weight_packed": self._packed if tensor.dtype is DType.I32 else self._fp4_packed,
+        }
+        if tensor.dtype is DType.U8:
+            by_end["_blocks"] = self._gpt_oss
+            by_end |= {".weight": self._fp4_modelopt} if f"{name}_scale_2" in self.tensors else {}
         of_integers = tensor.dtype is DType.I8 and f"{name}_scale" in self.tensors
         of_floats = tensor.dtype is DType.F8_E4M3 and not name.endswith(("_scale", "_scales", "_scale_inv", ".scale"))
-        return self._tiled if of_integers or of_floats else None
+        if of_integers or of_floats:
+            return self._tiled
+        return next((how for end, how in by_end.items() if name.endswith(end)), None)
 
     def _tiled(self, name: str, codes: StoredTensor) -> Encoding:
         module = name.removesuffix(".weight")

@@ -16,7 +16,9 @@ _BITS = (
 """The parts of a name that mean quantised weights, as those who publish them write it."""
 _BESIDE = r"unsloth|mlx|dynamic|static|block|i1|dwq|qat|kv|torchao|quantized|\d+g"
 """Parts that stand beside those, and say nothing alone."""
-READ_METHODS = frozenset({None, "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "modelopt", "mxfp4"})
+READ_METHODS = frozenset(
+    {None, "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4"}
+)
 """What `quant_method` may say of a model whose weights are decoded; None where the files alone say it."""
 # patterns as text: hardly a command needs them, and compiling takes a while
 _END = rf"(?i:(?:[-_.](?:{_BITS}|{_BESIDE}))+\Z)"

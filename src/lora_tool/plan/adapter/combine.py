@@ -14,6 +14,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.plan.adapter.modules import AdapterModules
+from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import StoredTensor
 
 Value = TypeVar("Value")
@@ -54,6 +55,15 @@ class Adapted:
         factors = [factor for term in self.modules.lora.get(module, ()) for factor in (term.a, term.b)]
         dropped = {**self.modules.dropped, **{factor.name: reason for factor in factors}}
         return replace(self, modules=replace(self.modules.without_lora(module), dropped=dropped))
+
+
+def without_delta(part: Adapted) -> Adapted:
+    """Return the adapter with its heads and other whole tensors alone: what is left where a server adds ΔW."""
+    tensors = [tensor for layer in part.view.layers for tensor in layer.parts.values()]
+    dropped = {**part.modules.dropped, **{tensor.name: "ΔW is left to who serves the adapter" for tensor in tensors}}
+    nothing: dict[str, tuple[LoraTerm, ...]] = {}
+    bare = replace(part.modules, lora=nothing, parameters=nothing, lora_bias={}, magnitudes={}, embeddings=frozenset())
+    return replace(part, modules=replace(bare, dropped=dropped))
 
 
 def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:

@@ -17,12 +17,12 @@ _POWER_OF_TWO = 0.5
 """frexp's mantissa of a power of two."""
 
 
-def exact_type(sums: Iterable[Factors]) -> DType:
+def exact_type(sums: Iterable[Factors], *, turned: bool = False) -> DType:
     """Return the type in which the factors of all sums can be written without rounding, float32 where none is.
 
-    A power of two as scale rounds nothing, but in float16, which has few exponents.
+    None is where one is `turned` to a lower rank. A power of two as scale rounds nothing, but in float16, which has few exponents.
     """
-    found, scaled = set(), False
+    found, scaled = set(), turned
     for factors in sums:
         for term in factors.terms:
             found |= {term.a.dtype, term.b.dtype} | ({term.bias.dtype} if term.bias else set())
@@ -39,20 +39,29 @@ def factor_steps(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, Smal
     `turned` are the matrices for B and A that take them to a lower rank; None keeps all ranks, one after the other.
     """
     rank = turned[0].columns if turned else factors.rank
-    a, b = ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
-    above: Op
-    if turned:
-        above = Mix(parts=factors.a_parts, matrix=turned[1], below=True)
-        across: Op = Mix(parts=factors.b_parts, matrix=turned[0])
-    else:
-        copies = tuple(copied_as(dtype, part) for part in factors.a_parts)
-        above = copies[0] if len(copies) == 1 else Assemble(parts=copies)
-        columns = tuple(Columns(tensor=term.b, count=term.rank, scale=term.scale) for term in factors.terms)
-        unscaled = len(columns) == 1 and columns[0].scale == 1
-        across = copied_as(dtype, columns[0].tensor) if unscaled else Beside(parts=columns)
-    yield _step(factors, a, dtype, (rank, *factors.inner), above)
-    yield _step(factors, b, dtype, (factors.out, rank, *factors.outer), across)
+    a, b = part_names(factors)
+    above, across = factor_ops(factors, dtype, turned)
+    yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank, *factors.inner), above)
+    yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank, *factors.outer), across)
     yield from bias_steps(factors, dtype)
+
+
+def part_names(factors: Factors) -> tuple[str, str]:
+    """Return what PEFT calls A and B of the module."""
+    return ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
+
+
+def factor_ops(factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None) -> tuple[Op, Op]:
+    """Return the operations that make A and B, of all scaling; `turned` as for `factor_steps`."""
+    if turned:
+        return Mix(parts=factors.a_parts, matrix=turned[1], below=True), Mix(parts=factors.b_parts, matrix=turned[0])
+    copies = tuple(copied_as(dtype, part) for part in factors.a_parts)
+    columns = tuple(Columns(tensor=term.b, count=term.rank, scale=term.scale) for term in factors.terms)
+    unscaled = len(columns) == 1 and columns[0].scale == 1
+    return (
+        copies[0] if len(copies) == 1 else Assemble(parts=copies),
+        copied_as(dtype, columns[0].tensor) if unscaled else Beside(parts=columns),
+    )
 
 
 def bias_steps(factors: Factors, dtype: DType = DType.F32) -> Iterator[Step]:
@@ -61,7 +70,7 @@ def bias_steps(factors: Factors, dtype: DType = DType.F32) -> Iterator[Step]:
     if held:
         scales = [factors.terms[at].scale for at in held]
         op = _summed([Columns(tensor=each, count=1, scale=s) for each, s in zip(held.values(), scales, strict=True)])
-        yield _step(factors, "lora_B.bias", dtype, (factors.out,), op)
+        yield step_of(f"{PREFIX}{factors.module}.lora_B.bias", dtype, (factors.out,), op)
 
 
 def _summed(columns: Sequence[Columns]) -> Op:
@@ -71,12 +80,13 @@ def _summed(columns: Sequence[Columns]) -> Op:
     return Mix(parts=tuple(each.tensor for each in columns), matrix=SmallMatrix.of([[each.scale] for each in columns]))
 
 
-def _step(factors: Factors, part: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
+def step_of(name: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
+    """Return the step that writes the tensor by the operation: copied, cast or computed, as that is."""
     parts = op.parts if isinstance(op, Assemble) else (op,)
     action = TensorAction.COMPUTED
     if all(each.is_copy for each in parts):
         action = TensorAction.COPIED
     elif all(each.keeps_values for each in parts):
         action = TensorAction.CAST
-    out = TensorSpec(name=f"{PREFIX}{factors.module}.{part}", dtype=dtype, shape=shape)
+    out = TensorSpec(name=name, dtype=dtype, shape=shape)
     return Step(out=out, op=op, action=action, reason=str(op))

@@ -3,59 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import view_of
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir
-from lora_tool.choices import positive
-from lora_tool.cores import available_cores
+from lora_tool.checkpoint import AdapterDir
 from lora_tool.display import counted
-from lora_tool.errors import UnsupportedAdapter, WrongValue
-from lora_tool.formats import tokenizer
-from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.errors import WrongValue
 from lora_tool.plan.algebra.factor_steps import exact_type, factor_steps
 from lora_tool.plan.algebra.fit import require_one_base, require_sums
 from lora_tool.plan.algebra.peft_config import config_of_sum
-from lora_tool.plan.algebra.ranks import ModuleRank, enough, rank_lines, rank_warnings
+from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
+from lora_tool.plan.algebra.turning import Ranks, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
-from lora_tool.plan.core.factor_ops import SmallMatrix
-from lora_tool.plan.core.manifest import describe_input, input_name
-from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.algebra.whole_plan import adapter_plan
+from lora_tool.plan.core.manifest import input_name
 from lora_tool.plan.core.plan import Plan
-from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
-from lora_tool.progress import told
+from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merging import MergeJudge
-from lora_tool.sources import Reference, opened_adapter, opened_model, source_of
-from lora_tool.tensors import DType, FileStamp, float_type
+from lora_tool.sources import Reference, opened_adapter, opened_model
+from lora_tool.tensors import DType, float_type
 from lora_tool.weighted import all_weighted, weighted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """Which rank a module gets: a number, or the least that keeps a share of ‖ΔW‖²; all of it where neither is asked.
-
-    Raises `WrongValue`.
-    """
-
-    rank: int | None = None
-    keep: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rank is not None and self.keep is not None:
-            raise WrongValue("rank, keep: one of the two says which rank a module gets, not both")
-        if self.rank is not None:
-            positive(self.rank)
-        if self.keep is not None and not 0 < self.keep <= 1:
-            raise WrongValue(f"keep: expected a share of ‖ΔW‖² above 0 and up to 1, found {self.keep!r}")
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is left out."""
-        return self.rank is None and self.keep is None
 
 
 def plan_combine(
@@ -137,84 +105,31 @@ def _planned(
     if model is None:
         require_one_base(views)
     sums = factors_of_sum(views, weights)
-    turned, ranks = _compressed(sums, asked)
-    out = dtype or (exact_type(sums) if not turned else _float32_or_more(sums))
-    chosen = None if head_of is None else views[head_of]
-    whole = whole_tensors(views, head_of=chosen)
-    written = {each.module: turned[each.module][0].columns if each.module in turned else each.rank for each in sums}
-    steps = (*(step for each in sums for step in factor_steps(each, out, turned.get(each.module))), *whole.steps)
+    turned = turned_to(asked, sums)
+    out = dtype or exact_type(sums, turned=bool(turned.matrices))
+    whole = whole_tensors(views, head_of=None if head_of is None else views[head_of])
+    matrices = turned.matrices
+    written = {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
+    steps = (*(step for each in sums for step in factor_steps(each, out, matrices.get(each.module))), *whole.steps)
     targets = {layer.module: layer.target for view in views for layer in view.layers}
-    config = config_of_sum(
-        views, {targets[module]: rank for module, rank in written.items()}, base=model.root if model else None
-    )
-    side_files = (config, *_tokenizer_files(adapters))
-    leftovers = (*whole.dropped, *_consumed(adapters, steps))
-    _require_all(adapters, leftovers)
-    inputs = {input_name(number): each for number, each in enumerate(adapters, start=1)}
-    return Plan(
-        shards=(Shard(filename=ADAPTER_WEIGHTS, steps=steps),),
-        side_files=side_files,
-        leftovers=leftovers,
-        inputs=_stamps(adapters, side_files),
-        precision=Precision.FLOAT64,
+    named = {targets[module]: rank for module, rank in written.items()}
+    return adapter_plan(
+        adapters,
+        weights,
+        steps,
+        config_of_sum(views, named, base=model.root if model else None),
+        dropped=whole.dropped,
         findings=report.findings,
-        input_names={each.root: name for name, each in inputs.items()} if len(inputs) > 1 else {},
-        warnings=tuple(rank_warnings(ranks)),
-        notes=tuple(_notes(operation, adapters, weights, sums, ranks, whole.steps)),
+        notes=_notes(operation, adapters, weights, sums, turned.ranks, whole.steps),
+        ranks=turned.ranks,
         manifest={
             "operation": operation,
             "rank": asked.rank,
             "keep": asked.keep,
             "dtype": out.value,
             "head_of": None if head_of is None else input_name(head_of + 1),
-            "merged_adapters": [],
-            "inputs": {
-                name: {**_described(each), "weight": weight}
-                for (name, each), weight in zip(inputs.items(), weights, strict=True)
-            },
-            "modules": [each.as_json() for each in ranks],
         },
     )
-
-
-def _compressed(
-    sums: Sequence[Factors], asked: Ranks
-) -> tuple[dict[str, tuple[SmallMatrix, SmallMatrix]], tuple[ModuleRank, ...]]:
-    """Return the matrices of the modules that lose rank, and figures on all; nothing where nothing is left out."""
-    if asked.exact:
-        return {}, ()
-    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
-
-    from lora_tool.plan.algebra.spectrum import Compressed, compressed  # noqa: PLC0415
-
-    told(f"computing the singular values of {counted(len(sums), 'module')}")
-
-    def one(factors: Factors) -> Compressed:
-        return compressed(factors, rank=asked.rank, keep=asked.keep or 1.0)
-
-    turned, ranks = {}, []
-    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as workers:
-        for factors, found in zip(sums, workers.map(one, sums), strict=True):
-            if found.rank < factors.rank:
-                turned[factors.module] = (found.left, found.right)
-            values = found.singular_values
-            ranks.append(
-                ModuleRank(
-                    module=factors.module,
-                    before=factors.rank,
-                    after=min(found.rank, factors.rank),
-                    energy=found.energy,
-                    discarded=found.discarded,
-                    largest=float(values[0]) if len(values) else 0.0,
-                    enough=found.rank_for(enough()),
-                )
-            )
-    return turned, tuple(ranks)
-
-
-def _float32_or_more(sums: Sequence[Factors]) -> DType:
-    wide = any(DType.F64 in (term.a.dtype, term.b.dtype) for each in sums for term in each.terms)
-    return DType.F64 if wide else DType.F32
 
 
 def _without_other_heads(adapters: Sequence[AdapterDir], head_of: int | None) -> tuple[AdapterDir, ...]:
@@ -256,45 +171,3 @@ def _notes(
     scaled = any(weight != 1 for weight in weights)
     if whole and scaled:
         yield f"weights scale ΔW alone: {counted(len(whole), 'whole tensor')}, such as {whole[0].out.name}, stay as they are"
-
-
-def _described(adapter: AdapterDir) -> dict[str, Any]:
-    return describe_input(source_of(adapter.root), adapter.weights, fingerprint(adapter.weights))
-
-
-def _tokenizer_files(adapters: Sequence[AdapterDir]) -> Iterator[SideFile]:
-    """Yield the tokenizer's files of the first adapter that has some."""
-    for adapter in adapters:
-        names = [name for name in adapter.folder.files if name in tokenizer.FILE_NAMES]
-        if names:
-            for name in names:
-                yield SideFile(filename=name, source=adapter.root / name, reason=f"copied from {adapter.root}")
-            return
-
-
-def _consumed(adapters: Sequence[AdapterDir], steps: Sequence[Step]) -> Iterator[InputRecord]:
-    """Yield every tensor of the adapters that is in an output of another name or value."""
-    places = {(tensor.path, tensor.name): step.out.name for step in steps for tensor in step.op.inputs}
-    for adapter in adapters:
-        for name, tensor in adapter.tensors.items():
-            place = places.get((tensor.path, name))
-            if place is not None:
-                yield InputRecord(path=tensor.path, name=name, action=TensorAction.CONSUMED, reason=f"in {place}")
-
-
-def _require_all(adapters: Sequence[AdapterDir], leftovers: Sequence[InputRecord]) -> None:
-    """Raise unless every tensor of every adapter is in a step, or left out by name."""
-    known = {(item.path, item.name) for item in leftovers}
-    for adapter in adapters:
-        for name, tensor in adapter.tensors.items():
-            if (tensor.path, name) not in known:
-                raise UnsupportedAdapter(
-                    f"{tensor.path}: `{name}` has no place in the new adapter",
-                    hint=f"lora-tool validate {adapter.root}",
-                )
-
-
-def _stamps(adapters: Sequence[AdapterDir], side_files: Sequence[SideFile]) -> tuple[FileStamp, ...]:
-    stamps = {stamp.path: stamp for adapter in adapters for stamp in adapter.weights.stamps}
-    copied = {file.source: FileStamp.of(file.source) for file in side_files if file.source is not None}
-    return tuple({**stamps, **copied}.values())

@@ -16,7 +16,7 @@ from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.sources import Reference, open_adapter_at, opened_adapter, resolve
 
-_SUMS = frozenset({"combine", "resize"})
+_SUMS = frozenset({"combine", "resize", "prepare"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

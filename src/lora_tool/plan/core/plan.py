@@ -45,6 +45,11 @@ class Plan:
         return (step for shard in self.shards for step in shard.steps)
 
     @property
+    def folders(self) -> frozenset[Path]:
+        """The folders that are read."""
+        return frozenset(stamp.path.parent for stamp in self.inputs)
+
+    @property
     def expected(self) -> Expected:
         """What it would write, in the words of the rules that judge a merged model."""
         return Expected(tensors={step.out.name: step.out for step in self.steps}, files=self.side_files)

@@ -91,7 +91,7 @@ def build_plan(
             "num_labels": merge.labels,
             "dtype": merge.dtype.value if merge.dtype else "as in the base",
             **options,
-            "merged_adapters": [*earlier, *fingerprints.values()],
+            "merged_adapters": [*earlier, *([] if options.get("head_alone") else fingerprints.values())],
             "inputs": {
                 "base": describe_input(source_of(base.root), base.weights, fingerprint(base.weights)),
                 **{

@@ -95,7 +95,8 @@ def ask_in_memory(
         fail_on=Severity(fail_on),
     )
     report = judge.as_stored(adapters, base)
-    view = read_base(base, adapters, Task(task))
+    with judge.reading(base):
+        view = read_base(base, adapters, Task(task))
     wanted = 1 if view.task is Task.REWARD and num_labels is None else num_labels
     whole = {
         key.tensor: adapter.tensors[name]

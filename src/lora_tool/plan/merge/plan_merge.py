@@ -12,7 +12,7 @@ from lora_tool.checkpoint import AdapterDir
 from lora_tool.checkpoint.quantised import in_full_precision
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import ExpertLayout
-from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first
+from lora_tool.plan.adapter.combine import Adapted, join, require_saved_in_first, without_delta
 from lora_tool.plan.adapter.modules import adapter_modules
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.ops import Precision
@@ -39,6 +39,7 @@ def plan_merge(
     adapter: Reference | Sequence[Reference],
     *,
     weights: Sequence[float] | None = None,
+    head_alone: bool = False,
     task: Task | str = Task.AUTO,
     num_labels: int | None = None,
     dtype: DType | str | None = None,
@@ -56,7 +57,8 @@ def plan_merge(
     `validate` does. Reads headers, the adapters' values, and a few KB of samples; writes nothing.
 
     Both may be paths, Hub ids or opened checkpoints. The deltas of several adapters are summed, in their order,
-    each times its own of `weights`, by default what stands behind its name ("A=0.7"), or 1. `task`
+    each times its own of `weights`, by default what stands behind its name ("A=0.7"), or 1. `head_alone` leaves ΔW
+    out: the base with the adapter's head, which a server needs that adds ΔW itself. `task`
     "reward" means one label. `dtype` None keeps every tensor's own; `num_labels` are the labels that a head must have,
     and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only`
     makes the text model of a multimodal base alone. `store` says what becomes of a quantised base: by default its weights
@@ -88,12 +90,15 @@ def plan_merge(
         require_mergeable(view_of(each))
     require_weightable(adapters, factors)
     plain = in_full_precision(base, source_of(base.root).hub_id)
-    view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
+    with judge.reading(base):
+        view = read_base(plain, adapters, task, exact=untie or precision is Precision.PEFT, text_only=text_only)
     if (match := view.in_memory()) is not None:
         report = joined([report, judge.in_memory(view.adapters, match)])
     adapted, modules = join(
         [_adapted(each, view, expert_layout, weight) for each, weight in zip(view.adapters, factors, strict=True)]
     )
+    if head_alone:
+        adapted, modules = join([without_delta(each) for each in adapted])
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)
     modules, per_expert = view.parts_of_fused(modules, precision)
@@ -103,6 +108,7 @@ def plan_merge(
     dropped, left = tuple(dropped_from_base(merge)), view.leftovers
     options: dict[str, object] = {"untie": untie, "expert_layout": expert_layout.value if expert_layout else None}
     options |= {"text_only": True} if text_only else {}
+    options |= {"head_alone": True} if head_alone else {}
     notes = tuple(trained_on_quantised(adapters, base)) if plain is base else ()
     if plain is not base:
         without = {item.name for item in (*dropped, *(left if merge.head is not None else ()))}

@@ -57,6 +57,7 @@ class Provenance:
             self.base,
             self.adapters,
             weights=self.weights or (1.0,) * len(self.adapters),
+            head_alone=record.get("head_alone") is True,
             task=_known(Task, record.get("task")) or Task.AUTO,
             num_labels=labels if type(labels) is int else None,
             dtype=_known(DType, record.get("dtype")),

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 
 from lora_tool.actions import NEW, TensorAction
 from lora_tool.checkpoint import AdapterDir, ModelDir
@@ -51,14 +52,14 @@ class StoredModel:
     """What the plan says of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: what is asked twice is kept
 class QuantisedBase:
     """A base with quantised weights: as it is stored, and with the matrices that they stand for."""
 
     stored: ModelDir
     plain: ModelDir
 
-    @property
+    @cached_property
     def encodings(self) -> dict[str, Encoding]:
         """Name of each quantised weight → how it is stored."""
         found = ((name, encoding_of(tensor)) for name, tensor in self.plain.tensors.items())
@@ -136,7 +137,7 @@ class QuantisedBase:
         name on disk.
         """
         wanted = {step.out.name: step for step in steps if step.action in NEW or step.out.name in freed}
-        of = self._weights_of_parts()
+        of = self._weights_of_parts
         found: dict[str, Step] = {}
         for name, tensor in self.stored.tensors.items():
             weight = of.get(name, name)
@@ -155,13 +156,14 @@ class QuantisedBase:
             )
         return (*found.values(), *others)
 
+    @cached_property
     def _weights_of_parts(self) -> dict[str, str]:
         """Return tensor on disk → the quantised weight that it is a part of."""
         return {part.name: name for name, encoding in self.encodings.items() for part in parts(encoding)}
 
     def _left_behind(self, freed: Collection[str]) -> Iterator[InputRecord]:
         """Yield the tensors on disk that are not written for the weights `freed`: their parts, and what was calibrated."""
-        of = self._weights_of_parts()
+        of = self._weights_of_parts
         modules = {name.removesuffix(".weight") for name in freed}
         for name, tensor in self.stored.tensors.items():
             if of.get(name) in freed and of[name] != name:

@@ -34,6 +34,8 @@ class Server(Choice):
     PEFT = "peft"
     VLLM = "vllm"
     SGLANG = "sglang"
+    LLAMA_CPP = "llama.cpp"
+    MLX = "mlx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,6 +98,8 @@ class ModelSubject(Subject):
     """The model that it is compared with, tensor by tensor."""
     whole: bool = False
     """Whether all bytes are compared with the base's, not only the first of each tensor."""
+    contradiction: Problem | None = None
+    """What transformers, where a merge asked it, found that config and weights contradict each other in."""
 
     @cached_property
     def class_tensors(self) -> ModelTensors | None:

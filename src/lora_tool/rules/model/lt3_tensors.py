@@ -25,7 +25,8 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
 
     What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that
     are stored as they are in memory, and compares. Of other types it looks at the width of the embeddings and of a
-    `score` head, and for a tensor that has another shape in one layer than in those that are otherwise like it.
+    `score` head, and for a tensor that has another shape in one layer than in those that are otherwise like it; a merge
+    asks transformers besides.
 
     Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` the tensor is
     random.
@@ -35,6 +36,9 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Merge again with the base that the adapter was trained on, or copy config and weights together.
     """
+    if (wrong := subject.contradiction) is not None:
+        yield Fault(subject=wrong.subject, message=wrong.message, path=wrong.path)
+        return
     known = subject.class_tensors
     shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
     tensors = subject.tensors

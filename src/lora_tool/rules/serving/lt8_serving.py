@@ -1,8 +1,10 @@
 """LT8xx: what a server that takes adapters unmerged will refuse or ignore. They run with `--for` only.
 
 What is said of vLLM is from its `vllm/lora/peft_helper.py` and `lora_model.py`, of SGLang from its
-`python/sglang/srt/lora/` (`lora_config.py`, `lora_manager.py`, `utils.py`), as of autumn 2026. Both change fast: where
-older releases behave otherwise, the message says so.
+`python/sglang/srt/lora/` (`lora_config.py`, `lora_manager.py`, `utils.py`), of llama.cpp from its
+`convert_lora_to_gguf.py` and `src/llama-adapter.cpp`, of MLX-LM from its `mlx_lm/tuner/utils.py`, as of autumn 2026.
+They change fast: where older releases behave otherwise, the message says so. What another form of the same ΔW mends,
+`lora-tool prepare` writes, and the finding names it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ _WHOLE = _NEEDS | {Need.WEIGHTS}
 _DEFAULT_MAX_RANK = 16
 _LARGEST_RANK = 512
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_NAMES = {Server.PEFT: "PEFT", Server.VLLM: "vLLM", Server.SGLANG: "SGLang"}
-_SERVERS = (Server.VLLM, Server.SGLANG)
+_NAMES = {
+    Server.PEFT: "PEFT",
+    Server.VLLM: "vLLM",
+    Server.SGLANG: "SGLang",
+    Server.LLAMA_CPP: "llama.cpp",
+    Server.MLX: "MLX-LM",
+}
+_SERVERS = (Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.MLX)
 
 
 def _merge(subject: AdapterSubject) -> str:
@@ -34,6 +42,12 @@ def _merge(subject: AdapterSubject) -> str:
     root = str(subject.checkpoint.root)
     reward = "--rm " if subject.is_reward() else ""
     return f"merge it, and serve the model: lora-tool merge {reward}{shlex.quote(root)}"
+
+
+def _prepare(subject: AdapterSubject, server: Server, more: str = "") -> str:
+    """Return the command that writes the same ΔW in the form that the server reads."""
+    root = shlex.quote(str(subject.checkpoint.root))
+    return f"write the same ΔW as {_NAMES[server]} reads it: lora-tool prepare {root} --for {server.value}{more} -o OUT"
 
 
 def _fault(
@@ -58,38 +72,50 @@ def _listed(names: Iterator[str] | list[str]) -> str:
     return ", ".join(f"`{name}`" for name in found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")  # noqa: PLR2004
 
 
+_WHOLE_MODULES = {
+    Server.VLLM: "vLLM refuses",
+    Server.SGLANG: "SGLang does not apply",
+    Server.LLAMA_CPP: "llama.cpp's converter stops at, or its loader ignores,",
+    Server.MLX: "MLX-LM does not load",
+}
+
+
 @rule("LT801", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules saved whole, which servers do not load with an adapter.
 
     What it does: Looks at `modules_to_save` and at tensors that are no LoRA. vLLM refuses them, but for the heads
-    `score` and `classifier`, which releases since autumn 2026 take for classifiers. SGLang does not apply them.
+    `score` and `classifier`, which releases since autumn 2026 take for classifiers. SGLang does not apply them, the
+    converter of llama.cpp stops at them, and its loader ignores norms. MLX-LM does not look for them.
 
     Why it matters: Every reward adapter has such a head. Without it there are no rewards.
 
     Example: `modules_to_save` is `["classifier", "score"]`, as PEFT writes it for every SEQ_CLS adapter.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model).
+    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER` (`--rm` for a reward model). For vLLM `lora-tool
+    prepare ADAPTER --for vllm --reward-base RM-BASE -o OUT` writes a reward adapter and the base that it needs.
     """
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
         return
     heads_only = all(head_of(name) in PEFT_CLASSIFIERS for name in saved)
     for server in _asked(subject, *_SERVERS):
-        if server is Server.SGLANG:
-            yield _fault(subject, "modules_to_save", f"SGLang does not apply modules saved whole: {_listed([*saved])}")
-        elif heads_only:
+        if server is Server.VLLM and heads_only:
             message = f"vLLM before autumn 2026 refuses modules saved whole: {_listed([*saved])}"
-            yield _fault(subject, "modules_to_save", message, severity=Severity.WARNING)
+            hint = f"{_merge(subject)}; later ones: {_prepare(subject, server, ' --reward-base RM-BASE')}"
+            yield _fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
-            yield _fault(subject, "modules_to_save", f"vLLM refuses modules saved whole: {_listed([*saved])}")
+            yield _fault(
+                subject, "modules_to_save", f"{_WHOLE_MODULES[server]} modules saved whole: {_listed([*saved])}"
+            )
 
 
 @rule("LT802", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
 def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
     """DoRA, which servers do not implement.
 
-    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both.
+    What it does: Looks at `use_dora` and for magnitude vectors. vLLM and SGLang refuse both, llama.cpp's converter stops
+    at them, and MLX-LM has another form of them.
 
     Why it matters: The server does not start, or refuses the adapter at the first request.
 
@@ -113,18 +139,21 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
 
     Example: `"r": 64`, and `vllm serve BASE --enable-lora --lora-modules name=ADAPTER`.
 
-    What to do: Start the server with the rank that the message names.
+    What to do: Start the server with the rank that the message names, or take the ranks down: `lora-tool prepare ADAPTER
+    --for vllm --max-rank 16 -o OUT`, with `--approximate` where that loses something.
     """
     ranks = [layer.rank for layer in subject.layers if layer.rank]
     rank = max([*ranks, *map(int, subject.config.rank_pattern.values()), *([] if ranks else [subject.config.r])])
     for _ in _asked(subject, Server.VLLM):
         if rank > _LARGEST_RANK:
             message = f"vLLM refuses ranks above {_LARGEST_RANK}, the largest here is {rank}"
-            yield _fault(subject, "r", message, severity=Severity.ERROR)
+            hint = _prepare(subject, Server.VLLM, f" --max-rank {_LARGEST_RANK} --approximate")
+            yield _fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
         elif rank > _DEFAULT_MAX_RANK:
             needed = next(known for known in _VLLM_RANKS if known >= rank)
             path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
-            hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}"
+            lower = _prepare(subject, Server.VLLM, f" --max-rank {_DEFAULT_MAX_RANK} --approximate").partition(": ")[2]
+            hint = f"vllm serve BASE --enable-lora --max-lora-rank {needed} --lora-modules {path}, or {lower}"
             message = f"vLLM takes ranks up to {_DEFAULT_MAX_RANK} unless it is told more, the largest here is {rank}"
             yield _fault(subject, "r", message, hint=hint)
 
@@ -133,8 +162,9 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
 def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained tokens or LoRA on embeddings, which few servers take.
 
-    What it does: Looks for single tokens trained by themselves (`trainable_token_indices`), which both servers refuse
-    by the name of their tensors, and for LoRA on embeddings and output layers, which they take for some models only.
+    What it does: Looks for single tokens trained by themselves (`trainable_token_indices`), which all servers refuse
+    by the name of their tensors, and for LoRA on embeddings and output layers, which vLLM and SGLang take for some
+    models only.
 
     Why it matters: The server refuses the adapter; or it leaves out the new tokens, which are then as untrained.
 
@@ -147,7 +177,7 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     for server in _asked(subject, *_SERVERS):
         if tokens:
             yield _fault(subject, "trainable_token_indices", f"{_NAMES[server]} refuses tokens trained by themselves")
-        if ends:
+        if ends and server in (Server.VLLM, Server.SGLANG):
             message = f"{_NAMES[server]} takes LoRA on {_listed(ends)} for some models only"
             yield _fault(subject, "target_modules", message, severity=Severity.WARNING)
 
@@ -156,8 +186,8 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
 def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     """Trained biases, which servers refuse or leave out.
 
-    What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), SGLang ignores
-    them.
+    What it does: Looks at `bias` and `lora_bias`. vLLM refuses them ("Adapter bias is not supported"), llama.cpp's
+    converter stops at them, SGLang and MLX-LM leave them out.
 
     Why it matters: Without its biases the model is another one.
 
@@ -169,7 +199,7 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
     for server in _asked(subject, *_SERVERS):
         for name in fields:
-            verb = "refuses" if server is Server.VLLM else "leaves out"
+            verb = "refuses" if server in (Server.VLLM, Server.LLAMA_CPP) else "leaves out"
             yield _fault(subject, name, f"{_NAMES[server]} {verb} trained biases")
 
 
@@ -178,13 +208,14 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     """Ranks or alphas per module, which servers refuse or ignore.
 
     What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang
-    refuses them; its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r.
+    refuses them; its releases before autumn 2026, and vLLM's, scale every module by the same lora_alpha / r. llama.cpp
+    ignores `alpha_pattern`, and MLX-LM has one rank and one scale.
 
     Why it matters: Modules scaled wrongly give a model that nobody trained, and nothing says so.
 
     Example: `"alpha_pattern": {"down_proj": 64}` beside `"lora_alpha": 16`.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Write the same ΔW with one rank and one alpha: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
     """
     config = subject.config
     differ = {
@@ -193,30 +224,36 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     }
     for server in _asked(subject, *_SERVERS):
         for name in (name for name, there in differ.items() if there):
+            hint = _prepare(subject, server)
             if server is Server.SGLANG:
-                yield _fault(subject, name, f"SGLang refuses `{name}`, and older releases ignore it")
-            else:
+                yield _fault(subject, name, f"SGLang refuses `{name}`, and older releases ignore it", hint=hint)
+            elif server is Server.VLLM:
                 message = f"vLLM before autumn 2026 ignores `{name}`, and scales every module alike"
-                yield _fault(subject, name, message, severity=Severity.WARNING)
+                yield _fault(subject, name, message, severity=Severity.WARNING, hint=hint)
+            elif server is Server.MLX or name == "alpha_pattern":
+                # llama.cpp scales by alpha over the rank of each tensor, as PEFT does
+                message = f"{_NAMES[server]} ignores `{name}`, and scales every module alike"
+                yield _fault(subject, name, message, hint=hint)
 
 
 @rule("LT807", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
 def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     """rsLoRA, whose scaling the server does not apply.
 
-    What it does: Looks at `use_rslora` for SGLang, which scales by lora_alpha / r whatever it says.
+    What it does: Looks at `use_rslora` for SGLang and llama.cpp, which scale by lora_alpha / r whatever it says.
 
     Why it matters: The adapter works, √r times weaker than it was trained, and nothing says so.
 
     Example: `"use_rslora": true` with `"r": 64`: an eighth of the trained change.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Write the same ΔW with its scaling in B: `lora-tool prepare ADAPTER --for SERVER -o OUT`.
     """
     config = subject.config
     if config.use_rslora and config.r > 1:
-        for _ in _asked(subject, Server.SGLANG):
-            message = f"SGLang scales by alpha/r, {config.lora_alpha / config.r:.3g}, not by alpha/√r, {config.scaling(''):.3g}"
-            yield _fault(subject, "use_rslora", message)
+        scaling, applied = f"{config.scaling(''):.3g}", f"{config.lora_alpha / config.r:.3g}"
+        for server in _asked(subject, Server.SGLANG, Server.LLAMA_CPP):
+            message = f"{_NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
+            yield _fault(subject, "use_rslora", message, hint=_prepare(subject, server))
 
 
 @rule("LT808", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
@@ -253,24 +290,27 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     """Targets in a form that the server does not read.
 
     What it does: Looks for `target_modules` that are a regular expression, of which SGLang takes only the words `all`
-    and `all-linear`; and for `target_parameters` (fused experts), which servers take for some models only.
+    and `all-linear`; and for `target_parameters` (fused experts), which vLLM and SGLang take for some models only, and
+    llama.cpp and MLX-LM not as PEFT packs them.
 
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
 
     Example: `"target_modules": ".*language_model.*proj"`.
 
-    What to do: Merge it, and serve the model: `lora-tool merge ADAPTER`.
+    What to do: Write the targets by their names: `lora-tool prepare ADAPTER --for sglang -o OUT`. With fused experts merge
+    it, and serve the model: `lora-tool merge ADAPTER`.
     """
     config = subject.config
     for server in _asked(subject, *_SERVERS):
         pattern = isinstance(config.target_modules, str) and config.target_modules not in ("all", "all-linear")
         if server is Server.SGLANG and pattern:
-            names = sorted({layer.target.rpartition(".")[2] for layer in subject.layers})
-            hint = f'list the names in adapter_config.json: "target_modules": {str(names).replace(chr(39), chr(34))}'
+            hint = _prepare(subject, server)
             yield _fault(subject, "target_modules", "SGLang refuses a regular expression", hint=hint)
         if config.target_parameters:
-            message = f"{_NAMES[server]} takes LoRA on fused experts for some models only"
-            yield _fault(subject, "target_parameters", message, severity=Severity.WARNING)
+            some = server in (Server.VLLM, Server.SGLANG)
+            how = "takes LoRA on fused experts for some models only" if some else "does not read LoRA on fused experts"
+            severity = Severity.WARNING if some else None
+            yield _fault(subject, "target_parameters", f"{_NAMES[server]} {how}", severity=severity)
 
 
 @rule("LT810", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
@@ -331,3 +371,20 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
         message = f"vLLM loads the whole of {match.base.root}, where `{moved[0]}` is `{match.name(moved[0])}`"
         message += ": it finds none of the adapter's modules, and serves the base without a word"
         yield _fault(subject, moved[0], message)
+
+
+@rule("LT813", Severity.ERROR, on=AdapterSubject, needs=_NEEDS)
+def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
+    """An adapter in PEFT's format, for a program that reads its own.
+
+    What it does: Says for MLX-LM that it reads `adapters.safetensors`, with transposed factors under names of its own.
+
+    Why it matters: `mlx_lm.generate --adapter-path ADAPTER` does not find the file.
+
+    Example: Any adapter that PEFT saved.
+
+    What to do: Write it as MLX-LM reads it: `lora-tool prepare ADAPTER --for mlx -o OUT`.
+    """
+    for server in _asked(subject, Server.MLX):
+        message = "MLX-LM reads adapters.safetensors, with transposed factors under its own names, not PEFT's file"
+        yield _fault(subject, None, message, hint=_prepare(subject, server))

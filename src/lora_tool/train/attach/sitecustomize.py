@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -19,19 +19,20 @@ from typing import Any
 
 
 class _Finder(PathFinder):
-    """Finds `transformers.trainer` as Python would, and attaches the guard when it has been run."""
+    """Finds the modules of `_WHEN_RUN` as Python would, and does what belongs to each when it has been run."""
 
     @classmethod
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = super().find_spec(fullname, path, target) if fullname == "transformers.trainer" else None
-        if spec is not None and spec.loader is not None:
+        then = _WHEN_RUN.get(fullname)
+        spec = super().find_spec(fullname, path, target) if then is not None else None
+        if then is not None and spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                _attach(module)
+                then(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -45,6 +46,26 @@ def _attach(trainer: Any) -> None:
         return
     trainer.DEFAULT_CALLBACKS.append(AttachedGuard)
     atexit.register(write_what_was_seen)
+
+
+def _hush_own_warnings(_: ModuleType) -> None:
+    """Leave out what transformers tells TRL and PEFT, and no user can mend."""
+    import warnings  # noqa: PLC0415 - where something is trained
+
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
+
+
+def _hush_launcher(launch: Any) -> None:
+    """Leave out accelerate's list of the values that nobody gave, as `lora-tool train` does."""
+    launch.logger.addFilter(lambda record: "values were not passed" not in record.getMessage())
+
+
+_WHEN_RUN: dict[str, Callable[[Any], None]] = {
+    "transformers.trainer": _attach,
+    "transformers.modeling_utils": _hush_own_warnings,
+    "transformers.training_args": _hush_own_warnings,
+    "accelerate.commands.launch": _hush_launcher,
+}
 
 
 def _run_next() -> None:

@@ -1,0 +1,74 @@
+"""`lora-tool prepare`: an adapter → the form of it that a server reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lora_tool.cli.algebra import dtype_option, output_option, writing_options
+from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option
+from lora_tool.cli.writing import ChoiceOf, carry_out, run_options
+from lora_tool.execution.folder import check_output
+from lora_tool.hub_names import ANYWHERE
+from lora_tool.rules.engine.subjects import Server
+from lora_tool.sources import opened_adapter
+from lora_tool.tensors import DType
+
+
+@click.command("prepare", epilog="Example: lora-tool prepare my-adapter/ --for vllm -o my-adapter-vllm/")
+@click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
+@click.option("--for", "server", type=ChoiceOf(Server), required=True, help="Who is to read it.")
+@output_option
+@base_option(f"Base model, which the rules compare the adapter with: {ANYWHERE}.")
+@click.option("--max-rank", type=click.IntRange(min=1), help="Largest rank that the server takes.")
+@click.option("--approximate", is_flag=True, help="Take the nearest form where --max-rank leaves something out.")
+@click.option(
+    "--reward-base",
+    type=UserPath(),
+    metavar="PATH",
+    help="Also write the base with the adapter's head, which vLLM needs beside a reward adapter.",
+)
+@dtype_option
+@ignore_option()
+@writing_options
+@run_options
+def command(
+    adapter: str,
+    *,
+    server: Server,
+    output: Path,
+    base: str | None,
+    max_rank: int | None,
+    approximate: bool,
+    reward_base: Path | None,
+    dtype: DType | None,
+    ignore: tuple[str, ...],
+    overwrite: bool,
+    **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
+) -> None:
+    """Write ADAPTER in the form that a server reads, equal in ΔW.
+
+    Scalings go into B, so that rsLoRA and alpha patterns need no understanding; ranks are padded to one with zeros;
+    targets are plain names; for MLX-LM factors are transposed. What the server has no exact form for (DoRA, biases,
+    trained tokens, saved modules) is refused by name. `lora-tool validate --for SERVER` says what is in the way.
+    """
+    opened = opened_adapter(adapter)
+    check_output(output, overwrite=overwrite, inputs=(opened.root,))
+    from lora_tool.plan.algebra.plan_prepare import plan_prepare  # noqa: PLC0415 - after the options
+
+    plan = plan_prepare(
+        opened, server, base=base, max_rank=max_rank, approximate=approximate, dtype=dtype, ignore=ignore
+    )
+    if reward_base is None:
+        carry_out(plan, output, overwrite=overwrite, **how)
+        return
+    from lora_tool.pipeline.algebra import plan_reward_base  # noqa: PLC0415
+
+    if server is not Server.VLLM:
+        raise click.UsageError(f"--reward-base is for vLLM: {server} does not serve heads")
+    beside = plan_reward_base(opened, base)  # both are planned before either is written
+    check_output(reward_base, overwrite=overwrite, inputs=tuple({opened.root, *beside.folders}))
+    carry_out(plan, output, overwrite=overwrite, **how)
+    carry_out(beside, reward_base, overwrite=overwrite, **how)

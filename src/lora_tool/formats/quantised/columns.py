@@ -1,0 +1,70 @@
+"""The layouts of GPTQ and AWQ, which pack the codes of a weight that lies [in, out].
+
+GPTQ stores zeros less one, and as they are where `checkpoint_format` is gptq_v2 (AutoGPTQ's `qlinear_cuda_old`,
+GPTQModel); AWQ is that of AutoAWQ's `WQLinear_GEMM`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from lora_tool.formats.quantised.encodings import ColumnIntegers, Encoding
+from lora_tool.formats.quantised.parts import LayoutError, Parts
+from lora_tool.formats.stored import read_part
+from lora_tool.tensors import DType, StoredTensor, TensorSpec
+
+_WORD = 32
+_MATRIX = 2
+_SCALES = (DType.F16, DType.BF16, DType.F32)
+_ADDED = {None: 1, "gptq": 1, "gptq_v2": 0}
+"""`checkpoint_format` → what is added to a stored zero."""
+_AWQ_BITS = 4
+
+
+def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTensor) -> Encoding:
+    """Return the weight whose codes are the tensor `name`; `table` is the config's quantization table.
+
+    Raises `LayoutError` for what the two formats do not have, and for orders and widths of codes that are not read.
+    """
+    module = name.removesuffix(".qweight")
+    is_awq = table.get("quant_method") == "awq"
+    bits = table.get("bits", _AWQ_BITS)
+    if type(bits) is not int or bits not in ((_AWQ_BITS,) if is_awq else (2, 4, 8)):
+        raise LayoutError(codes, f"has codes of {bits} bits, which are not read", is_fault=False)
+    kind = table.get("version" if is_awq else "checkpoint_format")
+    known = (None, "gemm", "GEMM") if is_awq else tuple(_ADDED)
+    if kind not in known:
+        raise LayoutError(codes, f"is packed as {kind}, which is not read", is_fault=False)
+    each = _WORD // bits
+    scales = parts.needed(f"{module}.scales", codes, _SCALES)
+    zeros = parts.needed(f"{module}.qzeros", codes, (DType.I32,))
+    if codes.dtype is not DType.I32 or len(codes.shape) != _MATRIX or len(scales.shape) != _MATRIX or 0 in codes.shape:
+        raise LayoutError(codes, f"is {codes.dtype} {list(codes.shape)} with scales of {list(scales.shape)}")
+    inside, outputs = (codes.shape[0], codes.shape[1] * each) if is_awq else (codes.shape[0] * each, codes.shape[1])
+    count = scales.shape[0]
+    if scales.shape != (count, outputs) or zeros.shape != (count, -(-outputs // each)) or not 0 < count <= inside:
+        raise LayoutError(
+            codes,
+            f"is {list(codes.shape)}, with scales of {list(scales.shape)} and zeros of {list(zeros.shape)}; expected "
+            f"[groups, {outputs}] and [groups, {-(-outputs // each)}]",
+        )
+    groups = parts.tensors.get(f"{module}.g_idx")
+    if groups is not None:
+        parts.needed(groups.name, codes, (DType.I32,), inside)
+        numbers = array("i", read_part(groups, 0, groups.nbytes))
+        if not 0 <= min(numbers) <= max(numbers) < count:
+            raise LayoutError(groups, f"names groups {min(numbers)} to {max(numbers)}; there are {count}")
+    return ColumnIntegers(
+        spec=TensorSpec(name=f"{module}.weight", dtype=scales.dtype, shape=(outputs, inside)),
+        codes=codes,
+        label=f"{'awq' if is_awq else 'gptq'} int{bits} in groups of {-(-inside // count)}",
+        scales=scales,
+        zeros=zeros,
+        bits=bits,
+        group=-(-inside // count),
+        groups=groups,
+        across=is_awq,
+        added=0 if is_awq else _ADDED[kind],
+    )

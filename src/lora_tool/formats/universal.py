@@ -1,0 +1,75 @@
+"""DeepSpeed's universal checkpoints: float32 masters with a folder for every parameter, beside the model's rank files.
+
+`ds_to_universal.py` makes ``TAG_universal/zero/PARAMETER/{fp32,exp_avg,exp_avg_sq,step}.pt`` of a tag's optimizer files;
+its model files it copies (DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`). A master of stages 1 and 2 has its shape
+and lies in a dictionary as ``param``; one of stage 3 is flat, and its shape is in the model files alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_tool.errors import CorruptFile, Defect, Problem
+from lora_tool.formats.files import require_inside
+from lora_tool.formats.torch_objects import LazyTensor
+from lora_tool.formats.torch_zip import TorchFile, read_scalar, read_torch_file
+
+FOLDER = "zero"
+FILE = "fp32.pt"
+_STEP = "step.pt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Master:
+    """One parameter's float32 values, and how many steps its optimizer took, which stage 3 does not write."""
+
+    file: TorchFile
+    tensor: LazyTensor
+    step: float | None
+
+
+def is_universal(folder: Path, names: Sequence[str]) -> bool:
+    """Return whether the masters of the tag `folder`, which holds `names`, lie in folders of parameters."""
+    return (
+        FOLDER in names and (folder / FOLDER).is_dir() and not any(name.endswith("_optim_states.pt") for name in names)
+    )
+
+
+def read_masters(folder: Path, problems: list[Problem]) -> dict[str, Master]:
+    """Return name → master of every parameter that has a folder in the tag; files that cannot be read are `problems`."""
+    found = {}
+    for path in sorted(_folders(folder / FOLDER, problems)):
+        try:
+            if (path / FILE).is_file():
+                require_inside(folder, path / FILE)
+                found[path.name] = _master(path)
+        except CorruptFile as error:
+            problems.append(error.problem)
+    return found
+
+
+def _folders(zero: Path, problems: list[Problem]) -> Iterator[Path]:
+    try:
+        yield from (path for path in zero.iterdir() if path.is_dir())
+    except OSError as error:
+        message = f"cannot be listed: {error.strerror}"
+        problems.append(Problem(defect=Defect.NOT_A_FILE, path=str(zero), message=message))
+
+
+def _master(folder: Path) -> Master:
+    file = read_torch_file(folder / FILE)
+    tensor = file.value.get("param") if isinstance(file.value, dict) else file.value
+    if not isinstance(tensor, LazyTensor) or not tensor.dtype.is_float:
+        raise CorruptFile.of(file.path, Defect.BAD_HEADER, "holds no float tensor: not written by ds_to_universal.py")
+    return Master(file=file, tensor=tensor, step=_step(folder / _STEP))
+
+
+def _step(path: Path) -> float | None:
+    if not path.is_file():
+        return None
+    file = read_torch_file(path)
+    if isinstance(file.value, LazyTensor):
+        return read_scalar(file, file.value)
+    return float(file.value) if type(file.value) in (int, float) else None

@@ -1,0 +1,239 @@
+"""Planning the form of an adapter that a server reads, equal in ΔW: scalings in B, one rank, plain names."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from lora_tool.adapter.support import AS_PLAIN_LORA, refusals_of_config
+from lora_tool.adapter.view import AdapterView, view_of
+from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir
+from lora_tool.display import counted
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats.adapter_config import FILE_NAME, INITS_RECOMPUTED
+from lora_tool.formats.files import json_bytes, parse_json
+from lora_tool.keys import split_layer
+from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plan.algebra.peft_config import config_of_sum
+from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
+from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
+from lora_tool.plan.algebra.serving_steps import mlx_steps, padded_steps
+from lora_tool.plan.algebra.terms import Factors, factors_of_sum
+from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
+from lora_tool.plan.algebra.whole import whole_tensors
+from lora_tool.plan.algebra.whole_plan import adapter_plan
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import SideFile, Step
+from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.merging import MergeJudge
+from lora_tool.sources import Reference, opened_adapter, opened_model
+from lora_tool.tensors import DType, float_type
+
+_MLX_WEIGHTS = "adapters.safetensors"
+_NOTHING_LOST = 1e-13
+"""A share of ‖ΔW‖² that float64 cannot tell from zero."""
+
+
+def plan_prepare(
+    adapter: Reference,
+    server: Server | str,
+    *,
+    base: Reference | None = None,
+    max_rank: int | None = None,
+    approximate: bool = False,
+    dtype: DType | str | None = None,
+    ignore: Iterable[str] = (),
+) -> Plan:
+    """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
+
+    Scalings are put into B, so that rsLoRA and patterns of alpha need not be understood; ranks are padded with zeros to
+    one, but for PEFT; targets are plain names; for MLX-LM the factors are transposed, under its names. `max_rank` is the
+    rank that the server takes at most: modules of a higher one get it where nothing is lost, or with `approximate`, as
+    near as any adapter of that rank is. `base` given, the rules compare the adapter with it, and the new config names
+    it. `dtype` None is float32, and the adapter's own type where nothing is rounded. `ignore` are codes of rules. Raises
+    `FindingsFound`, and `UnsupportedAdapter` for what the server has no exact form for, by name.
+    """
+    server = Server(server)
+    kind = None if dtype is None else float_type(dtype)
+    opened = opened_adapter(adapter)
+    model = None if base is None else opened_model(base)
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model)
+    view, form = view_of(opened), FORMS[server]
+    _require_form(view, form)
+    sums = factors_of_sum((view,), (1.0,))
+    fused = frozenset(each.module for each in sums if _is_fused(view, each))
+    turned = _within(Ranks(rank=max_rank), sums, fused, view, approximate=approximate)
+    ranks = {
+        each.module: view.config.rank(_target(view, each))
+        if each.module in fused
+        else turned.matrices[each.module][0].columns
+        if each.module in turned.matrices
+        else each.rank
+        for each in sums
+    }
+    one = max(ranks.values()) if form.one_rank else None
+    _require_one_form_of_experts(view, ranks, fused, one)
+    out = kind or exact_type(sums, turned=bool(turned.matrices))
+    steps: list[Step] = []
+    for each in sums:
+        rank = each.rank if each.module in fused or one is None else one
+        matrices = turned.matrices.get(each.module)
+        rank = matrices[0].columns if matrices and one is None else rank
+        steps += mlx_steps(each, out, matrices, rank) if form.mlx else padded_steps(each, out, matrices, rank)
+        steps += bias_steps(each, out)
+    whole = whole_tensors((view,))
+    named = {_target(view, each): one or ranks[each.module] for each in sums}
+    config = config_of_sum((view,), named, base=model.root if model else None)
+    plain = [each for each in sums if each.module not in fused]
+    return adapter_plan(
+        (opened,),
+        (1.0,),
+        (*steps, *whole.steps),
+        _mlx_config(sums, one or 1) if form.mlx else config if form.whole else _served(config, view, one, plain),
+        dropped=whole.dropped,
+        findings=report.findings,
+        notes=_notes(view, form, sums, turned.ranks, one, model),
+        ranks=turned.ranks,
+        filename=_MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
+        manifest={
+            "operation": "prepare",
+            "for": server.value,
+            "served_rank": one,
+            "rank": max_rank if turned.matrices else None,
+            "keep": None,
+            "dtype": out.value,
+        },
+    )
+
+
+def _require_form(view: AdapterView, form: ServingForm) -> None:
+    """Raise `UnsupportedAdapter` where the server has no exact form for the adapter, naming all that is in the way."""
+    config, root = view.config, shlex.quote(str(view.adapter.root))
+    for refusal in refusals_of_config(view):
+        raise UnsupportedAdapter(f"{config.path}: {refusal.text}", hint=refusal.hint)
+    if config.init_lora_weights in INITS_RECOMPUTED:
+        raise UnsupportedAdapter(
+            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT takes the untrained factors out of the "
+            "base first, and a server does not",
+            hint=AS_PLAIN_LORA,
+        )
+    found = list(in_the_way(view, form))
+    if (
+        any(len(factor.shape) > len(("out", "in")) for layer in view.layers for factor in layer.factors)
+        and not form.whole
+    ):
+        found.append("LoRA on convolutions")
+    if found:
+        raise UnsupportedAdapter(
+            f"{config.path}: {form.name} has no exact form for it: {'; '.join(found)}",
+            hint=f"merge it, and serve the model: lora-tool merge {root}",
+        )
+    if not view.layers:
+        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers: there is nothing to prepare")
+
+
+def _target(view: AdapterView, factors: Factors) -> str:
+    return next(layer.target for layer in view.layers if layer.module == factors.module)
+
+
+def _is_fused(view: AdapterView, factors: Factors) -> bool:
+    """Whether the factors hold those of several experts: more rows than the config's rank."""
+    return bool(view.config.target_parameters) and factors.rank != view.config.rank(_target(view, factors))
+
+
+def _require_one_form_of_experts(
+    view: AdapterView, ranks: Mapping[str, int], fused: frozenset[str], one: int | None
+) -> None:
+    patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
+    if fused and patterns:
+        raise UnsupportedAdapter(
+            f"{view.config.path}: `{patterns[0]}` beside fused experts (`target_parameters`), which it may mean, too",
+            hint="merge it, and serve the model: lora-tool merge ADAPTER",
+        )
+    for module in sorted(fused):
+        if one is not None and ranks[module] != one:
+            raise UnsupportedAdapter(
+                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, other modules have {one}: the "
+                "factors of fused experts lie interleaved and cannot be padded",
+                hint="merge it, and serve the model: lora-tool merge ADAPTER",
+            )
+
+
+def _within(
+    asked: Ranks, sums: Sequence[Factors], fused: frozenset[str], view: AdapterView, *, approximate: bool
+) -> Turned:
+    """Return how the modules above the largest rank get to it. Raises `UnsupportedAdapter` where that loses something."""
+    high = [] if asked.rank is None else [each for each in sums if each.rank > asked.rank and each.module not in fused]
+    turned = turned_to(asked, high)
+    lost = [each for each in turned.ranks if each.discarded > _NOTHING_LOST * each.energy]
+    if lost and not approximate:
+        worst = min(lost, key=lambda each: each.kept)
+        raise UnsupportedAdapter(
+            f"{view.config.path}: `{worst.module}` has rank {worst.before}, and keeps {worst.kept:.2%} of ‖ΔW‖² at rank "
+            f"{asked.rank}; so do {len(lost) - 1} others, or more of it",
+            hint=f"--approximate takes the nearest; all of it needs a server that takes rank {max(e.before for e in lost)}",
+        )
+    return turned
+
+
+def _served(config: SideFile, view: AdapterView, rank: int | None, sums: Sequence[Factors]) -> SideFile:
+    """Return the config for a server: one rank, and targets by the last parts of their names."""
+    raw = parse_json(config.content or b"{}", view.config.path)
+    heads = [name for name in view.config.modules_to_save if head_of(name) in PEFT_CLASSIFIERS]
+    raw |= {
+        "r": rank,
+        "lora_alpha": rank,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": sorted({_target(view, each).rpartition(".")[2] for each in sums}),
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": heads or None,
+    }
+    return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
+
+
+def _mlx_config(sums: Sequence[Factors], rank: int) -> SideFile:
+    """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on these modules of the last `num_layers`."""
+    layers = [split_layer(each.module)[0] for each in sums]
+    last = max((layer for layer in layers if layer is not None), default=-1)
+    keys = sorted({_in_layer(each.module) for each in sums})
+    parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
+    content = {"fine_tune_type": "lora", "num_layers": last + 1, "lora_parameters": parameters}
+    return SideFile(filename=FILE_NAME, content=json_bytes(content, indent=2), reason="written for MLX-LM")
+
+
+def _in_layer(module: str) -> str:
+    """Return a module's path inside its layer, which MLX-LM knows it by; outside of layers its whole path."""
+    number, _ = split_layer(module)
+    return module if number is None else module.partition(f".{number}.")[2]
+
+
+def _rope(base: ModelDir | None) -> Iterator[str]:
+    """Yield what of the base's config MLX-LM does not find where newer versions of transformers write it."""
+    raw = base.config.raw if base and base.config else {}
+    inner = raw.get("rope_parameters")
+    if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
+        yield f'mlx-lm reads "rope_theta" at the top of config.json, where {base and base.root} does not have it: add it'
+
+
+def _notes(
+    view: AdapterView,
+    form: ServingForm,
+    sums: Sequence[Factors],
+    ranks: Sequence[ModuleRank],
+    one: int | None,
+    base: ModelDir | None,
+) -> Iterator[str]:
+    shape = f"rank {one}, alpha {one}" if one is not None else "scaling 1"
+    yield f"preparing {view.adapter.root} for {form.name}: {counted(len(sums), 'module')}, {shape}"
+    if ranks:
+        yield from rank_lines(ranks)
+    if form.mlx:
+        yield from _rope(base)
+    if form is FORMS[Server.VLLM] and view.saved:
+        yield (
+            "vLLM takes the head on a base that is a classifier itself, whose rewards it replaces: --reward-base writes one"
+        )

@@ -1,0 +1,84 @@
+"""Which modules lose rank, by which small matrices, and what that costs: all of it before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from lora_tool.choices import positive
+from lora_tool.cores import available_cores
+from lora_tool.display import counted
+from lora_tool.errors import WrongValue
+from lora_tool.plan.algebra.ranks import ModuleRank, enough
+from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.core.factor_ops import SmallMatrix
+from lora_tool.progress import told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Which rank a module gets: a number, or the least that keeps a share of ‖ΔW‖²; all of it where neither is asked.
+
+    Raises `WrongValue`.
+    """
+
+    rank: int | None = None
+    keep: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.keep is not None:
+            raise WrongValue("rank, keep: one of the two says which rank a module gets, not both")
+        if self.rank is not None:
+            positive(self.rank)
+        if self.keep is not None and not 0 < self.keep <= 1:
+            raise WrongValue(f"keep: expected a share of ‖ΔW‖² above 0 and up to 1, found {self.keep!r}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is left out."""
+        return self.rank is None and self.keep is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned:
+    """The matrices for B and A of each module that loses rank, and figures on every module that was looked at."""
+
+    matrices: Mapping[str, tuple[SmallMatrix, SmallMatrix]] = field(default_factory=dict)
+    ranks: tuple[ModuleRank, ...] = ()
+
+
+def turned_to(asked: Ranks, sums: Sequence[Factors]) -> Turned:
+    """Return how the modules get to the ranks that are asked for; nothing where nothing is left out.
+
+    All factors are read once, by one worker per core. Raises as `compressed`.
+    """
+    if asked.exact or not sums:
+        return Turned()
+    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
+
+    from lora_tool.plan.algebra.spectrum import Compressed, compressed  # noqa: PLC0415
+
+    told(f"computing the singular values of {counted(len(sums), 'module')}")
+
+    def one(factors: Factors) -> Compressed:
+        return compressed(factors, rank=asked.rank, keep=asked.keep or 1.0)
+
+    matrices, ranks = {}, []
+    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as workers:
+        for factors, found in zip(sums, workers.map(one, sums), strict=True):
+            if found.rank < factors.rank:
+                matrices[factors.module] = (found.left, found.right)
+            values = found.singular_values
+            ranks.append(
+                ModuleRank(
+                    module=factors.module,
+                    before=factors.rank,
+                    after=min(found.rank, factors.rank),
+                    energy=found.energy,
+                    discarded=found.discarded,
+                    largest=float(values[0]) if len(values) else 0.0,
+                    enough=found.rank_for(enough()),
+                )
+            )
+    return Turned(matrices=matrices, ranks=tuple(ranks))

@@ -1,0 +1,107 @@
+"""The plan of a computed adapter, once its steps are known: files, ledger, manifest. Every input tensor is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lora_tool.actions import TensorAction
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.formats import tokenizer
+from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.plan.algebra.ranks import ModuleRank, rank_warnings
+from lora_tool.plan.core.manifest import describe_input, input_name
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.report import Finding
+from lora_tool.sources import source_of
+from lora_tool.tensors import FileStamp
+
+
+def adapter_plan(
+    adapters: Sequence[AdapterDir],
+    weights: Sequence[float],
+    steps: Sequence[Step],
+    config: SideFile,
+    *,
+    dropped: Iterable[InputRecord],
+    findings: tuple[Finding, ...],
+    notes: Iterable[str],
+    ranks: Sequence[ModuleRank],
+    manifest: Mapping[str, Any],
+    filename: str = ADAPTER_WEIGHTS,
+    warnings: Iterable[str] = (),
+) -> Plan:
+    """Return the plan of an adapter that is made of `adapters`, with these steps and this config.
+
+    `manifest` says which operation it is, and with which arguments. Raises `UnsupportedAdapter` for a tensor of an
+    adapter that no step has, and that is not `dropped` by name.
+    """
+    side_files = (config, *_tokenizer_files(adapters))
+    leftovers = (*dropped, *_used(adapters, steps))
+    _require_all(adapters, leftovers)
+    inputs = {input_name(number): each for number, each in enumerate(adapters, start=1)}
+    return Plan(
+        shards=(Shard(filename=filename, steps=tuple(steps)),),
+        side_files=side_files,
+        leftovers=leftovers,
+        inputs=_stamps(adapters, side_files),
+        precision=Precision.FLOAT64,
+        findings=findings,
+        input_names={each.root: name for name, each in inputs.items()} if len(inputs) > 1 else {},
+        warnings=(*rank_warnings(ranks), *warnings),
+        notes=tuple(notes),
+        manifest={
+            **manifest,
+            "merged_adapters": [],
+            "inputs": {
+                name: {**_described(each), "weight": weight}
+                for (name, each), weight in zip(inputs.items(), weights, strict=True)
+            },
+            "modules": [each.as_json() for each in ranks],
+        },
+    )
+
+
+def _described(adapter: AdapterDir) -> dict[str, Any]:
+    return describe_input(source_of(adapter.root), adapter.weights, fingerprint(adapter.weights))
+
+
+def _tokenizer_files(adapters: Sequence[AdapterDir]) -> Iterator[SideFile]:
+    """Yield the tokenizer's files of the first adapter that has some."""
+    for adapter in adapters:
+        names = [name for name in adapter.folder.files if name in tokenizer.FILE_NAMES]
+        if names:
+            for name in names:
+                yield SideFile(filename=name, source=adapter.root / name, reason=f"copied from {adapter.root}")
+            return
+
+
+def _used(adapters: Sequence[AdapterDir], steps: Sequence[Step]) -> Iterator[InputRecord]:
+    """Yield every tensor of the adapters that is in an output."""
+    places = {(tensor.path, tensor.name): step.out.name for step in steps for tensor in step.op.inputs}
+    for adapter in adapters:
+        for name, tensor in adapter.tensors.items():
+            place = places.get((tensor.path, name))
+            if place is not None:
+                yield InputRecord(path=tensor.path, name=name, action=TensorAction.CONSUMED, reason=f"in {place}")
+
+
+def _require_all(adapters: Sequence[AdapterDir], leftovers: Sequence[InputRecord]) -> None:
+    """Raise unless every tensor of every adapter is in a step, or left out by name."""
+    known = {(item.path, item.name) for item in leftovers}
+    for adapter in adapters:
+        for name, tensor in adapter.tensors.items():
+            if (tensor.path, name) not in known:
+                raise UnsupportedAdapter(
+                    f"{tensor.path}: `{name}` has no place in the new adapter",
+                    hint=f"lora-tool validate {adapter.root}",
+                )
+
+
+def _stamps(adapters: Sequence[AdapterDir], side_files: Sequence[SideFile]) -> tuple[FileStamp, ...]:
+    stamps = {stamp.path: stamp for adapter in adapters for stamp in adapter.weights.stamps}
+    copied = {file.source: FileStamp.of(file.source) for file in side_files if file.source is not None}
+    return tuple({**stamps, **copied}.values())
