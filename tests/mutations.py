@@ -1154,7 +1154,7 @@ def _base_that_is_not_named(folder: Path) -> None:
         config["base_model_name_or_path"] = str(folder.parent / "named")
 
 
-@_breaks("LT521", CAUSAL)
+@_breaks("LT521", CAUSAL, quiet=True)
 def _base_that_moved(folder: Path) -> None:
     shutil.copytree(folder.parent / "base", folder.parent / "llama")
     with fields(folder) as config:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lora_tool.inspection.model import Inspection as Inspection
     from lora_tool.inventory import Inventory as Inventory
     from lora_tool.pipeline.algebra import combine as combine
+    from lora_tool.pipeline.algebra import extract as extract
     from lora_tool.pipeline.algebra import prepare as prepare
     from lora_tool.pipeline.algebra import resize as resize
     from lora_tool.pipeline.comparing import diff as diff
@@ -85,7 +86,7 @@ _HOMES = {
     "inspection.comparison": "Comparison",
     "inspection.model": "Inspection",
     "inventory": "Inventory",
-    "pipeline.algebra": "combine prepare resize",
+    "pipeline.algebra": "combine extract prepare resize",
     "pipeline.consolidating": "consolidate",
     "pipeline.comparing": "diff",
     "pipeline.looking": "inspect ls",

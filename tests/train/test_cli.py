@@ -283,7 +283,9 @@ def test_an_adapter_without_values_is_put_together_where_that_was_asked_for(tmp_
         seen = _rescued(run, outcome)
         assert seen.status is (TrainingStatus.DONE if wanted else TrainingStatus.BAD_RESULT)
     assert seen.facts["output"] == str(out / "consolidated")
-    assert not validate(open_checkpoint(out / "consolidated"), task="reward", deep=True).findings
+    assert not validate(
+        open_checkpoint(out / "consolidated"), base=tmp_path / "base", task="reward", deep=True
+    ).findings
 
 
 @pytest.mark.parametrize(("launch", "rank"), [({}, 0), ({"machine_rank": 1}, 1), ({"accelerate_config": "zero3"}, 0)])

@@ -160,7 +160,7 @@ def test_what_a_bare_save_leaves_under_zero3_is_found_and_put_together(tmp_path:
     assert checkpoint == output
     assert reassemble(checkpoint, tmp_path / "whole")
     whole = open_checkpoint(tmp_path / "whole")
-    assert not validate(whole, task="reward", deep=True).findings
+    assert not validate(whole, base=tmp_path / "base", task="reward", deep=True).findings
 
 
 def test_an_adapter_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def _fits(mutation: Mutation, place: str) -> bool:
     if place in ("torch file", "beside DeepSpeed's files") and mutation.of not in (CAUSAL, REWARD):
         return False
     if place == "Hub cache":
-        return mutation.code not in ("LT112", "LT7") and "run" not in mutation.of  # a link is what LT112 is about
+        # a link is what LT112 is about, and nothing lies beside a snapshot, where LT521 looks
+        return mutation.code not in ("LT112", "LT521", "LT7") and "run" not in mutation.of
     if place == "torch file":  # its own container has its own defects
         return not mutation.code.startswith("LT1")
     return mutation.of in (CAUSAL, REWARD, SHARDED)

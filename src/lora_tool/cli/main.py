@@ -30,6 +30,7 @@ COMMANDS = {
     "convert": "Give an adapter the names that PEFT loads.",
     "merge": "Merge an adapter into its base model.",
     "combine": "Add adapters up into one, each with its weight.",
+    "extract": "Write what a fine-tuned model changed as an adapter.",
     "prepare": "Write an adapter as a server reads it, equal in ΔW.",
     "resize": "Lower the ranks of an adapter with the least loss.",
     "verify": "Prove that a merged folder is its base plus its adapter.",

@@ -103,14 +103,13 @@ def command(
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whoever merged it.
 
-    An adapter that `combine` or `resize` wrote is compared with what it was computed from. Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
+    An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was computed from. Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
     computed again. Exits with 5 where that does not hold, with 1 where --min-accuracy alone is missed.
     Options can be set in the [verify] table of lora-tool.toml.
     """
-    from lora_tool.plan.algebra.provenance import find_sum  # noqa: PLC0415
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
-    from lora_tool.verification.verifying import verify_inputs, verify_sum, written_wrong  # noqa: PLC0415
+    from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
 
     rules = rule_choice(ctx, configured(ctx))
     asked |= {"select": rules.select, "ignore": rules.ignore}
@@ -130,14 +129,8 @@ def command(
         asked["text"] = read_texts(text)
     watch = partial(progress_bar, quiet=quiet or printed is Form.JSON)
     level = Level.SAMPLE if sample else Level.FULL
-    computed = find_sum(merged, adapters)
-    if computed is not None:
-        of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
-        if of_models:
-            raise click.UsageError(f"--{of_models[0]} is for merged models, {merged} is an adapter")
-        how = {name: asked[name] for name in ("select", "ignore", "jobs")}
-        verification = verify_sum(computed, level=level, watch=watch, **how)
-    else:
+    verification = _of_computed(merged, adapters, base, asked, level=level, watch=watch)
+    if verification is None:
         inputs = find_inputs(merged, base=base, adapters=adapters)
         verification = verify_inputs(inputs, level=level, watch=watch, **asked)
     if verification.report.findings or not quiet:
@@ -152,6 +145,29 @@ def command(
         return DONE
     failing = verification.report.at_least(told.least)
     return FINDINGS if failing and not written_wrong(failing) else FAILED_CHECK
+
+
+def _of_computed(
+    folder: Path,
+    adapters: tuple[str, ...],
+    base: str | None,
+    asked: dict[str, Any],
+    **how: Any,  # noqa: ANN401 - level and watch
+) -> Verification | None:
+    """Return the verification of an adapter that was computed, None for anything else. Raises `click.UsageError`."""
+    from lora_tool.plan.algebra.provenance import find_extracted, find_sum  # noqa: PLC0415
+    from lora_tool.verification.verifying import verify_extracted, verify_sum  # noqa: PLC0415
+
+    computed, extracted = find_sum(folder, adapters), find_extracted(folder, base)
+    if computed is None and extracted is None:
+        return None
+    of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
+    if of_models:
+        raise click.UsageError(f"--{of_models[0]} is for merged models, {folder} is an adapter")
+    rules = {name: asked[name] for name in ("select", "ignore", "jobs")}
+    if extracted is not None:
+        return verify_extracted(extracted, **rules, **how)
+    return None if computed is None else verify_sum(computed, **rules, **how)
 
 
 def _require_drawable(plot: Path | None, pairs: Path | None) -> None:

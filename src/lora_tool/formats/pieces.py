@@ -48,6 +48,8 @@ def uncovered(shape: Shape, pieces: Sequence[Piece], *, flat: bool = False) -> s
     `flat` where the pieces are of the one dimension that its elements make in row-major order.
     """
     grid = (math.prod(shape),) if flat else shape
+    if 0 in grid and any(0 not in piece.sizes for piece in pieces):
+        return "its parts have elements, and it has none"
     try:
         _require_cover(grid, _parts(grid, pieces), ("elements",) if flat else _DIMENSIONS)
     except _Uncovered as found:

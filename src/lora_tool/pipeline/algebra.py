@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.heads import head_of
@@ -12,6 +15,7 @@ from lora_tool.errors import UnsupportedAdapter
 from lora_tool.pipeline.merging import merge_inputs
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.algebra.plan_combine import plan_combine, plan_resize
+from lora_tool.plan.algebra.plan_extract import plan_extract
 from lora_tool.plan.algebra.plan_prepare import plan_prepare
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.core.plan import Plan
@@ -115,3 +119,39 @@ def prepare(
     if beside is not None and reward_base is not None:
         write(beside, reward_base, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
     return done
+
+
+@contextlib.contextmanager
+def extraction(model: Reference, base: Reference, out: Path, **asked: Any) -> Iterator[Plan]:  # noqa: ANN401 - see `plan_extract`
+    """Yield the plan of an extraction that is to be written to `out`, whose factors lie beside it as long as this lasts.
+
+    Raises as `plan_extract`.
+    """
+    from lora_tool.execution.folder import staging_folder  # noqa: PLC0415 - numpy, only now
+    from lora_tool.execution.spool import FileSpool  # noqa: PLC0415
+
+    with staging_folder(out) as folder:
+        yield plan_extract(model, base, FileSpool(folder), **asked)
+
+
+def extract(
+    model: Reference,
+    base: Reference,
+    *,
+    out: str | os.PathLike[str],
+    rank: int | None = None,
+    keep: float | None = None,
+    save: Iterable[str] = (),
+    dtype: DType | str | None = None,
+    verify: bool = True,
+    jobs: int | None = None,
+    overwrite: bool = False,
+) -> Written:
+    """Write the adapter that makes `base` the fine-tuned `model` as `out`, and return what was done.
+
+    `rank`, `keep`, `save` and `dtype` are those of `plan_extract`. Its factors wait in a file beside `out` meanwhile. With
+    `verify` samples are read back before the folder gets its name; `jobs` and `overwrite` are those of `execute`. Raises
+    as `combine`.
+    """
+    with extraction(model, base, Path(out), rank=rank, keep=keep, save=save, dtype=dtype) as plan:
+        return write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite)

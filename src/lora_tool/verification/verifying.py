@@ -17,7 +17,7 @@ from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_pac
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.plan.algebra.factor_steps import bias_steps
-from lora_tool.plan.algebra.provenance import SumInputs, find_sum
+from lora_tool.plan.algebra.provenance import ExtractInputs, SumInputs, find_extracted, find_sum
 from lora_tool.plan.algebra.terms import factors_of_sum
 from lora_tool.plan.algebra.whole import whole_tensors
 from lora_tool.plan.core.ops import Precision
@@ -34,6 +34,7 @@ from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_steps, check_tensors
+from lora_tool.verification.extracted import check_extracted, copied_steps
 from lora_tool.verification.pairs import Pairs, read_pairs
 from lora_tool.verification.products import check_products
 from lora_tool.verification.texts import LossEvidence, Texts, read_texts
@@ -109,6 +110,9 @@ def verify(
         return verify_sum(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
         )
+    if (extracted := find_extracted(merged, base)) is not None:
+        how: dict[str, Any] = {"level": level, "select": select, "ignore": ignore, "jobs": jobs}
+        return verify_extracted(extracted, progress=progress, watch=watch, **how)
     asked = None if pairs is None else read_pairs(Path(pairs), least=min_accuracy)
     inputs = find_inputs(merged, base=base, adapters=adapters)
     return verify_inputs(
@@ -216,6 +220,45 @@ def verify_sum(
         evidence |= check_products(
             sums, factors_of_sum((made,), (1.0,)), least=inputs.keep, exact=inputs.exact, progress=told
         )
+    adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
+    return _computed(inputs, evidence, level, select, ignore, adapters=adapters)
+
+
+def verify_extracted(
+    inputs: ExtractInputs,
+    *,
+    level: Level | str = Level.FULL,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    watch: StageWatch = unwatched,
+) -> Verification:
+    """Return what an extracted adapter is, compared with the difference of the two models that its manifest names.
+
+    ΔW of every module is compared with all of the difference at either `level`. Arguments are those of `verify`.
+    """
+    level = Level(level)
+    with watch("comparing", inputs.made.weights.nbytes) as bar:
+        told = progress or bar
+        steps = tuple(copied_steps(inputs))
+        evidence = check_steps(
+            steps, inputs.made.tensors, level=level, precision=Precision.FLOAT32, jobs=jobs, progress=told
+        )
+        evidence |= check_extracted(inputs, factors_of_sum((view_of(inputs.made),), (1.0,)), progress=told)
+    return _computed(inputs, evidence, level, select, ignore, adapters=(str(inputs.model.root), str(inputs.base.root)))
+
+
+def _computed(
+    inputs: SumInputs | ExtractInputs,
+    evidence: Mapping[str, TensorEvidence],
+    level: Level,
+    select: Iterable[str],
+    ignore: Iterable[str],
+    *,
+    adapters: tuple[str, ...],
+) -> Verification:
+    """Return the verification of a computed adapter, by the rules of written files."""
     subject = ComputedAdapter(
         checkpoint=ModelDir(
             kind=MERGED_MODEL,
@@ -230,7 +273,6 @@ def verify_sum(
         recomputed=True,
         inputs=inputs.fingerprints(),
     )
-    adapters = tuple(str(adapter.root) for adapter in inputs.adapters)
     rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(_OWN_RULES))
     rules = (rule for rule in rules if Need.CONFIG not in rule.needs)  # it has no model's
     return _by_rules(subject, tuple(rules), level, Precision.FLOAT64, adapters=adapters)

@@ -18,7 +18,7 @@ _WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pa
 """The fields that say which modules have LoRA."""
 _MUST_AGREE = ("lora_bias", "ensure_weight_tying", "fan_in_fan_out")
 _BIASES = ("none", "lora_only", "all")
-_PLAIN: Mapping[str, Any] = {
+PLAIN: Mapping[str, Any] = {
     "use_rslora": False,
     "init_lora_weights": True,
     "use_dora": False,
@@ -46,7 +46,7 @@ def config_of_sum(views: Sequence[AdapterView], ranks: Mapping[str, int], *, bas
                     f"{view.config.path}: one adapter cannot be both",
                     hint="merge them into one model instead: lora-tool merge A B -o OUT",
                 )
-    raw = {**read_json(first.path), **_PLAIN, **rank_fields(ranks), **_targets(views, tuple(ranks))}
+    raw = {**read_json(first.path), **PLAIN, **rank_fields(ranks), **_targets(views, tuple(ranks))}
     saved = [name for view in views for name in view.config.modules_to_save]
     raw["modules_to_save"] = list(dict.fromkeys(saved)) or None
     raw["bias"] = max((view.config.bias for view in views), key=_BIASES.index)

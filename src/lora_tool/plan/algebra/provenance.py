@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lora_tool.checkpoint import AdapterDir, open_checkpoint, require_whole
+from lora_tool.adapter.view import FACTORS
+from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model, require_whole
 from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.keys import Part
 from lora_tool.plan.core.manifest import input_name
-from lora_tool.sources import Reference, open_adapter_at, opened_adapter, resolve
+from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
 
 _SUMS = frozenset({"combine", "resize", "prepare"})
 
@@ -94,4 +96,72 @@ def _open(entry: Mapping[str, Any], made: AdapterDir) -> AdapterDir:
         raise NotACheckpoint(
             f"{made.root} was computed from {hub_id or entry.get('path')}, which is not there any more: {error}",
             hint=f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractInputs:
+    """An adapter that was extracted, and the two models that it is the difference of."""
+
+    made: AdapterDir
+    manifest: Manifest
+    model: ModelDir
+    base: ModelDir
+
+    @property
+    def residuals(self) -> dict[str, float]:
+        """Module → how far from the difference its ΔW was said to be."""
+        listed = self.manifest.raw.get("modules")
+        found = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        return {
+            str(entry["module"]): float(entry["residual"])
+            for entry in found
+            if "module" in entry and isinstance(entry.get("residual"), int | float)
+        }
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the models store the modules' weights [in, out]."""
+        return self.made.config is not None and self.made.config.fan_in_fan_out
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """Tensor of the adapter that is no LoRA → its name in the model."""
+        names = {
+            name: key.tensor if key.part is Part.PLAIN else f"{key.module}.{key.leaf}"
+            for name, key in self.made.keys.items()
+            if key.part not in FACTORS
+        }
+        return {name: own for name, own in names.items() if own in self.model.tensors}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the models' fingerprints by the names that the manifest gives them."""
+        return {name: fingerprint(each.weights) for name, each in (("model", self.model), ("base", self.base))}
+
+
+def find_extracted(folder: Reference, base: Reference | None = None) -> ExtractInputs | None:
+    """Return an extracted adapter with the models that its manifest names, or with `base`; None for anything else.
+
+    Raises `NotACheckpoint` for a model that is not there any more, and as `open_checkpoint`.
+    """
+    made = open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
+    path = made.root / manifest_format.FILE_NAME
+    if not isinstance(made, AdapterDir) or not path.is_file():
+        return None
+    manifest = read_manifest(path)
+    if manifest.raw.get("operation") != "extract":
+        return None
+    require_whole(made)
+    found = _open_model(manifest.input("base"), made) if base is None else opened_model(base)
+    return ExtractInputs(made=made, manifest=manifest, model=_open_model(manifest.input("model"), made), base=found)
+
+
+def _open_model(entry: Mapping[str, Any], made: AdapterDir) -> ModelDir:
+    hub_id, revision = entry.get("hub_id"), entry.get("revision")
+    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
+    try:
+        return open_model(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
+    except CheckpointError as error:
+        raise NotACheckpoint(
+            f"{made.root} was extracted from {hub_id or entry.get('path')}, which is not there any more: {error}"
         ) from error

@@ -94,7 +94,7 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault]:
         yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
 
 
-@rule("LT521", Severity.WARNING, on=AdapterSubject)
+@rule("LT521", Severity.INFO, on=AdapterSubject)
 def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The base is no longer where the adapter says.
 

@@ -1,0 +1,154 @@
+"""Where two models differ, tensor by tensor: what can be LoRA, what is saved whole, and what no adapter has a place for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lora_tool.architectures import architecture_of
+from lora_tool.architectures.ends import MATRIX, is_end
+from lora_tool.architectures.heads import head_of
+from lora_tool.checkpoint import ModelDir
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.stored import same_values
+from lora_tool.keys import is_under
+from lora_tool.tensors import StoredTensor
+
+_NO_LINEAR = re.compile(r"emb|wte|wpe|norm|ln_|conv|score|position|router|^gate$", re.IGNORECASE)
+"""What the last parts of modules are called that hold a matrix and need be no linear layers: they are saved whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differing:
+    """The differences of a model from its base."""
+
+    low_rank: tuple[str, ...]
+    """Modules whose weight differs and can have LoRA."""
+    transposed: frozenset[str]
+    """Those of them that store it [in, out]."""
+    whole: Mapping[str, str]
+    """Name of a tensor that is saved whole → its name in the adapter."""
+    saved_modules: tuple[str, ...]
+    biases: bool
+    """Whether biases of modules with LoRA differ."""
+    left: tuple[tuple[StoredTensor, str], ...]
+    """Tensors of the model that are not in the adapter, each with the reason."""
+    targets: tuple[str, ...]
+    task_type: str | None
+
+
+def differing(tuned: ModelDir, base: ModelDir, save: frozenset[str]) -> Differing:
+    """Return where `tuned` differs from `base`; `save` are modules that are saved whole though LoRA could have them.
+
+    Raises `IncompatibleBase` where the two are not of one architecture, `UnsupportedAdapter` for a change that an adapter
+    has no place for.
+    """
+    arch = architecture_of(base.whole_config.model_type or "")
+    conv1d = arch.conv1d if arch else frozenset()
+    _require_alike(tuned, base)
+    changed: dict[str, StoredTensor] = {}
+    left: list[tuple[StoredTensor, str]] = []
+    for name, tensor in tuned.tensors.items():
+        known = base.tensors.get(name)
+        if known is not None and (same_values(known, tensor) or _same_numbers(known, tensor)):
+            left.append((tensor, "the base has the same values"))
+        else:
+            changed[name] = tensor
+    linear = {
+        name.removesuffix(".weight")
+        for name, tensor in changed.items()
+        if name in base.tensors and _is_linear(name, tensor, base.tensors[name], save)
+    }
+    whole: dict[str, str] = {}
+    modules: dict[str, None] = {}
+    biases = False
+    for name, tensor in changed.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module in linear:
+            continue
+        if leaf == "bias" and module in linear:
+            whole[name], biases = f"{module}.base_layer.bias", True
+        elif leaf not in ("weight", "bias") or not module:
+            raise UnsupportedAdapter(
+                f"{tensor.path}: `{name}` differs from the base, and is no weight of a module of its own: an adapter has no "
+                "place for it",
+                hint="keep the model itself, or publish it: lora-tool push",
+            )
+        else:
+            modules[module] = None
+    for module in modules:
+        whole |= {name: name for name in (f"{module}.weight", f"{module}.bias") if name in tuned.tensors}
+    names = {tensor.name for tensor, _ in left} & whole.keys()
+    head = next((found for found in map(head_of, modules) if found), None)
+    return Differing(
+        low_rank=tuple(sorted(linear)),
+        transposed=frozenset(module for module in linear if module.rpartition(".")[2] in conv1d),
+        whole=whole,
+        saved_modules=tuple(modules),
+        biases=biases,
+        left=tuple(item for item in left if item[0].name not in names),
+        targets=_targets(linear, base),
+        task_type="SEQ_CLS" if head else "CAUSAL_LM" if _writes(tuned) else None,
+    )
+
+
+def _same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether tensors of different float types hold the same numbers."""
+    from lora_tool.inspection.factors import READABLE, blocks  # noqa: PLC0415 - numpy, only for such tensors
+
+    if one.dtype is other.dtype or one.shape != other.shape or not {one.dtype, other.dtype} <= READABLE:
+        return False
+    return all(bool((left == right).all()) for left, right in zip(blocks(one), blocks(other), strict=True))
+
+
+def _is_linear(name: str, tensor: StoredTensor, known: StoredTensor, save: frozenset[str]) -> bool:
+    module, _, leaf = name.rpartition(".")
+    fits = leaf == "weight" and len(tensor.shape) == MATRIX and tensor.shape == known.shape
+    floats = tensor.dtype.is_float and known.dtype.is_float
+    other = is_end(module) or head_of(module) is not None or _NO_LINEAR.search(module.rpartition(".")[2])
+    return bool(fits and floats and not other and not is_under(module, save))
+
+
+def _require_alike(tuned: ModelDir, base: ModelDir) -> None:
+    """Raise unless the tuned model has the base's tensors, but for heads and ends, in the base's shapes."""
+    ours, theirs = tuned.whole_config.model_type, base.whole_config.model_type
+    if ours != theirs:
+        raise IncompatibleBase(f"{tuned.root} is a {ours}, {base.root} a {theirs}: their difference is no adapter")
+    strange = [name for name in tuned.tensors if name not in base.tensors and head_of(name.rpartition(".")[0]) is None]
+    strange = [name for name in strange if not is_end(name.rpartition(".")[0])]
+    if strange:
+        raise IncompatibleBase(
+            f"{tuned.root} has `{strange[0]}`, {base.root} has not" + _more(strange),
+            hint="give the base that it was trained on",
+        )
+    missing = [name for name in base.tensors if name not in tuned.tensors and not is_end(name.rpartition(".")[0])]
+    missing = [name for name in missing if head_of(name.rpartition(".")[0]) is None]
+    if missing:
+        raise IncompatibleBase(f"{base.root} has `{missing[0]}`, {tuned.root} has not" + _more(missing))
+    for name, tensor in tuned.tensors.items():
+        known = base.tensors.get(name)
+        module = name.rpartition(".")[0]
+        if known is not None and known.shape != tensor.shape and not is_end(module) and head_of(module) is None:
+            raise IncompatibleBase(
+                f"`{name}` is {list(tensor.shape)} in {tuned.root}, {list(known.shape)} in {base.root}: sizes of another model"
+            )
+
+
+def _more(names: Iterable[str]) -> str:
+    count = len(list(names)) - 1
+    return f" (and {count} more)" if count else ""
+
+
+def _targets(linear: Iterable[str], base: ModelDir) -> tuple[str, ...]:
+    """Return how PEFT finds these modules: by the last parts of their names where those mean no others."""
+    wanted = set(linear)
+    leaves = {module.rpartition(".")[2] for module in wanted}
+    matrices = {name.removesuffix(".weight") for name, tensor in base.tensors.items() if name.endswith(".weight")}
+    meant = {module for module in matrices if module.rpartition(".")[2] in leaves}
+    return tuple(sorted(leaves if meant == wanted else wanted))
+
+
+def _writes(model: ModelDir) -> bool:
+    named = model.whole_config.architectures
+    return bool(named) and str(named[0]).endswith(("ForCausalLM", "LMHeadModel"))

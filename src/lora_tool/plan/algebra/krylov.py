@@ -1,0 +1,141 @@
+"""The nearest product of low rank to the difference of two stored matrices, which is never formed: four passes of blocks.
+
+Block Krylov iteration (Musco and Musco, "Randomized block Krylov methods", NeurIPS 2015): three passes apply DᵀD to a
+block of random vectors, and all three results are kept; the fourth multiplies D by an orthonormal basis K of them, and
+the singular values of the thin Y = D·K are those of D as far as the basis holds it. With Y = U·S·Vᵀ the best product of
+rank r in it is (U·S^½)·(S^½·Vᵀ·Kᵀ), and ‖D - that‖² is ‖D‖² - Σ_{i≤r} σᵢ² exactly, because K is orthonormal.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.inspection.factors import values
+from lora_tool.tensors import DType, StoredTensor
+
+Array = npt.NDArray[Any]
+
+_PASSES = 3
+_MORE = 8
+"""Directions beyond the rank that is asked for, so that the last of them are found, too."""
+_BLOCK = 1 << 19
+_EXPONENTS = {DType.BF16: (7, 0xFF, 134), DType.F16: (10, 0x1F, 25), DType.F32: (23, 0xFF, 150)}
+"""Where a type's exponent is, its mask, and what is taken off it for the distance to the next number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """A difference D as `b`·`a`, [out, r] and [r, in], and what that leaves of it."""
+
+    b: Array
+    a: Array
+    norm: float
+    """‖D‖."""
+    residual: float
+    """‖D - B·A‖."""
+    noise: float
+    """What rounding the weights to their type once contributes to ‖D‖."""
+    largest: float
+    """The largest singular value that was found."""
+
+    @property
+    def rank(self) -> int:
+        """Columns of `b`."""
+        return int(self.b.shape[1])
+
+    @property
+    def kept(self) -> float:
+        """The share of ‖D‖² beyond the rounding noise that is kept, 1 at most."""
+        return kept_share(self.norm, self.noise, self.norm**2 - self.residual**2)
+
+
+def kept_share(norm: float, noise: float, energy: float) -> float:
+    """Return the share that `energy` is of ‖D‖² without the rounding noise, 1 at most; 1 of nothing."""
+    signal = norm**2 - noise**2
+    return min(1.0, max(0.0, energy) / signal) if signal > 0 else 1.0
+
+
+def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float | None = None) -> LowRank:
+    """Return the nearest product of `rank` at most to tensor - base; with `keep` the least rank that keeps that share.
+
+    Both are matrices of one shape and of float types, mapped and read in blocks of rows, four times. Raises
+    `UnsupportedAdapter` where one holds NaN or infinity, `OSError` where a file cannot be read.
+    """
+    height, width = tensor.shape
+    count = min(rank + _MORE, width, height)
+    chance = np.random.default_rng(zlib.crc32(tensor.name.encode("utf-8", "surrogatepass")))
+    block = np.linalg.qr(chance.standard_normal((width, count), dtype=np.float32)).Q
+    kept: list[Array] = []
+    norm = 0.0
+    for number in range(_PASSES):
+        applied = np.zeros((width, count), np.float32)
+        for difference in _differences(tensor, base):
+            if number == 0:
+                wide = difference.reshape(-1).astype(np.float64)
+                norm += float(np.dot(wide, wide))
+            applied += difference.T @ (difference @ block)
+        if not math.isfinite(norm):
+            raise UnsupportedAdapter(f"{tensor.path}: `{tensor.name}` or the base's holds NaN or infinity")
+        block = np.linalg.qr(applied).Q
+        kept.append(block)
+    # in float64, for what is left of ‖D‖ is the difference of two sums of squares
+    basis = np.linalg.qr(np.concatenate(kept, axis=1).astype(np.float64)).Q
+    thin = np.concatenate([each.astype(np.float64) @ basis for each in _differences(tensor, base)])
+    eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
+    squares, turned = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
+    noise = math.sqrt(_rounding(tensor))
+    chosen = min(rank, int(np.count_nonzero(squares > squares[0] * width * np.finfo(np.float32).eps ** 2)) or 1)
+    if keep is not None:
+        shares = np.cumsum(squares[:chosen]) / max(norm - noise**2, np.finfo(np.float64).tiny)
+        chosen = min(chosen, int(np.searchsorted(np.minimum(shares, 1.0), keep)) + 1)
+    sizes = squares[:chosen] ** 0.25
+    inverse = np.divide(1.0, sizes, out=np.zeros(chosen), where=sizes > 0)
+    b = (thin @ (turned[:, :chosen] * inverse)).astype(np.float32)
+    a = ((turned[:, :chosen] * sizes).T @ basis.T).astype(np.float32)
+    left = max(0.0, norm - math.fsum(squares[:chosen].tolist()))
+    return LowRank(
+        b=np.ascontiguousarray(b),
+        a=np.ascontiguousarray(a),
+        norm=math.sqrt(norm),
+        residual=math.sqrt(left),
+        noise=noise,
+        largest=math.sqrt(float(squares[0])),
+    )
+
+
+def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[Array]:
+    """Yield rows of tensor - base in float32, which holds the difference of two 16-bit numbers that are near."""
+    height, width = tensor.shape
+    ours, theirs = (values(each).reshape(each.shape) for each in (tensor, base))
+    step = max(1, _BLOCK // max(1, width))
+    for at in range(0, height, step):
+        rows = slice(at, at + step)
+        with np.errstate(all="ignore"):  # what is not finite is refused by name
+            yield _single(ours[rows], tensor.dtype) - _single(theirs[rows], base.dtype)
+
+
+def _single(stored: Array, dtype: DType) -> Array:
+    if dtype is DType.BF16:  # bfloat16 is the upper half of a float32
+        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return stored.astype(np.float32)
+
+
+def _rounding(tensor: StoredTensor) -> float:
+    """Return Σ ulp²/12: the square of what rounding every element once adds, on average, if errors are even."""
+    if tensor.dtype not in _EXPONENTS:
+        return 0.0
+    place, mask, bias = _EXPONENTS[tensor.dtype]
+    bits = values(tensor).view("<u4" if tensor.dtype is DType.F32 else "<u2")
+    counts = np.zeros(mask + 1, np.int64)
+    for at in range(0, bits.size, 4 * _BLOCK):
+        counts += np.bincount((bits[at : at + 4 * _BLOCK] >> place) & mask, minlength=mask + 1)
+    spacing = np.exp2(2.0 * (np.maximum(np.arange(mask + 1), 1) - bias))
+    return float((counts * spacing).sum() / 12)

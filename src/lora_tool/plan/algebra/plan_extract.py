@@ -1,0 +1,246 @@
+"""Planning the adapter that is the difference of two models: what is of low rank as LoRA, all else whole, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lora_tool.actions import TensorAction
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir, require_whole
+from lora_tool.cores import available_cores
+from lora_tool.display import counted
+from lora_tool.errors import UnsupportedAdapter, WrongValue
+from lora_tool.formats import tokenizer
+from lora_tool.formats.adapter_config import FILE_NAME
+from lora_tool.formats.files import json_bytes
+from lora_tool.formats.fingerprint import fingerprint
+from lora_tool.keys import PREFIX
+from lora_tool.plan.algebra.differing import Differing, differing
+from lora_tool.plan.algebra.peft_config import PLAIN, rank_fields
+from lora_tool.plan.algebra.turning import Ranks
+from lora_tool.plan.core.manifest import describe_input
+from lora_tool.plan.core.ops import Copy, Precision, copied_as
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.progress import told
+from lora_tool.sources import Reference, opened_model, source_of
+from lora_tool.tensors import DType, FileStamp, StoredTensor, TensorSpec, float_type
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_LARGEST = (32, 128, 512)
+"""Ranks that are tried, one after the other, where a share is asked for and no rank."""
+_LITTLE = 0.5
+"""A module that keeps less than this share is hardly of low rank."""
+
+
+class Spool(Protocol):
+    """Where computed factors lie until they are written into the adapter."""
+
+    def add(self, name: str, values: npt.NDArray[Any]) -> StoredTensor:
+        """Store a float32 array, and return it as a tensor of that name."""
+
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """Return what its files are like, once nothing more is added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extracted:
+    """One module's difference as LoRA, in figures."""
+
+    module: str
+    rank: int
+    norm: float
+    residual: float
+    noise: float
+    largest: float
+    kept: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {
+            "module": self.module,
+            "rank": self.rank,
+            "kept": self.kept,
+            "norm": self.norm,
+            "residual": self.residual,
+            "rounding_noise": self.noise,
+            "largest_singular_value": self.largest,
+        }
+
+
+def plan_extract(
+    model: Reference,
+    base: Reference,
+    spool: Spool,
+    *,
+    rank: int | None = None,
+    keep: float | None = None,
+    save: Iterable[str] = (),
+    dtype: DType | str | None = None,
+) -> Plan:
+    """Return the plan of the adapter that makes `base` the fine-tuned `model`, as near as its ranks allow.
+
+    Matrices that differ become LoRA: `rank` is what each gets at most, `keep` the share of ‖D‖² beyond rounding noise
+    that each keeps at least, at the lowest rank that does. Norms, embeddings, heads, and the modules of `save` are saved
+    whole; what is the same is left out. Factors are computed here, in four passes over both models, and lie in `spool`.
+    A classifier of a causal base gives a reward adapter. `dtype` None is float32. Raises `UnsupportedAdapter` for what
+    an adapter has no place for, and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
+    """
+    asked = Ranks(rank=rank, keep=keep)
+    if asked.exact:
+        raise WrongValue("rank, keep: one of the two says which rank a module gets", hint="rank=64, or keep=0.95")
+    kind = DType.F32 if dtype is None else float_type(dtype)
+    tuned, first = opened_model(model), opened_model(base)
+    require_whole(tuned)
+    require_whole(first)
+    found = differing(tuned, first, frozenset(save))
+    told(f"comparing {len(found.low_rank)} changed matrices with the base's, in four passes")
+    steps: list[Step] = []
+    modules: list[Extracted] = []
+    for each, factors in _factors(tuned, first, found, asked, spool):
+        modules.append(each)
+        steps += _steps(each, factors, kind)
+    whole = [*_whole_steps(tuned, found)]
+    config = _config(first, found, modules)
+    return Plan(
+        shards=(Shard(filename=ADAPTER_WEIGHTS, steps=(*steps, *whole)),),
+        side_files=(config, *_tokenizer_files(tuned)),
+        leftovers=tuple(
+            InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
+            for tensor, reason in found.left
+        ),
+        inputs=_stamps(tuned, first, spool),
+        precision=Precision.FLOAT32,
+        notes=tuple(_notes(tuned, first, modules, whole)),
+        warnings=tuple(_warnings(modules)),
+        manifest={
+            "operation": "extract",
+            "rank": rank,
+            "keep": keep,
+            "save": sorted(save),
+            "dtype": kind.value,
+            "merged_adapters": [],
+            "inputs": {name: _described(each) for name, each in (("model", tuned), ("base", first))},
+            "modules": [each.as_json() for each in modules],
+        },
+    )
+
+
+def _factors(
+    tuned: ModelDir, base: ModelDir, found: Differing, asked: Ranks, spool: Spool
+) -> Iterator[tuple[Extracted, tuple[StoredTensor, StoredTensor]]]:
+    """Yield each module's figures and factors, computed by one worker per core; only a few lie in memory at a time."""
+    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where values are read
+
+    from lora_tool.plan.algebra.krylov import nearest  # noqa: PLC0415
+
+    def one(module: str) -> tuple[Extracted, tuple[StoredTensor, StoredTensor]]:
+        ours, theirs = tuned.tensors[f"{module}.weight"], base.tensors[f"{module}.weight"]
+        ranks = _LARGEST if asked.rank is None else (asked.rank,)
+        for largest in ranks:
+            near = nearest(ours, theirs, rank=largest, keep=asked.keep)
+            if asked.keep is None or near.kept >= asked.keep * (1 - 1e-9):
+                break
+        else:
+            raise UnsupportedAdapter(
+                f"{ours.path}: `{ours.name}` is not of low rank: rank {near.rank} keeps {near.kept:.1%} of what changed, "
+                f"{asked.keep:.1%} is asked for",
+                hint=f"--save {module} writes it whole, --rank {near.rank} takes what there is",
+            )
+        figures = Extracted(
+            module=module,
+            rank=near.rank,
+            norm=near.norm,
+            residual=near.residual,
+            noise=near.noise,
+            largest=near.largest,
+            kept=near.kept,
+        )
+        a, b = (near.b.T, near.a.T) if module in found.transposed else (near.a, near.b)
+        return figures, (spool.add(f"{module}.lora_A", a), spool.add(f"{module}.lora_B", b))
+
+    with threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as workers:
+        yield from workers.map(one, found.low_rank)
+
+
+def _steps(each: Extracted, factors: tuple[StoredTensor, StoredTensor], dtype: DType) -> Iterator[Step]:
+    reason = (
+        f"rank {each.rank} of what changed, {each.residual / each.norm if each.norm else 0:.2%} of its norm left out"
+    )
+    for part, tensor in zip(("lora_A", "lora_B"), factors, strict=True):
+        out = TensorSpec(name=f"{PREFIX}{each.module}.{part}.weight", dtype=dtype, shape=tensor.shape)
+        yield Step(out=out, op=copied_as(dtype, tensor), action=TensorAction.COMPUTED, reason=reason)
+
+
+def _whole_steps(tuned: ModelDir, found: Differing) -> Iterator[Step]:
+    for name, saved_as in found.whole.items():
+        tensor = tuned.tensors[name]
+        out = TensorSpec(name=f"{PREFIX}{saved_as}", dtype=tensor.dtype, shape=tensor.shape)
+        yield Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=f"copied from {tuned.root}")
+
+
+def _config(base: ModelDir, found: Differing, modules: Sequence[Extracted]) -> SideFile:
+    ranks = {each.module: each.rank for each in modules}
+    raw: dict[str, Any] = {
+        **PLAIN,
+        **(rank_fields(ranks) if ranks else {"r": 1, "lora_alpha": 1, "rank_pattern": {}, "alpha_pattern": {}}),
+        "peft_type": "LORA",
+        "task_type": found.task_type,
+        "base_model_name_or_path": str(base.root.resolve()),
+        "target_modules": list(found.targets),
+        "modules_to_save": list(found.saved_modules) or None,
+        "bias": "all" if found.biases else "none",
+        "fan_in_fan_out": bool(found.transposed),
+        "lora_dropout": 0.0,
+    }
+    hub_id = source_of(base.root).hub_id
+    if hub_id is not None:
+        raw["base_model_name_or_path"] = hub_id
+    return SideFile(
+        filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason="written for the adapter"
+    )
+
+
+def _notes(tuned: ModelDir, base: ModelDir, modules: Sequence[Extracted], whole: Sequence[Step]) -> Iterator[str]:
+    yield f"extracting {tuned.root} from {base.root}: {counted(len(modules), 'module')} as LoRA, {counted(len(whole), 'tensor')} whole"
+    if modules:
+        worst = sorted(modules, key=lambda each: (each.kept, each.module))[:3]
+        yield "kept of what changed beyond rounding: the least in " + ", ".join(
+            f"{m.module} {m.kept:.2%}" for m in worst
+        )
+        most = max(modules, key=lambda each: each.residual / each.norm if each.norm else 0.0)
+        if most.norm:
+            yield (
+                f"left out: at most {most.residual / most.norm:.2%} of ‖W₁ - W₀‖, in {most.module}; rounding its weights to "
+                f"their type explains {most.noise / most.norm:.2%}"
+            )
+
+
+def _warnings(modules: Sequence[Extracted]) -> Iterator[str]:
+    lost = [each for each in modules if each.kept < _LITTLE]
+    if lost:
+        worst = min(lost, key=lambda each: each.kept)
+        yield (
+            f"{counted(len(lost), 'module')} of {len(modules)} keep less than {_LITTLE:.0%} of what changed, {worst.module} only "
+            f"{worst.kept:.1%}: a full fine-tune need not be of low rank; --rank takes more, --save MODULE writes one whole"
+        )
+
+
+def _described(model: ModelDir) -> Mapping[str, Any]:
+    return describe_input(source_of(model.root), model.weights, fingerprint(model.weights))
+
+
+def _tokenizer_files(tuned: ModelDir) -> Iterator[SideFile]:
+    for name in tuned.folder.files:
+        if name in tokenizer.FILE_NAMES:
+            yield SideFile(filename=name, source=tuned.root / name, reason=f"copied from {tuned.root}")
+
+
+def _stamps(tuned: ModelDir, base: ModelDir, spool: Spool) -> tuple[FileStamp, ...]:
+    stamps = {stamp.path: stamp for each in (tuned, base) for stamp in each.weights.stamps}
+    copied = [FileStamp.of(file.source) for file in _tokenizer_files(tuned) if file.source is not None]
+    return (*stamps.values(), *copied, *spool.stamps())

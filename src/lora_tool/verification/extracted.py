@@ -1,0 +1,88 @@
+"""Whether an extracted adapter is as near to the difference of its two models as its manifest says: by that difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from lora_tool.actions import TensorAction, Verdict
+from lora_tool.cores import available_cores
+from lora_tool.plan.algebra.provenance import ExtractInputs
+from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.core.ops import Copy
+from lora_tool.plan.core.steps import Step
+from lora_tool.progress import Progress
+from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.verification.elements import FLOATS, Files
+from lora_tool.verification.pieces import row_blocks
+
+_DOUBLE = np.dtype(np.float64)
+_TOLD = 1e-3
+"""How far the residual may be from the one that was told, which was found in float32 without the difference itself."""
+_SINGLE = 2e-6
+
+
+def copied_steps(inputs: ExtractInputs) -> Iterator[Step]:
+    """Yield the copies that the adapter's whole tensors must be."""
+    for saved, name in inputs.whole.items():
+        tensor = inputs.model.tensors[name]
+        out = inputs.made.tensors[saved].spec
+        yield Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=f"copied from {tensor.path}")
+
+
+def check_extracted(
+    inputs: ExtractInputs, made: tuple[Factors, ...], *, progress: Progress
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of every module: ‖W₁ - W₀ - ΔW‖, summed over all values, beside what the manifest says of it.
+
+    It is named by the written lora_B. Raises `OSError`, `SourceChanged`.
+    """
+    told = inputs.residuals
+    with Files() as files, threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as pool:
+
+        def one(factors: Factors) -> TensorEvidence:
+            found = _evidence(factors, inputs, told, files)
+            progress(sum(part.nbytes for part in (*factors.a_parts, *factors.b_parts)))
+            return found
+
+        return {found.name: found for found in pool.map(one, made)}
+
+
+def _evidence(factors: Factors, inputs: ExtractInputs, told: Mapping[str, float], files: Files) -> TensorEvidence:
+    (term,) = factors.terms
+    ours, theirs = (model.tensors.get(f"{factors.module}.weight") for model in (inputs.model, inputs.base))
+    numel = term.a.spec.numel + term.b.spec.numel
+    reason, share = "", None
+    if ours is None or theirs is None or factors.module not in told:
+        reason = "has LoRA on a module that the two models do not both have, or that the manifest does not name"
+    else:
+        b, a = (files.matrix(each, None, _DOUBLE) for each in (term.b, term.a))
+        left, right = (a.T, b.T) if inputs.transposed else (b * term.scale, a)
+        squares = norm = 0.0
+        for rows in row_blocks(ours):
+            (first, last) = rows[0]
+            difference = files.matrix(ours, rows, _DOUBLE) - files.matrix(theirs, rows, _DOUBLE)
+            norm += float(np.vdot(difference, difference))
+            difference -= left[first:last] @ right
+            squares += float(np.vdot(difference, difference))
+        found, norm = math.sqrt(squares), math.sqrt(norm)
+        unit = max(FLOATS[each.dtype].roundoff for each in (term.a, term.b))
+        allowed = told[factors.module] * (1 + _TOLD) + (_SINGLE + 4 * unit) * norm
+        share = found / norm if norm else 0.0
+        if not found <= allowed:
+            reason = f"ΔW is {found:.6g} away from W₁ - W₀, {told[factors.module]:.6g} was told"
+    return TensorEvidence(
+        name=term.b.name,
+        action=TensorAction.COMPUTED,
+        verdict=Verdict.DIFFERENT if reason else Verdict.RIGHT,
+        compared=numel,
+        numel=numel,
+        wrong=numel if reason else 0,
+        distance=share,
+        rank=term.rank,
+        reason=reason,
+    )

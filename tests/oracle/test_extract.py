@@ -1,0 +1,155 @@
+"""Adapters out of fine-tuned models, against a dense singular value decomposition in float64, and against PEFT's logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from lora_tool import extract, merge, validate, verify
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.formats.files import read_json
+from lora_tool.formats.weights import read_single
+from lora_tool.inspection.factors import Matrix
+from lora_tool.keys import PREFIX
+from lora_tool.plan.algebra.krylov import nearest
+from tests.oracle.peft_merge import different, load_model, save_adapter, save_base, saved_tensors
+from tests.oracle.test_combine import ALL, QV, deltas
+from tests.oracle.tiny import tiny_model
+
+FROM_THE_BEST = 1.002
+
+
+def graded(out: int, width: int, power: float, seed: int) -> Matrix:
+    """Return a matrix whose singular values fall as i^-power."""
+    rng = np.random.default_rng(seed)
+    rank = min(out, width)
+    left, right = np.linalg.qr(rng.standard_normal((out, rank))).Q, np.linalg.qr(rng.standard_normal((width, rank))).Q
+    return np.asarray((left * np.arange(1.0, rank + 1) ** -power) @ right.T)
+
+
+@pytest.mark.parametrize("power", [0.3, 0.7, 1.5, 4.0])
+@pytest.mark.parametrize(("out", "width", "rank"), [(300, 120, 16), (90, 260, 8), (64, 64, 64), (40, 500, 1)])
+def test_no_product_of_the_rank_is_much_nearer(out: int, width: int, rank: int, power: float, tmp_path: Path) -> None:
+    before = torch.tensor(np.random.default_rng(1).standard_normal((out, width)) * 0.02).to(torch.bfloat16)
+    after = (before.double() + 0.05 * torch.tensor(graded(out, width, power, 2))).to(torch.bfloat16)
+    for name, tensor in (("before", before), ("after", after)):
+        save_file({"w": tensor}, tmp_path / name)
+    tables = [read_single(tmp_path / name).tensors["w"] for name in ("after", "before")]
+    found = nearest(*tables, rank=rank)
+    difference = after.double() - before.double()
+    values = torch.linalg.svdvals(difference)
+    product = torch.tensor(found.b).double() @ torch.tensor(found.a).double()
+    best, explicit = float(values[rank:].norm()), float((difference - product).norm())
+    assert explicit <= best * FROM_THE_BEST + 1e-6 * float(difference.norm())
+    assert found.residual == pytest.approx(explicit, rel=1e-4, abs=1e-5 * float(difference.norm()))
+    assert found.norm == pytest.approx(float(difference.norm()), rel=1e-6)
+
+
+def merged_model(folder: Path, model_type: str, lora: dict[str, Any], dtype: torch.dtype) -> tuple[Path, Path, Path]:
+    """Return a base, an adapter, and the model that a merge of the two is."""
+    base = save_base(folder / "base", model_type, "causal-lm", dtype)
+    adapter = save_adapter(folder / "adapter", base, "causal-lm", lora)
+    return base, adapter, merge(adapter, out=folder / "model").path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "lora"),
+    [("llama", ALL), ("gpt2", {"r": 3, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True})],
+)
+def test_a_merged_adapter_comes_back(model_type: str, lora: dict[str, Any], tmp_path: Path) -> None:
+    base, adapter, model = merged_model(tmp_path, model_type, lora, torch.float32)
+    out = extract(model, base, rank=lora["r"], out=tmp_path / "out").path
+    expected, found = deltas(base, adapter), deltas(base, out)
+    assert found.keys() == expected.keys()
+    for name, delta in expected.items():
+        assert float((found[name] - delta).norm()) <= 1e-5 * float(delta.norm())
+    assert not validate(out, base=base).findings
+    assert not verify(out).report.findings
+
+
+def test_what_rounding_explains_is_told_beside_what_is_left(tmp_path: Path) -> None:
+    base, _, model = merged_model(tmp_path, "llama", ALL, torch.bfloat16)
+    done = extract(model, base, rank=4, out=tmp_path / "out")
+    for module in done.plan.manifest["modules"]:
+        assert module["kept"] > 0.97  # of what is no noise
+        assert module["residual"] == pytest.approx(module["rounding_noise"], rel=0.5)
+    least = extract(model, base, keep=0.95, out=tmp_path / "least")
+    assert {module["rank"] for module in least.plan.manifest["modules"]} <= {1, 2, 3, 4}
+    assert not verify(least).report.findings
+
+
+def test_a_full_reward_model_and_its_causal_base_give_a_reward_adapter(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
+    adapter = save_adapter(tmp_path / "rm", base, "seq-cls", QV | {"modules_to_save": ["norm"]}, num_labels=1)
+    model = merge(adapter, out=tmp_path / "model", task="reward").path
+    out = extract(model, base, rank=6, out=tmp_path / "out").path
+    config = read_json(out / "adapter_config.json")
+    assert config["task_type"] == "SEQ_CLS"
+    assert {"score", "model.norm"} <= set(config["modules_to_save"])  # PEFT's "norm" means every layer's, too
+    assert torch.equal(saved_tensors(out)[f"{PREFIX}score.weight"], saved_tensors(model)["score.weight"])
+    tokens = torch.tensor([[5, 17, 3, 42, 8]])
+    with torch.no_grad():
+        expected = load_model(model, "seq-cls", 1)(tokens).logits
+        found = PeftModel.from_pretrained(load_model(base, "seq-cls", 1), out)(tokens).logits
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert not validate(out, base=base, task="reward").findings
+    assert not verify(out).report.findings
+
+
+def test_changed_biases_embeddings_and_saved_modules_are_exact(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.float32)
+    model = tiny_model("qwen2", "causal-lm")
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.02)
+    tuned = tmp_path / "tuned"
+    model.save_pretrained(tuned)
+    out = extract(tuned, base, rank=64, save=["o_proj"], out=tmp_path / "out").path
+    again = merge(out, base=base, out=tmp_path / "again", dtype="float32").path
+    ours, theirs = saved_tensors(again), saved_tensors(tuned)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=0, atol=2e-6), name
+    exact = [name for name in theirs if "proj" not in name or "o_proj" in name or name.endswith("bias")]
+    assert different({n: ours[n] for n in exact}, {n: theirs[n] for n in exact}) == []
+    assert not verify(out).report.findings
+
+
+def test_a_changed_factor_is_found(tmp_path: Path) -> None:
+    base, _, model = merged_model(tmp_path, "llama", QV, torch.float32)
+    out = extract(model, base, rank=4, out=tmp_path / "out").path
+    table = load_file(out / "adapter_model.safetensors")
+    name = next(name for name in table if "lora_B" in name)
+    table[name][2] *= 1.5
+    save_file(table, out / "adapter_model.safetensors")
+    (finding,) = verify(out).report.findings
+    assert (finding.code, finding.subject) == ("LT626", name)
+
+
+def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    base, _, model = merged_model(tmp_path, "llama", QV, torch.float32)
+    other = save_base(tmp_path / "other", "qwen2", "causal-lm", torch.float32)
+    with pytest.raises(IncompatibleBase, match="a llama, .* a qwen2"):
+        extract(model, other, rank=4, out=tmp_path / "out")
+    deeper = save_base(tmp_path / "deeper", "llama", "causal-lm", torch.float32, num_hidden_layers=3)
+    with pytest.raises(IncompatibleBase, match="has not"):
+        extract(model, deeper, rank=4, out=tmp_path / "out")
+    with pytest.raises(WrongValue, match="one of the two"):
+        extract(model, base, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*lora-tool*"))
+
+
+def test_a_share_that_no_rank_reaches_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, _, model = merged_model(tmp_path, "llama", ALL, torch.float32)
+    monkeypatch.setattr("lora_tool.plan.algebra.plan_extract._LARGEST", (1, 2))
+    with pytest.raises(UnsupportedAdapter, match="is not of low rank: rank 2 keeps") as refused:
+        extract(model, base, keep=0.999, out=tmp_path / "out")
+    assert "--save" in str(refused.value.hint)
