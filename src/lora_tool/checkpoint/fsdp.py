@@ -30,7 +30,7 @@ DCP = ShardedKind(
     weights=("*.distcp",),
     others=(_METADATA,),
     folders=("pytorch_model_fsdp*", "optimizer_[0-9]*"),
-    state="lora_tool.sharded.dcp_state:dcp_state",
+    state="lora_tool.sharded.megatron_state:torch_dist_state",
     recognise=_recognise,
     open=_open,
 )

@@ -63,7 +63,9 @@ _GGUF = OtherFormat(
 )
 _NEMO = OtherFormat(text="a checkpoint of NeMo", way_out="export it to transformers' format with NeMo itself")
 _MEGATRON = OtherFormat(
-    text="a checkpoint of Megatron-LM", way_out="convert it to transformers' format with the program that made it"
+    text="a checkpoint of Megatron-LM",
+    way_out="its LoRA is in an iteration, lora-tool consolidate FOLDER/iter_NNNNNNN; "
+    "a whole model is converted by the program that made it",
 )
 _VARIANT = OtherFormat(
     text="a variant, which transformers loads only where its name is given",

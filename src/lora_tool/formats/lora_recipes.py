@@ -176,7 +176,8 @@ def _base(table: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return the mapping in a YAML file, {} where it holds something else. Raises `CorruptFile`; no tag runs code."""
     import yaml  # noqa: PLC0415 - for few checkpoints
 
     try:
@@ -197,8 +198,8 @@ def _read_arguments(path: Path) -> Mapping[str, Any]:
 
 
 _READERS: Mapping[str, Callable[[Path], Mapping[str, Any]]] = {
-    ".yaml": _read_yaml,
-    ".yml": _read_yaml,
+    ".yaml": read_yaml,
+    ".yml": read_yaml,
     ".bin": _read_arguments,
 }
 """How a file is read, by its ending; the others are JSON."""

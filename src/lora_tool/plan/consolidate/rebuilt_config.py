@@ -227,9 +227,13 @@ def _targets(state: TrainingState, parsed: Mapping[str, AdapterKey], adapted: fr
     The last part of the paths where the checkpoint has the base and all modules of that name are adapted; else the
     whole paths, for without the base it is not known which others there are.
     """
-    names = [*parsed.values(), *(keys.parse(name) for name in state.without_values)]
+    left_out = [keys.parse(name) for name in state.without_values]
+    names = [*parsed.values(), *left_out]
     plain = {key.module for key in names if key.part in (Part.PLAIN, Part.BASE_LAYER) and key.leaf == "weight"}
-    whole = any(key.part is Part.BASE_LAYER for key in names)
+    # of what was left out, the layers under LoRA are known by it alone, and say nothing of others
+    whole = any(key.part is Part.BASE_LAYER for key in parsed.values()) or any(
+        key.part is Part.PLAIN for key in left_out
+    )
     by_name: dict[str, set[str]] = defaultdict(set)
     for module in plain | adapted:
         by_name[module.rpartition(".")[2]].add(module)

@@ -1,0 +1,129 @@
+"""The LoRA of Megatron-Bridge, saved by mcore's own `dist_checkpointing`: the bits that transformers' modules get."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.execution.engine import execute
+from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
+from lora_tool.report import Severity
+from lora_tool.sharded.megatron_names import Geometry, places
+from lora_tool.validation.validating import validate
+from tests.cli.calling import FIXTURES
+
+MEGATRON = FIXTURES / "megatron-lora"
+"""Two ranks of tensor parallelism, three layers in one tensor, four heads in two groups (`fixtures/make_megatron.py`)."""
+GEOMETRY = Geometry(heads=4, groups=2, head_dim=4)
+LAYER = "decoder.layers.0"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """An iteration to break."""
+    return Path(shutil.copytree(MEGATRON / "iter_0000007", tmp_path / "run" / "iter_0000007"))
+
+
+def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> None:
+    assert validate(run).at_least(Severity.WARNING) == ()
+    plan = plan_consolidate(run)
+    assert plan.notes[0].startswith("adapter from Megatron checkpoint")
+    out = execute(plan, tmp_path / "out")
+    found, truth = load_file(out / "adapter_model.safetensors"), load_file(MEGATRON / "truth.safetensors")
+    assert found.keys() == truth.keys()
+    assert [name for name, tensor in truth.items() if found[name].dtype != tensor.dtype] == []
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (3, 6)
+    told = json.loads((out / "lora_tool.json").read_text())
+    assert told["adapter_config"]["lora_alpha"] == str(run / "run_config.yaml")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=32, head_dim=4))
+    model = PeftModel.from_pretrained(base, out)
+    again = model.load_adapter(out, "again")
+    assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("found", "instead", "message"),
+    [
+        (
+            "llama_provider.Llama32ModelProvider1B",
+            "nemotron.NemotronModelProvider",
+            "what transformers calls its modules",
+        ),
+        ("llama_provider.Llama32ModelProvider1B", "qwen.Qwen3MoEModelProvider", "what transformers calls its modules"),
+        ("gated_linear_unit: true", "gated_linear_unit: false", "`model.gated_linear_unit` is false"),
+        ("kv_channels: 4", "attention_output_gate: true", "`model.attention_output_gate` is true"),
+        ("num_query_groups: 2", "num_query_groups: 4", "has 32 rows, 4 heads in 4 groups need 48"),
+        ("num_attention_heads: 4", "num_attention_heads: 3", "are no geometry of attention"),
+        ("model:", "other:", "has no section `model`"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(run: Path, found: str, instead: str, message: str) -> None:
+    config = run / "run_config.yaml"
+    text = config.read_text()
+    assert found in text
+    config.write_text(text.replace(found, instead))
+    with pytest.raises(UnsupportedCheckpoint, match=message):
+        plan_consolidate(run)
+
+
+def test_without_the_config_of_the_run(run: Path) -> None:
+    (run / "run_config.yaml").unlink()
+    with pytest.raises(
+        UnsupportedCheckpoint, match="has no run_config.yaml: how rows of its modules are fused"
+    ) as refused:
+        plan_consolidate(run)
+    assert refused.value.hint == "put the run_config.yaml of the run beside its files"
+
+
+def test_a_rank_that_is_missing(run: Path) -> None:
+    (run / "__1_0.distcp").unlink()
+    with pytest.raises(FindingsFound, match="LT401"):
+        plan_consolidate(run)
+
+
+def test_layers_one_by_one_and_projections_with_factors_of_their_own() -> None:
+    shapes = {
+        f"{LAYER}.self_attention.linear_qkv.adapter.linear_in.weight": (3, 16),
+        f"{LAYER}.self_attention.linear_qkv.adapter.linear_out.weight": (32, 3),
+        f"{LAYER}.mlp.linear_fc1.adapter.adapter_gate.linear_in.weight": (3, 16),
+        f"{LAYER}.mlp.linear_fc1.adapter.adapter_gate.linear_out.weight": (24, 3),
+    }
+    found = places(shapes, GEOMETRY)
+    prefix = "base_model.model.model.layers.0"
+    assert {name.removeprefix(f"{prefix}."): place.rows for name, place in found.items()} == {
+        "self_attn.q_proj.lora_A.weight": None,
+        "self_attn.k_proj.lora_A.weight": None,
+        "self_attn.v_proj.lora_A.weight": None,
+        "self_attn.q_proj.lora_B.weight": ((0, 8), (16, 8)),
+        "self_attn.k_proj.lora_B.weight": ((8, 4), (24, 4)),
+        "self_attn.v_proj.lora_B.weight": ((12, 4), (28, 4)),
+        "mlp.gate_proj.lora_A.weight": None,
+        "mlp.gate_proj.lora_B.weight": None,
+    }
+    assert all(place.layer is None for place in found.values())
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        ("mixer.in_proj.adapter.linear_out", (10, 3), "Mamba's in_proj"),
+        ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "experts"),
+        ("self_attention.linear_qkv.adapter.adapter_gate.linear_in", (3, 16), "has no part `gate`"),
+        ("mlp.linear_fc1.adapter.linear_out", (25, 3), "not those of a gate and an up projection"),
+        ("mlp.linear_fc2.adapter.linear_in", (3,), "expected a matrix for each layer"),
+    ],
+)
+def test_lora_on_other_modules(module: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=message):
+        places({f"{LAYER}.{module}.weight": shape}, GEOMETRY)
