@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -170,3 +172,49 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(LayoutError, match=r"`m.qweight` has codes of 3 bits, which are not read"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 3})
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F8_E8M0", "U8"])
+@pytest.mark.parametrize(
+    ("shape", "grid", "tile"),
+    [
+        ((20, 50), (2, 2), (16, 32)),  # ragged on both sides
+        ((192, 300), (2, 3), (128, 128)),
+        ((20, 50), (), (20, 50)),
+        ((20, 50), (1,), (20, 50)),
+        ((20, 50), (20,), (1, 50)),  # fbgemm
+        ((20, 50), (20, 1), (1, 50)),
+        ((3, 20, 50), (3, 2, 2), (16, 32)),  # fused experts
+        ((3, 20, 50), (3, 1, 1), (20, 50)),
+        ((3, 20, 50), (3,), (20, 50)),
+        ((3, 20, 50), (3, 1, 50), (20, 1)),
+    ],
+)
+def test_tiles_of_every_kind_of_scale(
+    shape: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, int], dtype: str, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 127, shape, dtype=np.uint8) | (rng.integers(0, 2, shape, dtype=np.uint8) << 7)
+    numbers = {"F32": "<f4", "BF16": ml_dtypes.bfloat16, "F16": "<f2", "F8_E8M0": "u1", "U8": "u1"}[dtype]
+    count = math.prod(grid)
+    stored_scales = (rng.integers(110, 130, count) if numbers == "u1" else rng.random(count)).astype(numbers)
+    scales = np.exp2(stored_scales.astype(np.float32) - 127) if numbers == "u1" else stored_scales.astype(np.float32)
+    lead, (rows, columns) = shape[:-2], shape[-2:]
+    tiles = scales.reshape(*lead, -(-rows // tile[0]), -(-columns // tile[1]))
+    wide = tiles.repeat(tile[0], axis=-2).repeat(tile[1], axis=-1)[..., :rows, :columns]
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
+    names = ("experts.up_proj", "experts.up_proj_scale_inv") if lead else ("m.weight", "m.weight_scale_inv")
+    table = {
+        names[0]: edit.Raw("F8_E4M3", shape, codes.tobytes()),
+        names[1]: edit.Raw(dtype, grid, stored_scales.tobytes()),
+    }
+    edit.write(tmp_path / "w.safetensors", table)
+    said = {"quant_method": "fp8", "weight_block_size": [*tile]}
+    found = read_quantised(scan_file(tmp_path / "w.safetensors").tensors, said).weights[names[0]]
+    tensor = dequantised(found)
+    assert (tensor.shape, tensor.dtype) == (shape, DType.F32)
+    assert read_part(tensor, 0, tensor.nbytes) == values.astype("<f4").tobytes()
+    row = columns * 4
+    assert read_part(tensor, 17 * row, 2 * row) == values.reshape(-1, columns)[17:19].astype("<f4").tobytes()
+    with Files() as files:
+        assert files.read(tensor, 0, tensor.nbytes).tobytes() == values.astype("<f4").tobytes()

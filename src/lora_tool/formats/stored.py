@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     """Gives rows of what an encoding stands for, from the first to the last, with what reads the bytes of its tensors."""
 
 _READ_BYTES = 4 << 20
+_DECODED_WEIGHTS = 1 << 19
+"""Quantised weights that are decoded together: a row of a stack of experts is a whole matrix."""
 
 
 def read_part(tensor: StoredTensor, start: int, nbytes: int) -> bytes:
@@ -94,8 +96,13 @@ def _read_quantised(
     spec = span.encoding.spec
     row_bytes = spec.shape[-1] * spec.dtype.bits // 8
     first, last = span.start // row_bytes, -(-(span.start + span.nbytes) // row_bytes)
-    rows = (decode or decoded)(span.encoding, first, last, bytes_of)
-    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)[span.start - first * row_bytes :][: span.nbytes]
+    out = np.empty((last - first) * row_bytes, np.uint8)
+    step = max(1, _DECODED_WEIGHTS // spec.shape[-1])
+    for row in range(first, last, step):
+        rows = (decode or decoded)(span.encoding, row, min(row + step, last), bytes_of)
+        part = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        out[(row - first) * row_bytes :][: part.size] = part
+    return out[span.start - first * row_bytes :][: span.nbytes]
 
 
 def _read_tiles(span: TiledSpan, buffer: memoryview, read: Callable[[Path, int, memoryview], None]) -> None:

@@ -62,6 +62,8 @@ _PARTS = (
     ".g_idx",
 )
 """Ends of the names of what is a part of a quantised weight: without the others it is nothing."""
+_SIGNS = (".SCB", ".weight_packed", ".qweight", "_proj_blocks")
+"""Those of them that nothing else is called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +99,7 @@ def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedW
 
 def is_sign(tensor: StoredTensor) -> bool:
     """Return whether a tensor shows that a model is quantised, whatever its config says."""
-    return (
-        _is_narrow(tensor) or STATE in tensor.name or tensor.name.endswith((".SCB", ".weight_packed", "_proj_blocks"))
-    )
+    return _is_narrow(tensor) or STATE in tensor.name or tensor.name.endswith(_SIGNS)
 
 
 def _is_narrow(tensor: StoredTensor) -> bool:
@@ -110,11 +110,8 @@ def _is_narrow(tensor: StoredTensor) -> bool:
 def _sizes(table: Mapping[str, Any]) -> tuple[frozenset[tuple[int, int]], frozenset[int]]:
     """Return the tiles and the numbers of bits that a config names."""
     groups = table.get("config_groups")
-    named = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if isinstance(groups, dict)
-        else []
-    )
+    listed = groups.values() if isinstance(groups, dict) else ()
+    named = (group.get("weights") for group in listed if isinstance(group, dict))
     weights = [each for each in named if isinstance(each, dict)]
     tiles = [each.get("block_structure") for each in weights]
     if table.get("quant_method") == "fp8":

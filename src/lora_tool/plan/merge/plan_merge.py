@@ -61,9 +61,9 @@ def plan_merge(
     out: the base with the adapter's head, which a server needs that adds ΔW itself. `task`
     "reward" means one label. `dtype` None keeps every tensor's own; `num_labels` are the labels that a head must have,
     and `precision` is the arithmetic. `untie` gives tied embeddings two matrices, each as it was trained. `text_only`
-    makes the text model of a multimodal base alone. `store` says what becomes of a quantised base: by default its weights
-    stay as they are where the adapters change none of them, and else all are dequantised. `max_shard_bytes` None keeps the base's grouping into files.
-    `expert_layout` says how a fused lora_B of experts is packed, where its config does not. Every tensor of all inputs
+    makes the text model of a multimodal base alone. `store` says what becomes of a quantised base: by default its
+    weights stay as they are where the adapters change none of them, and else all are dequantised. `max_shard_bytes`
+    None keeps the base's grouping into files. `expert_layout` says how a fused lora_B of experts is packed, where its config does not. Every tensor of all inputs
     is in the plan, as a step or as a leftover with its reason. What lies in the Hub's cache has its Hub id and commit
     in the manifest. `select` and `ignore` are codes of rules, or their beginnings; an ignored rule refuses all the same
     where nothing can be computed otherwise. Findings below `fail_on` are in the plan. Raises `FindingsFound` for the

@@ -69,7 +69,8 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
             hint='`store="all-16bit"` writes plain weights throughout',
         )
     key = next((name for name in keys if table.get(name)), keys[-1])
-    held = list(table.get(key) or _plain_matrices(plain))
+    listed = table.get(key)
+    held = listed if listed and isinstance(listed, list) else _plain_matrices(plain)
     experts = sorted({found["experts"] for found in map(_EXPERTS.match, names) if found})
     modules = sorted(name.removesuffix(".weight") for name in names if not _EXPERTS.match(name))
     if key == "ignore":

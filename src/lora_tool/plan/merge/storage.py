@@ -103,7 +103,7 @@ class QuantisedBase:
     ) -> StoredModel:
         """Return what is written where quantised weights stay, but for those that are fused with one that changes."""
         freed = together(touched, self.encodings) if touched else frozenset()
-        left = tuple(self._left_behind(freed))
+        left = (*self._left_behind(freed), *self._dropped_parts(dropped))
         found = self._as_stored(steps, {*dropped, *(item.name for item in left)}, freed)
         note = f"{self._what(self.encodings.keys() - freed)} as in the base, byte for byte: the adapter changes none of them"
         config = self.stored.whole_config
@@ -171,10 +171,17 @@ class QuantisedBase:
                     path=tensor.path, name=name, action=TensorAction.CONSUMED, reason=f"a part of {of[name]}"
                 )
             elif name not in self.plain.tensors and name not in of and freed:
-                everywhere = len(freed) == len(self.encodings)
+                everywhere = self.encodings.keys() <= set(freed)
                 if everywhere or name.rpartition(".")[0] in modules:
                     reason = "measured on the quantised weight, and of no use to a plain one"
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
+
+    def _dropped_parts(self, dropped: Collection[str]) -> Iterator[InputRecord]:
+        """Yield the tensors on disk that are parts of weights which the output is without."""
+        for name, weight in self._weights_of_parts.items():
+            if weight in dropped and weight != name:
+                path, reason = self.stored.tensors[name].path, f"a part of {weight}, which is left out"
+                yield InputRecord(path=path, name=name, action=TensorAction.DROPPED, reason=reason)
 
     def _what(self, names: Collection[str]) -> str:
         formats = dict.fromkeys(str(encoding) for name, encoding in self.encodings.items() if name in names)
