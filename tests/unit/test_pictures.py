@@ -28,7 +28,8 @@ from lora_tool.inspection.spectra import Spectrum, spectra
 from lora_tool.pictures.drawing import draw, draw_comparison
 from lora_tool.pictures.grid import grids
 from lora_tool.pictures.page import page
-from lora_tool.pictures.panels import Line, curve_panels, spectra_panels, spectra_sentence
+from lora_tool.pictures.panels import Line, curve_panels, curves_sentence, spectra_panels, spectra_sentence
+from lora_tool.pictures.saving import save
 from lora_tool.pictures.sheet import sheet
 from lora_tool.pictures.theme import themed, variables
 
@@ -165,6 +166,33 @@ def test_a_line_of_a_panel_is_the_median_of_neighbouring_layers() -> None:
 def test_many_targets_are_drawn_by_how_far_they_moved() -> None:
     panels = spectra_panels([spectrum(f"t{at}", float(at), 0.5, target=f"t{at}") for at in range(1, 30)])
     assert sorted(int(panel.name[1:]) for panel in panels) == list(range(18, 30))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "items",
+    [
+        [spectrum(f"t{at}", 1.0 + at, 0.5, target=f"t{at}", layer=None) for at in range(400)],
+        [spectrum(f"m.{at}", 1.0 + at % 7, 0.5, layer=at) for at in range(700)],
+        [spectrum(f"m.{at}", 1e200 * 10**at, 1e180, layer=at) for at in range(4)],
+        [spectrum("m.0", 5e-324, 0.0), spectrum("m.9", math.inf, 1.0, layer=9)],
+        [spectrum(f"模型.{at}", 1.0 + at, target="模型.*.注意", layer=at) for at in range(2)],
+    ],
+    ids=["rows", "layers", "huge", "tiny", "letters"],
+)
+def test_whatever_is_in_a_file_is_drawn_in_bounded_space(tmp_path: Path, items: list[Spectrum]) -> None:
+    curves, maps = {"loss": ((1.0, 1e300), (2e15, -1e300))}, grids(items)
+    with themed():
+        save(sheet("模", "", maps, items, curves, footer=""), tmp_path / "p.png")
+        assert len(page("模", [], maps, items, curves, footer="")) < 2_000_000
+    assert imread(tmp_path / "p.png").shape[0] < 10_000
+    assert all(len(each.rows) <= 80 for each in maps)
+
+
+def test_of_very_many_curves_the_first_are_drawn_and_the_rest_counted() -> None:
+    curves = {f"metric-{at}": ((1.0, 2.0),) for at in range(200)}
+    assert len(curve_panels(curves)) == 48
+    assert "152 more were logged" in curves_sentence(curves)
 
 
 def test_an_evaluation_is_in_the_panel_of_what_it_evaluates() -> None:

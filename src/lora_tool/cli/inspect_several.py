@@ -12,13 +12,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import fits, new_table, print_all
+from lora_tool.cli.tables import fits_folded, new_table, print_all
 from lora_tool.display import counted, number, printable, shortened
 from lora_tool.inspection.folders import spread
 from lora_tool.inspection.model import AdapterInspection, Inspection
 from lora_tool.inspection.naming import place, short_names
 
-_LONGEST = 48
+_LONGEST = 90
 """Letters of a cell where folders differ: what is longer is shown in full where its folder is inspected alone."""
 
 Column = Mapping[str, str]
@@ -56,7 +56,7 @@ def _side_by_side(
     begin = 0
     while begin < len(columns) and rows:
         end = len(columns)
-        while end > begin + 1 and not fits(table(begin, end), out):
+        while end > begin + 1 and not fits_folded(table(begin, end), out):
             end -= 1
         yield table(begin, end)
         begin = end
@@ -66,7 +66,9 @@ def _rows(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield names and values of the facts, each in one line, and for an adapter what its table would have."""
     yield "kind", inspection.kind
     for name, value in inspection.facts():
-        if value:
+        if name == "tokenizer":  # the names are the same everywhere
+            yield name, counted(len(inspection.tokenizer_files), "file")
+        elif value:
             yield name, ", ".join(value.splitlines())
     if isinstance(inspection, AdapterInspection):
         targets = sorted(inspection.targets, key=lambda target: place(target.name))

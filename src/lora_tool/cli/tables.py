@@ -57,6 +57,11 @@ def _least_width(table: Table) -> int:
     return min(total, _WIDEST)
 
 
+def fits_folded(table: Table, out: TextIO) -> bool:
+    """Return whether the table is no wider than the terminal when the texts in it are folded between words."""
+    return _least_width(table) <= _width(out)
+
+
 def fits(table: Table, out: TextIO) -> bool:
     """Return whether every row of the table has one line."""
     console = Console(file=out, width=_WIDEST)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeAlias, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.architectures.ends import OUTPUTS
@@ -42,6 +42,9 @@ from lora_tool.inspection.model import (
 from lora_tool.inspection.naming import short_names
 from lora_tool.keys import Part, split_layer
 from lora_tool.tensors import StoredTensor, TensorTable
+
+if TYPE_CHECKING:
+    from lora_tool.inspection.spectra import Spectrum
 
 NORM_BYTES = 512 << 20
 """Adapters up to this size have their norms computed without being asked."""
@@ -157,6 +160,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool, spectra: bool) -> AdapterInspe
         from lora_tool.inspection.factors import layer_norms  # noqa: PLC0415 - numpy, only for norms
 
         measured = layer_norms(view.layers)
+    found = _spectra(view.layers) if spectra else {}
     rows = [(name, group) for name, groups in _grouped(view.layers, measured).items() for group in groups]
     return AdapterInspection(
         **_common(adapter),
@@ -170,7 +174,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool, spectra: bool) -> AdapterInspe
         init=config.init_lora_weights if config else None,
         targets=tuple(_target(name, group, config) for name, group in rows),
         modules=tuple(
-            _module(name, layer, norms, config, spectra=spectra) for name, group in rows for layer, norms in group
+            _module(name, layer, norms, config, found.get(layer)) for name, group in rows for layer, norms in group
         ),
         head=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if head),
         saved=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if not head),
@@ -251,15 +255,20 @@ def _alpha(layer: LoraLayer, config: AdapterConfig | None) -> float | None:
     return config.alpha(layer.target) if config else None
 
 
+def _spectra(layers: Sequence[LoraLayer]) -> Mapping[LoraLayer, Spectrum | None]:
+    """Return the spectrum of each layer, None where its factors do not fit together."""
+    from threadpoolctl import threadpool_limits  # noqa: PLC0415 - numpy, only where asked for
+
+    from lora_tool.inspection.spectra import spectrum  # noqa: PLC0415
+
+    with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
+        return {layer: spectrum(layer) for layer in layers}
+
+
 def _module(
-    target: str, layer: LoraLayer, norms: Measured | None, config: AdapterConfig | None, *, spectra: bool
+    target: str, layer: LoraLayer, norms: Measured | None, config: AdapterConfig | None, found: Spectrum | None
 ) -> Module:
     norm_a, norm_b, norm_delta = norms or (None, None, None)
-    found = None
-    if spectra:
-        from lora_tool.inspection.spectra import spectrum  # noqa: PLC0415 - numpy, only where asked for
-
-        found = spectrum(layer)
     return Module(
         module=layer.module,
         target=target,

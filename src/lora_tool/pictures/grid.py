@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from lora_tool.display import four_digits
@@ -14,6 +14,8 @@ from lora_tool.inspection.spectra import Spectrum
 
 _FLAT = 0.05
 """Share of the largest number within which all are alike: colours would show nothing but noise."""
+_ROWS = 80
+"""Most rows of a map."""
 _DECADES = 30.0
 """How far apart the ends of a scale may be before most of its cells would have the colour of its lower end."""
 
@@ -34,27 +36,20 @@ class Grid:
     cells: tuple[tuple[float | None, ...], ...]
     crowded: bool = False
     """Whether a cell stands for several modules, experts of one layer, and has the largest of their numbers."""
+    least: float = field(init=False)
+    most: float = field(init=False)
+    """The ends of the colour scale: those of all finite numbers."""
+
+    def __post_init__(self) -> None:
+        numbers = finite(self.cells)  # once: every cell asks for the ends
+        object.__setattr__(self, "least", min(numbers, default=0.0))
+        object.__setattr__(self, "most", max(numbers, default=0.0))
 
     @property
     def said(self) -> str:
         """The sentence that stands above the picture, or in its place."""
         several = " Of a layer's experts the largest is shown." if self.crowded else ""
         return self.flat or self.sentence + several + (" The colours are logarithmic." if self.logarithmic else "")
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """All finite numbers."""
-        return finite(self.cells)
-
-    @property
-    def least(self) -> float:
-        """The lower end of the colour scale."""
-        return min(self.numbers, default=0.0)
-
-    @property
-    def most(self) -> float:
-        """The upper end of the colour scale."""
-        return max(self.numbers, default=0.0)
 
     @property
     def logarithmic(self) -> bool:
@@ -194,10 +189,14 @@ def laid_out(
         number = value(item)
         if number is not None:
             held[item.target, item.layer].append(number)
-    rows = sorted(dict.fromkeys(item.target for item in items), key=place)
-    cells = tuple(tuple(_largest(held[row, column]) for column in columns) for row in rows)
-    numbers = finite(cells)
-    broken = any(cell is not None and not math.isfinite(cell) for row in cells for cell in row)
+    every = {row: tuple(_largest(held[row, column]) for column in columns) for row in names}
+    highest = sorted(every, key=lambda row: -max(finite([every[row]]), default=math.inf))[:_ROWS]
+    rows = [row for row in sorted(dict.fromkeys(item.target for item in items), key=place) if row in highest]
+    cells = tuple(every[row] for row in rows)
+    if len(every) > _ROWS:
+        sentence = f"{sentence} Of {len(every):,} rows the {_ROWS} with the largest numbers are shown."
+    numbers = finite(every.values())
+    broken = any(cell is not None and not math.isfinite(cell) for row in every.values() for cell in row)
     shows_nothing = numbers and not broken and is_flat(min(numbers), max(numbers))
     return Grid(
         title=title,

@@ -18,8 +18,8 @@ from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid
 from lora_tool.pictures.panels import (
-    CURVES_SENTENCE,
     curve_panels,
+    curves_sentence,
     draw_curve,
     draw_spectra,
     label_step,
@@ -79,7 +79,7 @@ def page(
         spectra_svgs=_spectra_svgs(spectra),
         layers=layers,
         depths=len(depth_colours()),
-        curves_sentence=CURVES_SENTENCE,
+        curves_sentence=curves_sentence(curves),
         main_svgs=[_svg((4.2, 2.4), partial(draw_curve, panel=panel)) for panel in panels if panel.main],
         small_svgs=[_svg((2.1, 1.25), partial(draw_curve, panel=panel)) for panel in panels if not panel.main],
         heat=[heat_colour(step / 8) for step in range(9)],

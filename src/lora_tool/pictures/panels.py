@@ -43,6 +43,8 @@ _PANELS = 12
 """Most targets whose spectra are drawn."""
 _FLOOR = 1e-6
 """Share of the largest singular value of a module below which the others are rounding, and its line ends."""
+_CURVES = 48
+"""Most panels of what a run logged."""
 _MANY = 120
 """Points from which a curve is drawn thin, with its mean over neighbours on it."""
 _WITH_LINES = 48
@@ -52,11 +54,6 @@ ROW_LETTERS = 34
 _FEW = 40
 """Points up to which each is a dot."""
 _ENERGY = 0.9
-
-CURVES_SENTENCE = (
-    "Good: the loss falls and levels off, accuracy and margins rise, and evaluation goes along with training. "
-    "Where evaluation turns back, the run has begun to overfit."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +113,9 @@ def _spectra_panel(name: str, items: Sequence[Spectrum], layers: Sequence[int]) 
     every = np.array(list(table.values()))
     of_layer: dict[float | None, list[np.ndarray]] = defaultdict(list)
     bands = min(_LINES, len(layers))
+    shares = {layer: at * bands // len(layers) / max(bands - 1, 1) for at, layer in enumerate(layers)}
     for item in items:
-        share = None if item.layer is None else layers.index(item.layer) * bands // len(layers) / max(bands - 1, 1)
-        of_layer[share].append(table[id(item)])
+        of_layer[None if item.layer is None else shares[item.layer]].append(table[id(item)])
     enough = [k for item in items if (k := _enough(item)) is not None]
     return SpectraPanel(
         name=name,
@@ -146,7 +143,8 @@ def _over(what: object, rows: Sequence[np.ndarray] | np.ndarray) -> list[float]:
 
 
 def _enough(item: Spectrum) -> int | None:
-    squares = np.square(item.singular_values)
+    with np.errstate(all="ignore"):  # what overflows has no share
+        squares = np.square(item.singular_values)
     total = squares.sum()
     return int(np.searchsorted(np.cumsum(squares) / total, _ENERGY) + 1) if 0 < total < math.inf else None
 
@@ -239,8 +237,24 @@ class CurvePanel:
     """"training" or the name of an evaluation → (step, value)."""
 
 
+def curves_sentence(curves: Curves) -> str:
+    """Return what is good about curves, and whether some are not drawn."""
+    left = len(_panels(curves)) - _CURVES
+    return (
+        "Good: the loss falls and levels off, accuracy and margins rise, and evaluation goes along with training. "
+        "Where evaluation turns back, the run has begun to overfit."
+    ) + (f" {left:,} more were logged; lora-tool inspect --json has them." if left > 0 else "")
+
+
 def curve_panels(curves: Curves) -> tuple[CurvePanel, ...]:
-    """Return the panels, those that runs are judged by first; an evaluation is in the panel of what it evaluates."""
+    """Return the panels, those that runs are judged by first; an evaluation is in the panel of what it evaluates.
+
+    Of very many, the first.
+    """
+    return _panels(curves)[:_CURVES]
+
+
+def _panels(curves: Curves) -> tuple[CurvePanel, ...]:
     panels: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {}
     for name, points in curves.items():
         if not name.startswith("eval_"):

@@ -15,6 +15,8 @@ _SETTINGS = {"svg.hashsalt": "lora-tool", "pdf.fonttype": 42}
 _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _DOTS = 150
 """Per inch, in a PNG."""
+_HIGHEST = 60_000
+"""Dots of a PNG's height: what draws it takes no 65,536."""
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -25,5 +27,6 @@ def save(figure: Figure, path: Path) -> None:
     kind = path.suffix if path.suffix in _UNDATED else ".png"
     picture = io.BytesIO()
     with rc_context(_SETTINGS):
-        figure.savefig(picture, format=kind[1:], dpi=_DOTS, metadata=_UNDATED.get(kind))
+        dots = min(_DOTS, _HIGHEST / figure.get_figheight())
+        figure.savefig(picture, format=kind[1:], dpi=dots, metadata=_UNDATED.get(kind))
     replace_file(path, picture.getvalue())

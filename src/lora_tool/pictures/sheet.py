@@ -14,11 +14,11 @@ from lora_tool.inspection.curves import Curves
 from lora_tool.inspection.spectra import Spectrum
 from lora_tool.pictures.grid import Grid
 from lora_tool.pictures.panels import (
-    CURVES_SENTENCE,
     ROW_LETTERS,
     CurvePanel,
     SpectraPanel,
     curve_panels,
+    curves_sentence,
     draw_curve,
     draw_heat_map,
     draw_spectra,
@@ -100,7 +100,7 @@ def _blocks(
         yield _heading(heading, sentence)
         yield _alone(draw)
     if curves:
-        yield _heading("Training", CURVES_SENTENCE)
+        yield _heading("Training", curves_sentence(curves))
         drawings = curve_panels(curves)
         main = [panel for panel in drawings if panel.main]
         small = [panel for panel in drawings if not panel.main]

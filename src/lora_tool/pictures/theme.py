@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from lora_tool.errors import MissingDependency
 try:
     from matplotlib import colormaps, rc_context
     from matplotlib.colors import to_hex
+    from matplotlib.font_manager import fontManager
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 except ImportError as error:
     raise MissingDependency("matplotlib", extra="plot") from error
@@ -30,6 +32,11 @@ NOT_A_NUMBER = "#9aa3ad"
 
 _DARK = {INK: "#e8eaed", SOFT: "#9aa4b0", RULE: "#333a42", ONE: "#6cb0f2", TWO: "#f39a68", SHADE: "#242a31"}
 _NAMES = {INK: "ink", SOFT: "soft", RULE: "rule", ONE: "one", TWO: "two", SHADE: "shade"}
+_OTHER_LETTERS = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC", "Hiragino Sans GB",
+    "Microsoft YaHei", "WenQuanYi Micro Hei", "Arial Unicode MS",
+)  # fmt: skip
+"""Fonts for letters that DejaVu Sans lacks, where one is installed."""
 _LETTERS = 11.5
 """Letters of a title to an inch."""
 SETTINGS: Mapping[str, object] = {
@@ -65,8 +72,11 @@ SETTINGS: Mapping[str, object] = {
 
 @contextlib.contextmanager
 def themed() -> Iterator[None]:
-    """Make matplotlib draw so within the block."""
-    with rc_context(dict(SETTINGS)):
+    """Make matplotlib draw so within the block; letters that no font has become boxes, without a warning."""
+    there = {font.name for font in fontManager.ttflist}
+    family = ["DejaVu Sans", *(name for name in _OTHER_LETTERS if name in there)]
+    with rc_context({**SETTINGS, "font.family": family}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
