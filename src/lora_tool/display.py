@@ -97,6 +97,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < _MINUTE else f"{minutes // _MINUTE} h {minutes % _MINUTE} min"
 
 
+def from_here(path: Path) -> Path:
+    """Return a path as it is typed from the working directory, if it lies in it; any other as it is."""
+    try:
+        return path.relative_to(Path.cwd()) if path.is_absolute() else path
+    except (ValueError, OSError):
+        return path
+
+
 def counted(n: int, what: str) -> str:
     """Return how many there are, in words: "1 file", "2,048 files", "no files"."""
     return f"{f'{n:,}' if n else 'no'} {what}{'' if n == 1 else 's'}"

@@ -27,9 +27,9 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.push import pushed_to, repository, repository_options
 from lora_tool.cli.reporting import SUMMARY, ReportFile, report_files, report_text
-from lora_tool.cli.terminal import progress_bar, wants_colour
+from lora_tool.cli.terminal import progress_bar, say, wants_colour
 from lora_tool.cli.writing import asked, merge_options
-from lora_tool.display import printable
+from lora_tool.display import from_here, printable
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.plan.merge.options import MergeOptions
 from lora_tool.report.findings import Severity
@@ -82,7 +82,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's o
     quiet = options["quiet"] or options["as_json"]
     outcome = run(
         job,
-        on_stage=lambda stage: None if quiet else click.echo(_line(stage)),
+        on_stage=lambda stage: None if quiet else say(_line(stage)),
         on_plan=lambda plan: None if quiet else click.echo(printable(plan.notes[0]), err=True),
         watch=lambda what, nbytes: progress_bar(what, nbytes, quiet=quiet),
     )
@@ -95,7 +95,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's o
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
         failed = [_line(stage) for stage in outcome.stages if quiet and stage.status is Status.FAILED]
-        click.echo("\n".join([*failed, *_summary(outcome, report)]))
+        say("\n".join([*failed, *_summary(outcome, report)]))
     return _exit_code(outcome)
 
 
@@ -106,7 +106,7 @@ def _job(options: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile,
     merging = replace(asked(MergeOptions, options), **rules.arguments())
     return Job(
         checkpoint=checkpoint,
-        output=Path(merging.out) if merging.out else real.with_name(f"{real.name}-merged"),
+        output=Path(merging.out) if merging.out else from_here(real.with_name(f"{real.name}-merged")),
         options=merging,
         deep=criteria.deep,
         servers=criteria.servers,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -25,12 +27,48 @@ def wants_colour() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
+_TO_COPY = re.compile(r"\s*(?:hint:|next:|lora-tool\s|\$ )|.*\blora-tool [a-z]+ ")
+"""How lines look that somebody copies, or parts of them: one that is broken is no command any more."""
+_BEGINNING = re.compile(r"(?:\s*(?:error|warning|info)\s+LT\d{3}  |\s*)")
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_NARROWEST = 40
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Write the text to stdout, or stderr; on a terminal its long lines are broken between words, not inside one."""
+    stream = sys.stderr if err else sys.stdout
+    if stream.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = "\n".join(folded(line, columns) for line in text.split("\n"))
+    click.echo(text, err=err)
+
+
+def folded(line: str, columns: int) -> str:
+    """Return the line broken between words where it is longer than `columns`, what follows indented; one to copy whole."""
+    plain = _STYLE.sub("", line)
+    if len(plain) <= columns or columns < _NARROWEST or _TO_COPY.match(plain):
+        return line
+    begins = _BEGINNING.match(plain)
+    indent = len(begins[0]) if begins and begins[0].strip() else len(plain) - len(plain.lstrip()) + 2
+    lines, room = [""], columns
+    for part in re.split(r"(?<=\S)(?=\s)", line):  # each word with the spaces before it
+        held, adds = (len(_STYLE.sub("", text)) for text in (lines[-1], part))
+        if lines[-1].strip() and held + adds > room:
+            lines.append(f"{' ' * indent}{part.lstrip()}")
+        else:
+            lines[-1] += part
+    return "\n".join(lines)
+
+
 def tell(label: str, text: str) -> None:
     """Write ``label: text`` to stderr as one line: a line break in it could start a CI system's command."""
     styled = click.style(f"{label}:", fg=_COLOURS.get(label), bold=label == "error")
     colour = False if os.environ.get("NO_COLOR") else None
     try:
-        click.echo(f"{styled} {shortened(printable(as_options(text)))}", err=True, color=colour)
+        line = f"{styled} {shortened(printable(as_options(text)))}"
+        if sys.stderr.isatty():
+            line = folded(line, shutil.get_terminal_size().columns)
+        click.echo(line, err=True, color=colour)
     except OSError:
         # nobody reads stderr any more, and the work goes on; what is left in the buffer must not fail when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -58,7 +96,7 @@ def show_findings(findings: Iterable[Finding]) -> None:
 
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     for line in findings_lines(shown, color=colour):
-        click.echo(line, err=True)
+        say(line, err=True)
     click.echo(Report(findings=shown).counts(), err=True)
 
 

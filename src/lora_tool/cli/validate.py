@@ -25,7 +25,7 @@ from lora_tool.cli.options import (
     verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
-from lora_tool.cli.terminal import progress_bar, show_error, wants_colour
+from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
 from lora_tool.display import as_options, json_text
 from lora_tool.errors import LoraToolError
 from lora_tool.hub_names import ANYWHERE
@@ -196,7 +196,7 @@ def _show(report: Report, told: Reporting, fixed: Fixes | None, *, quiet: bool) 
 
         click.echo(json_text({**report_json(report), "fixes": fixed.to_json()}, spread=3))
     elif not nothing and not silent:
-        click.echo(report_text(report, told.form, told.least, color=wants_colour()))
+        (say if text else click.echo)(report_text(report, told.form, told.least, color=wants_colour()))
     if fixed is not None and not fixed.kept and told.form is not Form.JSON and not nothing:
         click.echo(f"\n{shown}", err=not text)
     told.write_files(lambda form: report_text(report, form, told.least))

@@ -29,7 +29,7 @@ from lora_tool.cli.options import (
     verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
-from lora_tool.cli.terminal import progress_bar, wants_colour
+from lora_tool.cli.terminal import progress_bar, say, wants_colour
 from lora_tool.display import printable
 from lora_tool.errors import require_packages
 from lora_tool.hub_names import ANYWHERE
@@ -134,7 +134,8 @@ def command(
         inputs = find_inputs(merged, base=base, adapters=adapters)
         verification = verify_inputs(inputs, level=level, watch=watch, **asked)
     if verification.report.findings or not quiet:
-        click.echo(_text(verification, printed, told.least, tensors=tensors, color=wants_colour()))
+        shown = _text(verification, printed, told.least, tensors=tensors, color=wants_colour())
+        (say if printed is Form.TEXT else click.echo)(shown)
     if plot is not None and verification.pairs is not None:
         from lora_tool.pictures.margins import draw_margins  # noqa: PLC0415 - matplotlib, only for pictures
 

@@ -12,7 +12,7 @@ import click
 
 from lora_tool.choices import Choice, codes, flag, positive
 from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option, verbose_option
-from lora_tool.cli.terminal import progress_bar, show_findings, wants_colour, warn
+from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
@@ -120,14 +120,14 @@ def carry_out(
     if dry_run and as_json:
         click.echo(json_text({"output": str(out), **plan.to_json()}, spread=_PLAN_LEVELS))
     elif dry_run:
-        click.echo(f"would write {printable(str(out))}\n{plan}")
+        say(f"would write {printable(str(out))}\n{plan}")
     if dry_run:
         return
     from lora_tool.pipeline.writing import intent, write  # noqa: PLC0415 - numpy, only now
 
     silent = quiet or as_json
     if not silent:
-        click.echo(_weighed(intent(plan)))
+        say(_weighed(intent(plan)))
         sys.stdout.flush()  # before the long work, in a log too
     done = write(
         plan, out, watch=lambda what, total: progress_bar(what, total, quiet=silent), found=show_findings, **how
@@ -138,7 +138,7 @@ def carry_out(
     if as_json:
         click.echo(json.dumps(done.to_json(), indent=2))
     elif not quiet:
-        click.echo(_weighed(done.result(), done.verdict))
+        say(_weighed(done.result(), done.verdict))
 
 
 def _weighed(lines: Iterable[str], verdict: str = "") -> str:

@@ -21,7 +21,7 @@ from lora_tool.checkpoint import (
     open_model,
     require_whole,
 )
-from lora_tool.display import size
+from lora_tool.display import from_here, size
 from lora_tool.errors import CheckpointError, IncompatibleBase, NotACheckpoint, OnlyInMemory, UnsupportedAdapter
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.core.plan import Plan
@@ -69,7 +69,7 @@ class FoundInputs:
         if first.hub_id is not None:
             return Path(f"{first.hub_id.rpartition('/')[2]}-merged")
         folder = first.path.resolve()
-        return folder.parent / f"{folder.name}-merged"
+        return from_here(folder.parent / f"{folder.name}-merged")
 
 
 def merge_inputs(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import TensorAction, Verdict
-from lora_tool.display import counted, finite, json_data, printable, some
+from lora_tool.display import counted, finite, from_here, json_data, printable, some
 from lora_tool.report.json import report_json
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
@@ -28,7 +29,8 @@ _KEPT = {
 def verification_lines(verification: Verification, *, tensors: bool = False) -> Iterator[str]:
     """Yield what was compared and how near it is; with `tensors` a line for each tensor."""
     how = "every value" if verification.level is Level.FULL else "samples"
-    against = f" with {' + '.join((verification.base, *verification.adapters))}" if verification.base else ""
+    inputs = [str(from_here(Path(each))) for each in (verification.base, *verification.adapters) if each]
+    against = f" with {' + '.join(inputs)}" if verification.base else ""
     yield printable(f"compared {verification.merged}{against}: {how}")
     for fate in dict.fromkeys(found.action for found in verification.evidence.values()):
         yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.action is fate])

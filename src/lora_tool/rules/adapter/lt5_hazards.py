@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_tool.adapter.tied_lora import add_the_same
 from lora_tool.architectures.ends import is_end
 from lora_tool.checkpoint import ModelDir, open_model
+from lora_tool.display import from_here
 from lora_tool.errors import BadConfig, CheckpointError, CorruptFile
 from lora_tool.formats import training_record
 from lora_tool.formats.files import inside
@@ -116,8 +117,9 @@ def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
         lost = hub_id_of(named) is None and local_folder(named, root) is None
     except CheckpointError:  # it means two folders
         return
-    found = moved_to(named, root) if lost else None
-    if found is not None:
+    moved = moved_to(named, root) if lost else None
+    if moved is not None:
+        found = from_here(moved)
         message = f"is {named}, where no model is; one of that name is {found}"
         hint = (
             f"if it is the same: lora-tool validate --fix {shlex.quote(str(root))}, or --base {shlex.quote(str(found))}"

@@ -1,0 +1,90 @@
+"""What a terminal of eighty columns shows: no word is broken, and no command."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from lora_tool.cli.terminal import folded
+from lora_tool.display import from_here
+from tests.cli.calling import REPOSITORY
+
+
+def on_a_terminal(*words: str | Path, columns: int = 80) -> str:
+    """What the command shows in a terminal, without what a progress bar draws."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lora_tool", *map(str, words)],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        cwd=REPOSITORY,
+        env={**env, "TERM": "xterm"},
+    )
+    os.close(its)
+    seen = b""
+    while True:
+        try:
+            seen += (piece := os.read(ours, 1 << 16))
+        except OSError:  # on Linux that is the end of a terminal whose program has left
+            break
+        if not piece:
+            break
+    process.wait()
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    return "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n"))
+
+
+@pytest.mark.parametrize(
+    "words", ["merge fixtures/reward-qwen2/adapter -o OUT", "validate fixtures/zero/stage3-frozen-head"]
+)
+def test_lines_end_between_words(words: str, tmp_path: Path) -> None:
+    typed = [str(tmp_path / "out") if word == "OUT" else word for word in words.split()]
+    narrow = on_a_terminal(*typed)
+    wide = on_a_terminal(*typed, *(["--overwrite"] if "merge" in typed else []), columns=1000)
+    for line in narrow.splitlines():
+        assert len(line) <= 80 or "lora-tool " in line or line.startswith("next: "), line
+    assert len(narrow.splitlines()) > len(wide.splitlines())
+    bars = re.compile(r".*(iB/s|kB/s|--:--).*")
+    assert [w for line in narrow.splitlines() if not bars.match(line) for w in line.split()] == [
+        w for line in wide.splitlines() if not bars.match(line) for w in line.split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("a " * 25 + "end", ["a " * 24 + "a", "  end"]),
+        ("  in " + "a " * 25, ["  in " + "a " * 22 + "a", "    a a "]),
+        (
+            "  error    LT301  " + "word " * 8,
+            ["  error    LT301  word word word word word word", " " * 18 + "word word "],
+        ),
+        ("short", ["short"]),
+        ("hint: " + "word " * 20, ["hint: " + "word " * 20]),
+        ("they lie there: lora-tool consolidate " + "x" * 40, ["they lie there: lora-tool consolidate " + "x" * 40]),
+        ("x" * 60 + " tail", ["x" * 60, "  tail"]),
+        ("\x1b[1m" + "a " * 25 + "end\x1b[0m", ["\x1b[1m" + "a " * 24 + "a", "  end\x1b[0m"]),
+    ],
+)
+def test_a_line_is_folded(line: str, shown: list[str]) -> None:
+    assert folded(line, 50).split("\n") == shown
+
+
+def test_a_path_is_shown_as_it_would_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert from_here(tmp_path / "a" / "b") == Path("a/b")
+    assert from_here(Path("c")) == Path("c")
+    assert from_here(tmp_path.parent / "d") == tmp_path.parent / "d"
