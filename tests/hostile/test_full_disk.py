@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lora_tool.errors import ExecutionError, OutOfSpace
-from lora_tool.execution import engine
+from lora_tool.execution import engine, output
 from lora_tool.execution.engine import execute
 from lora_tool.plan.core.ops import Precision
 from lora_tool.plan.core.plan import Plan
@@ -65,3 +66,37 @@ def test_a_write_that_fails_keeps_nothing(
     with pytest.raises(error):
         execute(plan_of(pair), pair.out)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_without_the_place_says_so_before_anything_is_written(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = copy_pair(tmp_path)
+    monkeypatch.setattr(output, "_fallocate", lambda: failing(number))
+    monkeypatch.setattr(os, "pwrite", lambda *_: pytest.fail("something was written"))
+    with pytest.raises(OutOfSpace, match="the disk is full"):
+        execute(plan_of(pair), pair.out)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.parametrize("offered", [None, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_system_that_cannot_reserve_the_place_writes_the_same(
+    offered: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = copy_pair(tmp_path)
+    execute(plan_of(pair), tmp_path / "reserved")
+    monkeypatch.setattr(output, "_fallocate", lambda: None if offered is None else failing(offered))
+    execute(plan_of(pair), pair.out)
+    for path in (tmp_path / "reserved").glob("*.safetensors"):
+        assert (pair.out / path.name).read_bytes() == path.read_bytes()
+
+
+def failing(number: int) -> Callable[..., int]:
+    """Return a call of C that fails."""
+
+    def call(*_: int) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    return call

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from lora_tool.execution.units import Unit
@@ -61,7 +64,7 @@ class ShardFile:
         header = self.shard.header
         out = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            os.ftruncate(out, len(header) + self.shard.data_bytes)
+            give_size(out, len(header) + self.shard.data_bytes)
             write_exactly(out, memoryview(header), 0)
         except BaseException:
             os.close(out)
@@ -92,6 +95,31 @@ class ShardFile:
                 os.close(self._descriptor)
                 self._descriptor = None
                 self._slots.release()
+
+
+def give_size(out: int, nbytes: int) -> None:
+    """Give an empty file its size, and its place on the disk where the file system can: writing into it costs less.
+
+    A disk without that place is an `OSError` now, not when some of the file is written.
+    """
+    reserve = _fallocate()
+    if reserve is not None and nbytes and reserve(out, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(code, os.strerror(code))
+    os.ftruncate(out, nbytes)
+
+
+@lru_cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """Return Linux's call: where a file system cannot do it, that of POSIX (`os.posix_fallocate`) writes every block."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    found: Callable[[int, int, int, int], int] = call
+    return found
 
 
 def write_exactly(out: int, data: memoryview, offset: int) -> None:

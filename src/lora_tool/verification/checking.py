@@ -23,7 +23,7 @@ from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.tensors import TensorTable
 from lora_tool.verification.bounds import sixteen_bit_bound, stated_bound, working_type
 from lora_tool.verification.diagnosis import evidence_of
-from lora_tool.verification.elements import Files, Rows, rows_and_columns
+from lora_tool.verification.elements import Files, Rows, rows_and_columns, some_rows
 from lora_tool.verification.initial import CannotTellError
 from lora_tool.verification.pieces import (
     Compared,
@@ -172,8 +172,10 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
     width = rows_and_columns(part.stored.shape)[1]
     for rows in task.rows:
         with np.errstate(all="ignore"):  # NaN and infinity are counted as wrong
+            stored, at = files.rows(part.stored, rows), 0
             for some, expected in recomputer.blocks(part.op, rows, wide):
-                tally = tally_of(files.rows(part.stored, some), dtype, expected, bounds)
+                inside = slice(at, at := at + len(expected.base))
+                tally = tally_of(some_rows(stored, inside, dtype, width), dtype, expected, bounds)
                 if tally.first is not None:
                     tally.first = part.begin + _flat(tally.first, some, width)
                 yield tally

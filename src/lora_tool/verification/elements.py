@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,8 +73,13 @@ def _as_float(bits: Array, dtype: DType, wide: np.dtype[Any]) -> Array:
 
 def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return a shape as rows of so many elements; a scalar is one row of one."""
-    rows = shape[0] if shape else 1
-    return rows, int(np.prod(shape[1:], dtype=np.int64)) if shape else 1
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def some_rows(stored: Bytes, rows: slice, dtype: DType, width: int) -> Bytes:
+    """Return the bytes of some of the rows that are stored one after the other, `width` elements each."""
+    row_bytes = width * dtype.bits // 8
+    return stored[rows.start * row_bytes : rows.stop * row_bytes]
 
 
 class Files(OpenFiles):

@@ -15,7 +15,7 @@ from lora_tool.verification.elements import Rows, rows_and_columns
 
 Ranged = TypeVar("Ranged")
 
-PRODUCT_WEIGHTS = 1 << 18
+PRODUCT_WEIGHTS = 1 << 19
 """Weights of one product: enough rows that packing the factors costs little."""
 CACHED_WEIGHTS = 1 << 16
 """Weights compared together: the intermediate results stay in the cache, and are too small to be mapped anew each time."""

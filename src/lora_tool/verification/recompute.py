@@ -30,7 +30,7 @@ from lora_tool.plan.core.ops import (
 )
 from lora_tool.plan.core.terms import LoraTerm
 from lora_tool.tensors import DType
-from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns
+from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns, some_rows
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import row_blocks, split
 
@@ -104,10 +104,16 @@ class Recomputer:
         """
         product = self._product(op, rows)
         width = rows_and_columns(op.shape)[1]
+        source = None if isinstance(op, FactorOp) else (op, self._files.rows(op.source, rows))
         at = 0
         for part in split(rows, width):
             height = sum(last - first for first, last in part)
-            yield part, self._expected(op, part, product.part(slice(at, at + height)), wide)
+            inside = slice(at, at + height)
+            if source is None:
+                yield part, self._expected(op, part, product.part(inside), wide)
+            else:
+                base = decode(some_rows(source[1], inside, op.source.dtype, width), op.source.dtype, wide)
+                yield part, self._changed(source[0], part, base.reshape(-1, width), product.part(inside), wide)
             at += height
 
     def whole(self, op: RowOp, rows: Rows, wide: np.dtype[Any]) -> Recomputed:
