@@ -97,6 +97,13 @@ CASES = {
         "hf auth login, or set HF_TOKEN",
         prepare=lambda _, patch: patch.setenv("HF_TOKEN", "hf_" + "x" * 34),
     ),
+    "a Hub for members": Case(
+        4,
+        "the Hub wants a token, and none was sent (401 Unauthorized)",
+        "hf auth login, or set HF_TOKEN",
+        error(401),
+        prepare=no_token,
+    ),
     "no such repository": Case(
         4,
         "me/other (not a folder here): no such repository, or the token may not see it (404 Not Found)",

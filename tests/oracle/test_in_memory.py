@@ -114,6 +114,19 @@ def test_what_peft_merges_wrongly_stays_refused(tmp_path: Path, call: Caller) ->
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_one_matrix_for_two_ends_stays_refused(end: str, tmp_path: Path, call: Caller) -> None:
+    base = save_base(tmp_path / "base", "qwen2", "causal-lm", torch.bfloat16, tie_word_embeddings=True)
+    lora = Q | {"target_modules": ["q_proj", end], "init_lora_weights": "mica"}
+    adapter = adapter_of(base, tmp_path / "adapter", lora, "causal-lm")
+    done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert done.code == 3
+    assert f"`base_model.model.{'model.' if end == 'embed_tokens' else ''}{end}." in done.err
+    assert "PEFT's merge would change both ends" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_weight_that_transformers_writes_back_transposed(tmp_path: Path, call: Caller) -> None:
     base, adapter, ours = tmp_path / "base", tmp_path / "adapter", tmp_path / "ours"
     config = tiny_config("ernie4_5_vl_moe", "image-text-to-text")

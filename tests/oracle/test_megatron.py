@@ -16,7 +16,7 @@ from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
-from lora_tool.sharded.megatron_names import Geometry, places
+from lora_tool.sharded.megatron_names import Geometry, is_megatron, places
 from lora_tool.validation.validating import validate
 from tests.cli.calling import FIXTURES
 
@@ -114,9 +114,18 @@ def test_layers_one_by_one_and_projections_with_factors_of_their_own() -> None:
     assert all(place.layer is None for place in found.values())
 
 
+def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
+    name = f"{LAYER}.mlp.linear_fc2.adapter.linear_in.weight"
+    states = {f"{before}optimizer.state.exp_avg.{name}": (3, 24) for before in ("", "chained_0.")}
+    assert len(places({name: (3, 24), **states}, GEOMETRY)) == 1
+    assert is_megatron({name: (3, 24)})
+    assert not is_megatron({**states, "model.layers.0.adapter.down.weight": (3, 24)})
+
+
 @pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
+        ("self_attention.linear_proj.adapter", (16,), "nor are DoRA's magnitudes"),
         ("mixer.in_proj.adapter.linear_out", (10, 3), "Mamba's in_proj"),
         ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "experts"),
         ("self_attention.linear_qkv.adapter.adapter_gate.linear_in", (3, 16), "has no part `gate`"),

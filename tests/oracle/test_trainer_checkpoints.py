@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from lora_tool import merge
-from lora_tool.checkpoint import open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound, UnsupportedCheckpoint
+from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
+from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
@@ -205,6 +207,66 @@ def test_verls_merged_folder_is_not_merged(trainers: Path, tmp_path: Path) -> No
     merge(inside, out=tmp_path / "truly-merged")
     merge(trainers / "adapter-fp32", base=trainers / "base", out=tmp_path / "expected")
     require_equal(tmp_path / "truly-merged" / "model.safetensors", tmp_path / "expected" / "model.safetensors")
+
+
+def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Write a rank file anew with the values of every storage of weights changed, and the checksums that then are right."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist() if not name.endswith("serialization_id")}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            is_weight = "/data/" in name and len(data) > 16  # meshes are of four small numbers
+            archive.writestr(name, change(data) if is_weight else data)
+
+
+def test_a_rank_of_nan_and_one_of_zeros(ranks: list[Path]) -> None:
+    rewritten(ranks[1], lambda data: bytes(len(data)))
+    assert codes(ranks[0].parent) == {"LT413"}
+    rewritten(ranks[1], lambda data: b"\xff" * len(data))
+    assert codes(ranks[0].parent) == {"LT412"}
+
+
+@pytest.fixture
+def verl_run(trainers: Path, tmp_path: Path) -> Path:
+    """A run of verl with two steps, which points at the first, and a critic."""
+    run = Path(shutil.copytree(trainers / "verl-fsdp2", tmp_path / "run"))
+    shutil.copytree(run / "global_step_3", run / "global_step_5")
+    shutil.copytree(run / "global_step_5" / "actor", run / "global_step_5" / "critic")
+    return run
+
+
+def test_verls_steps_are_tags(verl_run: Path) -> None:
+    opened = open_checkpoint(verl_run)
+    assert isinstance(opened, ShardedDir)
+    assert list(opened.rank_files) == ["global_step_3/actor", "global_step_5/actor", "global_step_5/critic"]
+    for tag, folder in {
+        None: "global_step_3/actor",
+        "global_step_5": "global_step_5/actor",
+        "global_step_5/critic": "global_step_5/critic",
+    }.items():
+        assert training_state(opened, tag=tag).folder == verl_run / folder
+    assert training_state(open_sharded(verl_run / "global_step_5")).folder.name == "actor"
+    (finding,) = (found for found in validate(opened).findings if found.code == "LT409")
+    assert "names global_step_3/actor, but global_step_5/actor is newer" in finding.message
+    (verl_run / "latest_checkpointed_iteration.txt").write_text("4")
+    assert codes(verl_run) == {"LT409"}
+    with pytest.raises(NotACheckpoint, match="names global_step_4, which is not there"):
+        plan_consolidate(verl_run)
+
+
+def test_two_runs_of_verl_in_one_folder(verl_run: Path) -> None:
+    actor = verl_run / "global_step_3" / "actor"
+    shutil.copy(actor / "model_world_size_4_rank_0.pt", actor / "model_world_size_8_rank_7.pt")
+    assert codes(actor) == {"LT403"}
+
+
+def test_a_replica_that_differs(trainers: Path, tmp_path: Path) -> None:
+    """Under HSDP ranks 0 and 2 hold the same; a file of another step is told by that."""
+    actor = Path(shutil.copytree(trainers / "verl-hsdp" / "global_step_3" / "actor", tmp_path / "actor"))
+    rewritten(actor / "model_world_size_4_rank_2.pt", lambda data: data[:-4] + b"\0\0\x80\x3f")
+    assert codes(actor) == {"LT407"}
+    with pytest.raises(FindingsFound, match=r"holds other values than model_world_size_4_rank_0\.pt"):
+        plan_consolidate(actor)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ COPY_BYTES = 32 << 20
 """Bytes per copying unit: large enough that system calls cost nothing, small enough to balance and to interrupt."""
 
 _BATCH_BYTES = 4 << 20
+_GATHER_BYTES = 1 << 20
+"""Bytes per gathering unit: what lies side by side in pieces is put into its rows in the second-level cache."""
 
 UNIT_WEIGHTS = 1 << 22
 """Weights per computing unit, a multiple of what a block holds."""
@@ -118,7 +120,7 @@ def _copies(source: StoredTensor, at: int) -> Iterator[CopyUnit | GatherUnit]:
     start = 0
     for span in source.spans:
         if isinstance(span, TiledSpan):
-            rows = max(1, _BATCH_BYTES // span.row_bytes) * span.row_bytes
+            rows = max(1, _GATHER_BYTES // span.row_bytes) * span.row_bytes
             for done in range(0, span.nbytes, rows):
                 nbytes = min(rows, span.nbytes - done)
                 yield GatherUnit(source=source, start=start + done, nbytes=nbytes, begin=at + start + done)

@@ -88,14 +88,14 @@ class RankFolder:
 
     @property
     def ranks(self) -> int:
-        """Of how many ranks the save is, as far as its tensors say."""
+        """Of how many ranks its tensors say that the save is; 0 where none says it."""
         told = (
             tensor.ranks
             for file in self.files.values()
             for tensor in file.tensors.values()
             if isinstance(tensor, DistributedTensor)
         )
-        return max(told, default=len(self.files))
+        return max(told, default=0)
 
 
 def read_rank_files(folder: Path, paths: Mapping[int, Path]) -> RankFolder:

@@ -66,7 +66,7 @@ _CARD_REFUSED = "Invalid metadata in README.md"
 _CONNECTION = "check the connection to {endpoint}, then {again}"
 _LOG_IN = "hf auth login, or set HF_TOKEN; in CI set HF_OIDC_RESOURCE"
 
-_TOO_MANY, _FORBIDDEN = 429, 403
+_TOO_MANY, _UNAUTHORISED, _FORBIDDEN = 429, 401, 403
 _FREE_STORAGE = "free storage at https://huggingface.co/settings/storage, or push with --public"
 _MOVED: Failure = (
     HubConflict,
@@ -75,7 +75,7 @@ _MOVED: Failure = (
 )
 _BY_STATUS: dict[int, Failure] = {
     **dict.fromkeys((408, 425, *range(500, 600)), (HubUnreachable, "{status}", "{again}")),
-    401: (HubRefused, "the Hub does not accept the token ({status})", _LOG_IN),
+    _UNAUTHORISED: (HubRefused, "the Hub does not accept the token ({status})", _LOG_IN),
     402: (HubRefused, "{status}", _FREE_STORAGE),
     _FORBIDDEN: (
         HubRefused,
@@ -194,11 +194,13 @@ def _from_answer(error: BaseException) -> Failure | None:
             return kind, f"the storage did not give a file ({_with_phrase(status)})", "{again}"
         return kind, f"the storage did not take an upload ({_with_phrase(status)}); nothing was committed", "{again}"
     said = _said(error.server_message or response.headers.get("x-error-message") or "")
-    return _from_status(status, said, response.headers.get("retry-after") or "")
+    return _from_status(status, said, response.headers.get("retry-after") or "", had_token=_had_token(response))
 
 
-def _from_status(status: int, said: str = "", retry_after: str = "") -> Failure:
+def _from_status(status: int, said: str = "", retry_after: str = "", *, had_token: bool = True) -> Failure:
     kind, what, hint = _BY_STATUS.get(status, (HubRefused, "{status}", "{look}"))
+    if status == _UNAUTHORISED and not had_token:
+        what = "the Hub wants a token, and none was sent ({status})"
     if status == _FORBIDDEN and _QUOTA.search(said):
         what, hint = "{status}", _FREE_STORAGE
     if status == _TOO_MANY and retry_after.isdigit():

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lora_tool.display import counted
 from lora_tool.errors import Problem
 from lora_tool.formats.torch_zip import TorchFile
 from lora_tool.keys import PREFIX
@@ -85,7 +84,8 @@ def adapter_left_out(path: Path, names: Collection[str]) -> Iterator[Finding]:
     if not names:
         why = "holds no tensor"
     elif all(PREFIX in name for name in names) and not any(map(has_lora_factor, names)):
-        why = f"is of a PEFT model, and none of its {counted(len(names), 'tensor')} is LoRA: `{min(names)}`"
+        held = f"none of its {len(names)} tensors is" if len(names) > 1 else "its one tensor is not"
+        why = f"is of a PEFT model, and {held} LoRA: `{min(names)}`"
     else:
         return
     yield fault("LT416", path, f"{why}. PEFT 0.21 does so under FSDP1, whose wrappers hide the adapter from it")

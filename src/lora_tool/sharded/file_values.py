@@ -116,7 +116,7 @@ class _Values:
             hint = "the run had diverged; take an earlier tag: lora-tool consolidate CKPT --tag T"
             yield fault("LT412", path, "holds NaN or infinity", subject=name, hint=hint)
         if self._trained and not self._nonzero:
-            yield fault("LT413", path, "every master weight of this rank is zero: it was never written")
+            yield fault("LT413", path, "every trained weight of this rank is zero: it was never written")
 
 
 def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValuePiece]:

@@ -19,7 +19,9 @@ from lora_tool.keys import PREFIX
 Rows = tuple[tuple[int, int], ...]
 """First row and number of rows of each run of them, in order."""
 
-_ADAPTER = re.compile(r"\.adapter\.(?:.*\.)?linear_(?:in|out)\.weight\Z")
+_ADAPTER = re.compile(r"(?!.*\boptimizer\.).*\.adapter\.", re.DOTALL)
+"""Every tensor of an adapter, the optimizer's states of it aside."""
+_FACTOR = re.compile(_ADAPTER.pattern + r"(?:.*\.)?linear_(?:in|out)\.weight\Z", re.DOTALL)
 _KNOWN = re.compile(
     r"(?:.*\.)?decoder\.layers\.(?:(?P<layer>\d{1,5})\.)?(?P<module>self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12])"
     r"\.adapter\.(?:adapter_(?P<part>q|k|v|gate|up)\.)?linear_(?P<side>in|out)\.weight\Z"
@@ -72,7 +74,7 @@ class Place:
 
 def is_megatron(names: Mapping[str, Any]) -> bool:
     """Return whether some of the names are those of LoRA on Megatron's modules."""
-    return any(map(_ADAPTER.search, names))
+    return any(map(_FACTOR.match, names))
 
 
 def geometry_of(config: Mapping[str, Any], path: object) -> Geometry:
@@ -114,7 +116,7 @@ def places(shapes: Mapping[str, tuple[int, ...]], geometry: Geometry) -> dict[st
     """
     found: dict[str, Place] = {}
     for name, shape in shapes.items():
-        if _ADAPTER.search(name):
+        if _ADAPTER.match(name):
             for new, place in _places(name, shape, geometry):
                 if new in found:
                     raise UnsupportedCheckpoint(
@@ -128,7 +130,7 @@ def _places(name: str, shape: tuple[int, ...], geometry: Geometry) -> Iterator[t
     match = _KNOWN.match(name)
     if match is None:
         raise UnsupportedCheckpoint(
-            f"`{name}`: LoRA on this module of Megatron's is not read: experts, routers, Mamba's in_proj and ends are not",
+            f"`{name}` is not read: LoRA on experts, routers, Mamba's in_proj and ends is not, nor are DoRA's magnitudes",
             hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt",
         )
     stacked = match["layer"] is None

@@ -26,14 +26,11 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
     a file that should hold everything.
     """
     gaps = {name: gap for name, tensor in found.tensors.items() if (gap := gap_in(tensor))}
-    lost = [rank for rank in range(ranks) if rank not in there]
-    if lost and alone:
-        one_rank = next(iter(found.files.values()), None)
-        path = one_rank.path if one_rank else found.folder
-        message = f"holds what rank {one_rank.saved_by if one_rank else 0} of {ranks} had of each tensor: nothing was gathered"
-        hint = "what the others had was never written: use an adapter beside it, or another step"
-        yield fault("LT401", path, message, subject=next(iter(gaps), None), hint=hint)
-    elif lost:
+    lost = [] if alone else [rank for rank in range(ranks) if rank not in there]
+    if alone and gaps and ranks > 1:
+        yield from _one_ranks_part(found, ranks)
+        gaps = {}
+    if lost:
         # under HSDP the others may hold everything that it held
         all_there = found.files and not gaps and not any(tensor.flat for tensor in found.tensors.values())
         severity = Severity.WARNING if all_there else Severity.ERROR
@@ -51,6 +48,14 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
             yield fault("LT408", found.folder, gap, subject=name, hint=hint)
     if not found.problems and not lost:
         yield from adapter_left_out(found.folder, found.tensors)
+
+
+def _one_ranks_part(found: RankFolder, ranks: int) -> Iterator[Finding]:
+    """LT401: yield the file that should hold everything, and holds what one rank had."""
+    for file in found.files.values():
+        message = f"holds what rank {file.saved_by or 0} of {ranks} had of each tensor: nothing was gathered"
+        hint = "what the others had was never written: use an adapter beside it, or another step"
+        yield fault("LT401", file.path, message, hint=hint)
 
 
 def _of_other_ranks(found: RankFolder, ranks: int) -> Iterator[Finding]:

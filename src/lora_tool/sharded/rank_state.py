@@ -119,7 +119,7 @@ def _state(
     known = flat_shapes(flat, hidden=_hidden_size(folder)) if flat else {}
     shaped = {name: replace(found.tensors[name], shape=shape) for name, shape in known.items()}
     found = replace(found, tensors={**found.tensors, **shaped})
-    ranks = ranks or max(found.ranks, *paths, 1)
+    ranks = ranks or _ranks(found.ranks, files=max(paths) + 1)
     lost = base_layers_left_out(found.tensors)
     found_faults = rank_faults(found, ranks=ranks, there=paths.keys(), alone=alone)
     return RankState(
@@ -139,6 +139,14 @@ def _state(
             "serialization_ids": {file.path.name: file.file.serialization_id for file in found.files.values()},
         },
     )
+
+
+def _ranks(told: int, *, files: int) -> int:
+    """Return how many processes saved, where no name of a file says it; `files` is what the highest rank's makes likely.
+
+    Tensors tell how many share them: under HSDP that may be a part of all processes, which it divides.
+    """
+    return files if not told or files % told == 0 else told
 
 
 def _hidden_size(folder: Path) -> int | None:

@@ -26,6 +26,7 @@ from lora_tool.plan.merge.build_plan import build_plan
 from lora_tool.plan.merge.context import Head, MergeContext, count_labels
 from lora_tool.plan.merge.read_base import read_base
 from lora_tool.plan.merge.tied_embeddings import ModelEnds
+from lora_tool.plan.merge.untie import require_no_lora_on_tied_ends_in_memory
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import source_of
@@ -97,6 +98,8 @@ def ask_in_memory(
     report = judge.as_stored(adapters, base)
     with judge.reading(base):
         view = read_base(base, adapters, Task(task))
+    if view.task not in CLASSIFIERS:
+        require_no_lora_on_tied_ends_in_memory(view)
     wanted = 1 if view.task is Task.REWARD and num_labels is None else num_labels
     whole = {
         key.tensor: adapter.tensors[name]

@@ -12,12 +12,14 @@ from dataclasses import replace
 
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.support import UNMERGED
+from lora_tool.adapter.view import view_of
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.plan.core.ops import copied_as
 from lora_tool.plan.core.steps import Step
+from lora_tool.plan.merge.base_view import BaseView
 from lora_tool.plan.merge.context import MergeContext
 from lora_tool.plan.merge.steps import lora_step, own_dtype, recomputed_init, tokens_step
-from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, tied_under_one_name
+from lora_tool.plan.merge.tied_embeddings import TiedEmbeddings, tied_copies, tied_ends, tied_under_one_name
 from lora_tool.tensors import StoredTensor, TensorSpec
 
 
@@ -40,11 +42,24 @@ def require_no_lora_on_tied_ends(merge: MergeContext) -> None:
     touched = sorted(tied.names & {f"{module}.weight" for module in modules})
     if touched and not merge.ends.trained_as_one:
         tensor = merge.modules.lora[touched[0].removesuffix(".weight")][0].b
-        raise UnsupportedAdapter(
-            f"{tensor.path}: `{tensor.name}` changes `{touched[0]}`, which this base ties to the other end of the "
-            "model: PEFT's merge would change both ends, and not as they were trained",
-            hint="`untie=True` writes each end as it was trained, with tie_word_embeddings=false",
-        )
+        hint = "`untie=True` writes each end as it was trained, with tie_word_embeddings=false"
+        raise UnsupportedAdapter(_changes_both(tensor, touched[0]), hint=hint)
+
+
+def require_no_lora_on_tied_ends_in_memory(view: BaseView) -> None:
+    """Return unless PEFT would merge LoRA into an end of tied embeddings, and so into both. Raises `UnsupportedAdapter`."""
+    tied = tied_ends(view.base, view.arch, view.facts, tied_copies(view.base, view.arch, view.facts))
+    for layer in (layer for adapter in view.adapters for layer in view_of(adapter).layers) if tied else ():
+        name = f"{layer.target}.weight"
+        if tied is not None and (name == tied.output or (layer.embedding and name in tied.names)):
+            raise UnsupportedAdapter(_changes_both(layer.any_tensor, name), hint=UNMERGED)
+
+
+def _changes_both(tensor: StoredTensor, name: str) -> str:
+    return (
+        f"{tensor.path}: `{tensor.name}` changes `{name}`, which this base ties to the other end of the model: PEFT's "
+        "merge would change both ends, and not as they were trained"
+    )
 
 
 def untying_steps(merge: MergeContext) -> Iterator[Step]:

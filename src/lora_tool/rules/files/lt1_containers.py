@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lora_tool.checkpoint import AdapterDir, Checkpoint
 from lora_tool.checkpoint.nearby import consolidate_command, training_state_near
-from lora_tool.checkpoint.registry import piece_folders
+from lora_tool.checkpoint.registry import holds_rank_files
 from lora_tool.display import counted
 from lora_tool.errors import Defect
 from lora_tool.formats.files import broken_json, inside
@@ -295,7 +295,7 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
 
 
 def _where_they_are(checkpoint: Checkpoint) -> str | None:
-    if piece_folders(checkpoint.folder):
+    if holds_rank_files(checkpoint.folder):
         return f"they are there in pieces: lora-tool consolidate {checkpoint.root}"
     if not isinstance(checkpoint, AdapterDir):
         return None

@@ -45,7 +45,8 @@ def saved_not_finite(subject: ShardedSubject) -> Iterator[Fault]:
 def all_zero(subject: ShardedSubject) -> Iterator[Fault]:
     """A rank whose weights are all zero.
 
-    What it does: Looks for optimizer files in which every float32 master weight is zero.
+    What it does: Looks for optimizer files in which every float32 master weight is zero, and for rank files in which
+    every lora_A is.
 
     Why it matters: Trained weights are not zero. The rank's part of every weight was never written.
 
