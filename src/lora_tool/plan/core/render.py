@@ -36,11 +36,12 @@ def plan_lines(
     for step in (step for shard in shards for step in shard.steps):
         key = (step.action.value, step.reason.partition(" from ")[0])
         examples[key] = (examples[key][0] if key in examples else step, examples.get(key, (step, 0))[1] + 1)
+    width = max(9, *(len(action) for action in counts), 0)
     for step, count in list(examples.values())[: 2 * _SHOWN]:
-        yield f"  {step.action.value:<9} {printable(step.out.name)}  {printable(step.reason)}  (×{count})"
+        yield f"  {step.action.value:<{width}} {printable(step.out.name)}  {printable(step.reason)}  (×{count})"
     dropped = [item for item in leftovers if item.action is TensorAction.DROPPED]
     for item in dropped[:_SHOWN]:
-        yield f"  {'dropped':<9} {printable(item.name)}  {printable(item.reason)}"
+        yield f"  {'dropped':<{width}} {printable(item.name)}  {printable(item.reason)}"
 
 
 def shard_json(shard: Shard, input_names: InputNames) -> dict[str, Any]:
