@@ -115,7 +115,7 @@ def test_good_classifier_is_silent(labels: int, tmp_path: Path) -> None:
 
 _INCOMPARABLE: dict[str, dict[str, Any]] = {
     "unknown architecture": {"model_type": "llava_new"},
-    "quantised": {"quantization_config": {"quant_method": "gptq"}},
+    "quantised": {"quantization_config": {"quant_method": "hqq"}},
     "custom code": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
     "broken": {},
 }
