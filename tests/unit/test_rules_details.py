@@ -149,7 +149,7 @@ def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) 
     ("change", "why"),
     [
         ("unknown architecture", {"no table has the tensors of a llava_new model"}),
-        ("quantised", {"the weights are quantised (gptq): names and shapes are not those of the class"}),
+        ("quantised", {"the weights are quantised (hqq): names and shapes are not those of the class"}),
         ("custom code", {"the model's class is code of its own, so its tensors are not known"}),
         (None, set()),
     ],
