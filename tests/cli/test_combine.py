@@ -69,6 +69,11 @@ def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:
         (("combine", ADAPTER, "-o", ADAPTER), 6, "is or holds the input"),
         (("combine", "fixtures/causal-llama/base", "-o", "out"), 3, "expected an adapter"),
         (("resize", ADAPTER, "-o", "out"), 2, "one of --rank and --keep"),
+        (("prepare", ADAPTER, "-o", "out"), 2, "--for"),
+        (("prepare", ADAPTER, "--for", "vlm", "-o", "out"), 2, "llama.cpp"),
+        (("prepare", ADAPTER, "--for", "sglang", "--reward-base", "rm", "-o", "out"), 2, "is for vLLM"),
+        (("prepare", REWARD, "--for", "llama.cpp", "-o", "out"), 3, "`score` saved whole"),
+        (("extract", "fixtures/causal-llama/base", "--rank", "4", "-o", "out"), 2, "--base is missing"),
         (("resize", ADAPTER, "-o", "out", "--keep", "0"), 2, "0<x<=1"),
     ],
 )
@@ -98,3 +103,33 @@ def test_an_equals_sign_in_a_path_is_no_weight(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(WrongValue, match="both are there"):
         weighted("lr=0.5")
     assert weighted("lr/=0.5") == ("lr/", 0.5)
+
+
+def test_an_adapter_is_prepared_for_each_server(call: Caller, tmp_path: Path) -> None:
+    for server, following in {
+        "vllm": "--max-lora-rank 4",
+        "sglang": "sglang.launch_server",
+        "llama.cpp": "convert_lora_to_gguf.py",
+        "mlx": "mlx_lm.generate",
+        "peft": "lora-tool merge",
+    }.items():
+        called = call("prepare", ADAPTER, "--for", server, "-o", tmp_path / server)
+        assert called.code == 0
+        assert following in called.out.splitlines()[-1]
+        assert call("prepare", ADAPTER, "--for", server, "-o", tmp_path / "never", "--dry-run").code == 0
+    assert not (tmp_path / "never").exists()
+    assert (tmp_path / "mlx" / "adapters.safetensors").is_file()
+
+
+def test_what_a_merged_model_changed_comes_back_as_an_adapter(call: Caller, tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    assert call("merge", "--rm", REWARD, "-o", model).code == 0
+    options = ("--base", "fixtures/reward-qwen2/base", "--rank", "4", "-o", out)
+    planned = call("extract", model, *options, "--dry-run", "--json").json
+    assert not out.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}, "what was computed is gone"
+    written = call("extract", model, *options, "--json").json
+    assert written["modules"] == planned["modules"]
+    assert all(module["residual"] >= 0 and module["rounding_noise"] > 0 for module in written["modules"])
+    assert call("verify", out).code == 0
+    assert call("validate", out, "--base", "fixtures/reward-qwen2/base").code == 0

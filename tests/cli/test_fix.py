@@ -14,6 +14,7 @@ from lora_tool.checkpoint import open_checkpoint
 from lora_tool.errors import SourceChanged
 from lora_tool.execution.fixing import apply_change
 from lora_tool.formats.stored import read_part
+from lora_tool.report.json import schema
 from lora_tool.validation.fixes import planned_changes
 from lora_tool.validation.validating import validate
 from tests.checkpoint_edits import as_classifier, fields
@@ -142,6 +143,29 @@ def test_peft_and_transformers_load_what_was_fixed(
     assert (reward.config.num_labels, reward.config.pad_token_id) == (1, 0)
     assert not seen["mismatched_keys"]
     assert not seen["missing_keys"]
+
+
+def test_json_of_another_make_keeps_what_it_says(tmp_path: Path, call: Caller) -> None:
+    folder = copy_of(MODEL, tmp_path)
+    as_classifier(folder, labels=None)
+    config = folder / "config.json"
+    said = {**json.loads(config.read_text()), "half": "\ud800", "letter": "é", "zz": [1e-06, None]}
+    config.write_text(json.dumps(said).replace(", ", " ,\n  "))
+    assert call("validate", folder, "--fix", "--apply").code == 0
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    assert json.loads(config.read_text()) == {**said, **labels}
+
+
+def test_the_schema_has_them(tmp_path: Path, call: Caller) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed: pip install lora-tool[dev]")
+    folder = copy_of(MODEL, tmp_path)
+    break_(folder, "LT308")
+    for words in ((), ("--apply",)):
+        fixes = call("validate", folder, "--fix", *words, "--json").json
+        jsonschema.validate(fixes, schema())
+        jsonschema.validate(
+            fixes["fixes"], {**schema()["properties"]["fixes"], "$defs": schema()["$defs"], "minItems": 1}
+        )
 
 
 def test_num_labels_wins_as_in_transformers(tmp_path: Path, call: Caller) -> None:

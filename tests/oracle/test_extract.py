@@ -143,6 +143,8 @@ def test_what_is_no_adapter_is_refused_by_name(tmp_path: Path) -> None:
         extract(model, deeper, rank=4, out=tmp_path / "out")
     with pytest.raises(WrongValue, match="one of the two"):
         extract(model, base, out=tmp_path / "out")
+    with pytest.raises(UnsupportedAdapter, match="nothing differs"):
+        extract(base, base, rank=4, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*lora-tool*"))
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from lora_tool import merge
 from lora_tool.checkpoint import ShardedDir, open_checkpoint, open_sharded
-from lora_tool.errors import FindingsFound, NotACheckpoint, UnsupportedCheckpoint
+from lora_tool.errors import FindingsFound, IncompleteCheckpoint, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.execution.engine import execute
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.report import Severity
@@ -145,6 +145,9 @@ def test_a_slice_without_a_shape_is_refused_by_name(trainers: Path, tmp_path: Pa
         plan_consolidate(folder, adapter_config=trainers / "adapter-fp32")
     (folder / "pytorch_model_fsdp_rank3.bin").unlink()
     assert codes(folder, Severity.ERROR) == {"LT401"}
+    state = training_state(open_sharded(folder))
+    with pytest.raises(IncompleteCheckpoint, match="the files of 1 of 4 ranks are missing or unreadable"):
+        state.assemble(state.entries)
 
 
 def test_under_hsdp_one_replica_is_enough_and_both_are_compared(trainers: Path, tmp_path: Path) -> None:
@@ -252,6 +255,8 @@ def test_verls_steps_are_tags(verl_run: Path) -> None:
     assert codes(verl_run) == {"LT409"}
     with pytest.raises(NotACheckpoint, match="names global_step_4, which is not there"):
         plan_consolidate(verl_run)
+    with pytest.raises(NotACheckpoint, match="there is no tag global_step_7: it is one step of a verl checkpoint"):
+        plan_consolidate(verl_run / "global_step_5" / "actor", tag="global_step_7")
 
 
 def test_two_runs_of_verl_in_one_folder(verl_run: Path) -> None:

@@ -18,7 +18,9 @@ _NO_WEIGHTS = re.compile(
 
 
 def _candidates(folder: Folder) -> tuple[str, ...]:
-    """Return the torch files that may hold a state, where no other weights lie in the folder."""
+    """Return the torch files that may hold a state, where no other weights and no folders lie in the folder."""
+    if folder.folders:  # checkpoints may lie in them
+        return ()
     whole = (
         name.startswith(("adapter_model", "model.safetensors", "model-0", "pytorch_model")) for name in folder.files
     )

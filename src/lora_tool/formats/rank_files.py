@@ -191,6 +191,8 @@ def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, Store
         if name not in wanted:
             continue
         gap = gap_in(tensor)
+        if tensor.flat and len(found.files) < found.ranks:  # slices say nothing of those that are missing
+            gap = f"the files of {found.ranks - len(found.files)} of {found.ranks} ranks are missing or unreadable"
         types = {part.local.dtype for part in tensor.parts}
         if gap is None and len(types) > 1:
             gap = f"its parts are of {len(types)} types"

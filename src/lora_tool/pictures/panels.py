@@ -283,7 +283,7 @@ def draw_curve(axes: Axes, panel: CurvePanel) -> None:
     title(axes, panel.name)
     axes.grid(axis="y")
     axes.margins(x=0.02, y=0.08)
-    number_axis(axes, "y", 5 if panel.main else 3)
+    number_axis(axes, "y", 5 if panel.main else 4)
     number_axis(axes, "x", 6 if panel.main else 3, whole=True)
     if len(panel.lines) > 1:
         axes.legend(loc="best", handlelength=1.2)

@@ -185,6 +185,10 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
             return str(name)
     if or_newest:
         return actors[-1]
+    if tags == (".",):
+        raise NotACheckpoint(
+            f"{checkpoint.root}: there is no tag {tag}: it is one step of {checkpoint.kind.with_article}"
+        )
     listed = ", ".join(tags)
     if wanted is None:
         message = f"{checkpoint.root} has several steps and no file `{POINTER}`: {listed}"

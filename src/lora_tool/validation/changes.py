@@ -106,7 +106,7 @@ def _as_written(table: Mapping[str, Any], text: str, *, like: Mapping[str, Any])
     end = text[len(text.rstrip()) :]
     styles = ({"indent": indent, "ensure_ascii": ascii_only} for indent, ascii_only in _STYLES)
     known = (style for style in styles if json.dumps(like, **style) == text.rstrip())  # type: ignore[arg-type]
-    style = next(known, {"indent": 2, "ensure_ascii": not text.isascii()})
+    style = next(known, {"indent": 2, "ensure_ascii": True})  # JSON may hold half a letter, which UTF-8 cannot
     names = list(like)
     written = dict(sorted(table.items())) if names == sorted(names) else table
     return json.dumps(written, **style) + end

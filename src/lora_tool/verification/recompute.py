@@ -29,7 +29,7 @@ from lora_tool.plan.core.ops import (
     RowOp,
 )
 from lora_tool.plan.core.terms import LoraTerm
-from lora_tool.tensors import DType
+from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, rows_and_columns, some_rows
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import row_blocks, split
@@ -166,11 +166,17 @@ class Recomputer:
         if not op.below:
             parts = [self._files.matrix(part, rows, _DOUBLE) for part in op.parts]
             return np.concatenate(parts, axis=1), op.matrix.values
-        exact = np.dtype(np.float32) if all(part.dtype is not DType.F64 for part in op.parts) else _DOUBLE
-        whole = self._kept(
-            "mixed", op.parts, 0, lambda: np.concatenate([self._files.matrix(p, None, exact) for p in op.parts])
-        )
+        whole = self._kept("mixed", op.parts, 0, lambda: self._below(op.parts))
         return np.concatenate([op.matrix.values[:, first:last] for first, last in rows], axis=1).T, whole
+
+    def _below(self, parts: tuple[StoredTensor, ...]) -> Array:
+        """Return the parts one below the other, in float32 where that holds all of their values."""
+        exact = np.dtype(np.float64 if any(part.dtype is DType.F64 for part in parts) else np.float32)
+        whole, at = np.empty((sum(part.shape[0] for part in parts), parts[0].shape[1]), exact), 0
+        for part in parts:
+            whole[at : at + part.shape[0]] = self._files.matrix(part, None, exact)
+            at += part.shape[0]
+        return whole
 
     def transposed_change(self, op: LowRank, rows: Rows) -> Array | None:
         """Return the rows of ΔW stored the wrong way round, float64; None where the shape would show it."""

@@ -41,6 +41,8 @@ BLOCK_WEIGHTS = 1 << 19
 """Weights per product: large enough that packing the factors is cheap, small enough that the delta stays in the
 last-level cache (measured best of 2^17 … 2^21)."""
 
+_WIDER = 4
+"""How many times smaller blocks of factors are: they are made in float64, from wider ones."""
 _STRIP, _TALL = 1 << 11, 1 << 10
 """Columns of A's, and rows of B's, that are widened at a time: factors are narrow, and a block of a product is not."""
 _LEAST_ROWS = 16
@@ -333,7 +335,8 @@ def _blocks(unit: ComputeUnit) -> Iterator[tuple[int, int]]:
     shape = unit.out.shape
     rows = unit.last - unit.first
     width = max(1, math.prod(shape[1:]))
-    count = max(1, math.ceil(rows / max(_LEAST_ROWS, BLOCK_WEIGHTS // width)))
+    weights = BLOCK_WEIGHTS // _WIDER if isinstance(unit.op, FactorOp) else BLOCK_WEIGHTS
+    count = max(1, math.ceil(rows / max(_LEAST_ROWS, weights // width)))
     edges = [unit.first + rows * number // count for number in range(count + 1)]
     return itertools.pairwise(edges)
 

@@ -88,7 +88,10 @@ def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float 
         kept.append(block)
     # in float64, for what is left of ‖D‖ is the difference of two sums of squares
     basis = np.linalg.qr(np.concatenate(kept, axis=1).astype(np.float64)).Q
-    thin = np.concatenate([each.astype(np.float64) @ basis for each in _differences(tensor, base)])
+    thin, at = np.empty((height, basis.shape[1])), 0
+    for difference in _differences(tensor, base):
+        np.matmul(difference.astype(np.float64), basis, out=thin[at : at + len(difference)])
+        at += len(difference)
     eigenvalues, vectors = np.linalg.eigh(thin.T @ thin)
     squares, turned = np.maximum(eigenvalues[::-1], 0.0), vectors[:, ::-1]
     noise = math.sqrt(_rounding(tensor))

@@ -98,6 +98,12 @@ def plan_extract(
     require_whole(tuned)
     require_whole(first)
     found = differing(tuned, first, frozenset(save))
+    if not found.low_rank:
+        what = f"only {', '.join(found.saved_modules[:4])} differ" if found.whole else "nothing differs"
+        raise UnsupportedAdapter(
+            f"{tuned.root} against {first.root}: {what}, and no matrix that LoRA could change: there is no adapter between them",
+            hint="give the model that was trained, and the base that it was trained from",
+        )
     told(f"comparing {len(found.low_rank)} changed matrices with the base's, in four passes")
     steps: list[Step] = []
     modules: list[Extracted] = []

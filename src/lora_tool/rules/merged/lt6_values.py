@@ -227,9 +227,10 @@ def saved_tensor_is_not_the_adapters(subject: MergedSubject) -> Iterator[Fault]:
 def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
     """A computed adapter is not what its inputs give.
 
-    What it does: Compares ΔW of every module of an adapter that `combine` or `resize` wrote with the weighted sum of its
-    inputs, by QR in float64, where it was written by Gram matrices: no farther than the best approximation of its rank,
-    and what rounding explains. Right after writing, samples of both factors are computed again, too.
+    What it does: Compares ΔW of every module of an adapter that `combine`, `resize` or `prepare` wrote with the weighted
+    sum of its inputs, by QR in float64, where it was written by Gram matrices: no farther than the best approximation of
+    its rank, and what rounding explains. Of one that `extract` wrote, ΔW is compared with the difference of the two
+    models. Right after writing, samples of both factors are computed again, too.
 
     Why it matters: The adapter does something else than the adapters that it claims to be made of.
 

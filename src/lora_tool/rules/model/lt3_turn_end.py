@@ -30,7 +30,7 @@ def never_stops(subject: ModelSubject) -> Iterator[Fault]:
     `"eos_token_id": 151643`.
 
     What to do: Add the id to `eos_token_id` in `generation_config.json`, which may be a list: `[151643, 151645]`.
-    `lora-tool merge` does so where the tokenizer lies beside the adapter.
+    `lora-tool merge` does so, by the tokenizer beside the adapter, else the base's.
 
     `lora-tool validate --fix` does so in a model that is written already.
     """
