@@ -19,8 +19,6 @@ class ServingForm:
     """What it is called in messages."""
     one_rank: bool = True
     """Whether it has one rank for all modules."""
-    leaf_targets: bool = True
-    """Whether it reads targets by the last part of their names alone."""
     heads: bool = False
     """Whether it takes heads of classifiers that were saved whole."""
     whole: bool = False
@@ -32,7 +30,7 @@ class ServingForm:
 
 
 FORMS: Mapping[Server, ServingForm] = {
-    Server.PEFT: ServingForm(name="PEFT", one_rank=False, leaf_targets=False, heads=True, whole=True, fused=True),
+    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, fused=True),
     Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True),
     Server.SGLANG: ServingForm(name="SGLang"),
     Server.LLAMA_CPP: ServingForm(name="llama.cpp"),

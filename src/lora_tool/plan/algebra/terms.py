@@ -8,7 +8,6 @@ from math import prod
 
 from lora_tool.adapter.view import AdapterView, LoraLayer
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
-from lora_tool.plan.core.operation import rows_of
 from lora_tool.tensors import StoredTensor
 
 _WHICH = "lora-tool validate ADAPTER says what is wrong with it"
@@ -132,8 +131,3 @@ def _factors(module: str, own: Sequence[tuple[LoraLayer, Term]]) -> Factors:
 def biases(terms: Sequence[Term]) -> Mapping[int, StoredTensor]:
     """Return the biases that the terms have, by their place, each as a matrix of one column."""
     return {at: as_matrix(term.bias) for at, term in enumerate(terms) if term.bias is not None}
-
-
-def some_rows(tensor: StoredTensor, first: int, rows: int) -> StoredTensor:
-    """Return some rows of a factor."""
-    return rows_of(tensor, first, rows)
