@@ -53,7 +53,7 @@ def test_the_readme_is_for_somebody_in_a_hurry() -> None:
 def test_library_example_runs(clone: Path) -> None:
     (example,) = blocks("python")
     subprocess.run([sys.executable, "-c", example], check=True)
-    assert (clone / "reward-model" / "lora_tool.json").is_file()
+    assert (clone / "merged" / "lora_tool.json").is_file()
 
 
 def test_library_example_is_typed(tmp_path: Path) -> None:
