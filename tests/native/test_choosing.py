@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import build_kernel
@@ -128,6 +128,7 @@ def test_a_merge_has_the_same_bytes_at_every_level_however_it_is_cut(
 def test_every_operation_has_the_same_bytes_at_every_level_however_it_is_cut(
     kernels: tuple[Kernel, ...], drawn: Drawn, cut: int
 ) -> None:
+    assume(drawn.out in library.TYPES)  # numpy writes the others, in an order that is BLAS's
     seen = set()
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(drawn, operations(drawn, Path(folder)), Precision.FLOAT32)

@@ -103,9 +103,10 @@ def command(
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whoever merged it.
 
-    An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was computed from. Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW,
-    computed again. Exits with 5 where that does not hold, with 1 where --min-accuracy alone is missed.
-    Options can be set in the [verify] table of lora-tool.toml.
+    Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW, computed
+    again. An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was computed from.
+    Exits with 5 where that does not hold, with 1 where --min-accuracy alone is missed. Options can be set in the
+    [verify] table of lora-tool.toml.
     """
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right

@@ -32,8 +32,10 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
     inputs = [str(from_here(Path(each))) for each in (verification.base, *verification.adapters) if each]
     against = f" with {' + '.join(inputs)}" if verification.base else ""
     yield printable(f"compared {verification.merged}{against}: {how}")
+    kept = _KEPT if verification.base else _KEPT | {TensorAction.COPIED: "have the bytes of their source"}
     for fate in dict.fromkeys(found.action for found in verification.evidence.values()):
-        yield "  " + _fate_line(fate, [found for found in verification.evidence.values() if found.action is fate])
+        of_it = [found for found in verification.evidence.values() if found.action is fate]
+        yield "  " + _fate_line(fate, of_it, kept.get(fate, "are as planned"))
     if verification.outputs is not None:
         yield from (f"  {line}" for line in output_lines(verification.outputs))
     if verification.pairs is not None:
@@ -45,16 +47,16 @@ def verification_lines(verification: Verification, *, tensors: bool = False) -> 
         yield from (f"  {tensor_line(found, width)}" for found in verification.evidence.values())
 
 
-def _fate_line(fate: TensorAction, found: list[TensorEvidence]) -> str:
+def _fate_line(fate: TensorAction, found: list[TensorEvidence], kept: str) -> str:
     right = [item for item in found if item.verdict is Verdict.RIGHT]
     count = f"{len(right)} of {len(found)}" if len(right) < len(found) else f"{len(found)}"
     if fate is not TensorAction.MERGED:
-        return f"{count} {fate} {_KEPT.get(fate, 'are as planned')}"
+        return f"{count} {fate} {kept}"
     ulps = max((item.ulps or 0.0 for item in right), default=0.0)
     loose = sum(bool(item.reason) for item in right)
     rounded = f", {loose} of them as 16-bit arithmetic rounds" if loose else ""
-    kept = [item.cosine for item in right if item.cosine is not None]
-    direction = f"; cosine of W' - W with ΔW {min(kept):.4f} or more" if kept else ""
+    cosines = [item.cosine for item in right if item.cosine is not None]
+    direction = f"; cosine of W' - W with ΔW {min(cosines):.4f} or more" if cosines else ""
     return f"{count} merged are W + ΔW, max error {ulps:.3f} ulp{rounded}{direction}"
 
 

@@ -34,7 +34,8 @@ def contradict_each_other(subject: SeveralAdapters) -> Iterator[Fault]:
 
     Example: Both adapters saved `lm_head` whole, with different values.
 
-    What to do: Merge one, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each once.
+    What to do: Merge one, then the other into the result: `lora-tool merge ADAPTER2 --base MERGED`. Give each once. To
+    keep one adapter's head: `lora-tool combine ADAPTER1 ADAPTER2 --head-of ADAPTER1 -o OUT`, and merge that.
     """
     for one, other in combinations(subject.views, 2):
         path, second = str(one.adapter.root), str(other.adapter.root)
