@@ -183,6 +183,8 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
         # it was typed where the training ran, and what that wrote lies somewhere below
         above = (folder / path for folder in Path(os.path.abspath(near)).parents)  # noqa: PTH100 - links stay as named
         found = [candidate for candidate in above if is_file(candidate / CONFIG)]
+    if len(found) > 1:  # a folder that only has the name is not what was trained on
+        found = [candidate for candidate in found if is_file(candidate / CONFIG)] or found
     if len(found) > 1 and not found[0].samefile(found[1]):
         message = f"{reference} means two folders: {found[0].resolve()} and {found[1].resolve()}"
         raise NotACheckpoint(message, hint="name the one you mean: `base=PATH`")
@@ -194,9 +196,11 @@ def _seen_from(reference: str, near: Path | None) -> str:
     path = Path(reference).expanduser()
     if path.is_absolute() or near is None:
         return ""
-    if is_folder(path):
-        return ", seen from the working directory"
-    return f", seen from {near}" if is_folder(near / path) else f", seen from a folder above {near}"
+    meant = local_folder(reference, near)
+    for folder, where in ((path, "the working directory"), (near / path, near)):
+        if meant is not None and is_folder(folder) and folder.samefile(meant):
+            return f", seen from {where}"
+    return f", seen from a folder above {near}"
 
 
 def moved_to(reference: str, near: Path) -> Path | None:

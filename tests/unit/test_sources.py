@@ -69,6 +69,14 @@ def test_two_folders_of_one_name_are_not_guessed_between(tmp_path: Path, monkeyp
     assert caught.value.hint == "name the one you mean: `base=PATH`"
 
 
+def test_a_folder_that_only_has_the_name_of_the_base_is_not_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here/base", "adapter/base"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "adapter/base/config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "here")
+    assert resolve("base", near=tmp_path / "adapter").path == tmp_path / "adapter/base"
+
+
 def test_the_same_folder_by_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "base").mkdir()
     monkeypatch.chdir(tmp_path)
