@@ -1,0 +1,91 @@
+"""Adapters computed from adapters and models, on the fixtures: what goes round comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lora_tool import Server, combine, diff, extract, merge, prepare, resize, validate, verify
+from lora_tool.checkpoint import open_adapter, open_model
+from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.formats.files import read_json
+from lora_tool.inspection.comparison import Difference, ModuleChange
+from tests.cli.calling import FIXTURES
+
+BASE, ADAPTER = FIXTURES / "causal-llama" / "base", FIXTURES / "causal-llama" / "adapter"
+RUN = FIXTURES / "reward-run"
+REWARD, REWARD_BASE = FIXTURES / "reward-qwen2" / "adapter", FIXTURES / "reward-qwen2" / "base"
+
+
+def farthest(first: Path, second: Path) -> float:
+    """Return the largest relative distance of the ΔW of two adapters, whose modules are the same."""
+    found: tuple[Difference, ...] = diff(first, second).differences
+    assert {item.change for item in found} <= {ModuleChange.SAME, ModuleChange.ALIKE, ModuleChange.CHANGED}
+    return max((item.relative or 0.0 for item in found), default=0.0)
+
+
+@pytest.mark.parametrize("server", [Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.PEFT])
+def test_a_server_gets_the_same_delta(server: Server, tmp_path: Path) -> None:
+    out = prepare(ADAPTER, server, out=tmp_path / "out").path
+    assert farthest(ADAPTER, out) < 1e-6
+    assert not verify(out).report.findings
+    assert not [found for found in validate(out, servers=[server]).findings if found.code.startswith("LT8")]
+
+
+def test_a_reward_adapter_for_vllm_brings_its_base(tmp_path: Path) -> None:
+    out = prepare(REWARD, Server.VLLM, out=tmp_path / "out", reward_base=tmp_path / "base").path
+    assert farthest(REWARD, out) < 1e-6
+    assert not validate(tmp_path / "base", task="reward").findings
+    with pytest.raises(UnsupportedAdapter, match="`score` saved whole"):
+        prepare(REWARD, Server.SGLANG, out=tmp_path / "other")
+
+
+def test_what_is_for_mlx_is_transposed(tmp_path: Path) -> None:
+    done = prepare(ADAPTER, Server.MLX, out=tmp_path / "out")
+    shapes = {tuple(step.out.shape) for shard in done.plan.shards for step in shard.steps}
+    assert all(min(shape) == shape[0] or min(shape) == shape[1] for shape in shapes)
+    assert (done.path / "adapters.safetensors").is_file()
+
+
+def test_a_lower_rank_is_given_up_only_where_that_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedAdapter, match=r"keeps 44\.24% of .* at rank 1"):
+        prepare(ADAPTER, Server.VLLM, out=tmp_path / "out", max_rank=1)
+    out = prepare(ADAPTER, Server.VLLM, out=tmp_path / "out", max_rank=1, approximate=True).path
+    assert 1e-3 < farthest(ADAPTER, out) < 1
+
+
+def test_what_was_added_is_taken_away_again(tmp_path: Path) -> None:
+    first, second = RUN / "checkpoint-2", RUN / "checkpoint-4"
+    both = combine([first, second], weights=[1, 0.5], head_of=first, out=tmp_path / "both").path
+    back = combine([both, second], weights=[1, -0.5], head_of=both, out=tmp_path / "back").path
+    assert farthest(first, back) < 1e-5
+    rank = read_json(first / "adapter_config.json")["r"]  # the other's terms cancel, and leave no rank behind
+    assert farthest(back, resize(back, rank=rank, out=tmp_path / "small").path) < 1e-5
+    assert not verify(tmp_path / "small").report.findings
+
+
+def test_what_a_merge_changed_is_extracted_and_merged_again(tmp_path: Path) -> None:
+    model = merge(ADAPTER, out=tmp_path / "model", dtype="float32").path
+    base = merge(resize(ADAPTER, rank=1, out=tmp_path / "one").path, out=tmp_path / "base", dtype="float32").path
+    out = extract(model, base, rank=8, out=tmp_path / "out").path
+    assert not verify(out).report.findings
+    again = merge(out, base=base, out=tmp_path / "again", ignore=["LT511"]).path
+    assert farthest_tensor(model, again) < 1e-6
+
+
+def farthest_tensor(first: Path, second: Path) -> float:
+    """Return the largest relative distance of the tensors of two models."""
+    one, other = open_model(first), open_model(second)
+    assert one.tensors.keys() == other.tensors.keys()
+    return max((item.relative or 0.0 for item in diff(one, other).differences), default=0.0)
+
+
+def test_a_reward_model_beside_a_language_model_gives_a_reward_adapter(tmp_path: Path) -> None:
+    model = merge(REWARD, out=tmp_path / "model", task="reward", dtype="float32").path
+    base = tmp_path / "base"
+    out = extract(model, REWARD_BASE, keep=0.9, out=tmp_path / "out", save=["o_proj"]).path
+    assert not verify(out).report.findings
+    assert open_adapter(out).config.task_type == "SEQ_CLS"
+    with pytest.raises(IncompatibleBase):
+        extract(model, BASE, rank=2, out=base)
