@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lora_tool import Server, combine, diff, extract, merge, prepare, resize, validate, verify
-from lora_tool.checkpoint import open_adapter, open_model
+from lora_tool.checkpoint import open_model
 from lora_tool.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.formats.files import read_json
 from lora_tool.inspection.comparison import Difference, ModuleChange
@@ -86,6 +86,6 @@ def test_a_reward_model_beside_a_language_model_gives_a_reward_adapter(tmp_path:
     base = tmp_path / "base"
     out = extract(model, REWARD_BASE, keep=0.9, out=tmp_path / "out", save=["o_proj"]).path
     assert not verify(out).report.findings
-    assert open_adapter(out).config.task_type == "SEQ_CLS"
+    assert read_json(out / "adapter_config.json")["task_type"] == "SEQ_CLS"
     with pytest.raises(IncompatibleBase):
         extract(model, BASE, rank=2, out=base)
