@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.algebra import rank_options, writing_options
+from lora_tool.cli.algebra import rank_options
 from lora_tool.cli.options import FolderOrId, base_option, ignore_option
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import carry_out, run_options
+from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.sources import opened_adapter
@@ -29,7 +29,7 @@ from lora_tool.weighted import all_weighted, place_of
 )
 @base_option(f"Base model of all adapters: {ANYWHERE}.  [default: the one in their configs]")
 @ignore_option()
-@writing_options
+@writing_options(verify=True)
 @run_options
 def command(
     adapters: tuple[str, ...],

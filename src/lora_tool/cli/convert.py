@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option, jobs_option
+from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import ChoiceOf, carry_out, run_options
+from lora_tool.cli.writing import ChoiceOf, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.converting import default_output, planned
 from lora_tool.plan.convert.plan_convert import AdapterForm
@@ -27,12 +27,7 @@ from lora_tool.sources import opened_adapter
     "--rm", "reward", is_flag=True, help="Turn the value head beside the adapter into a reward model's score head."
 )
 @ignore_option("Continue despite these findings: LT207.")
-@jobs_option
-@click.option(
-    "--verify/--no-verify", help="Read samples back and check them before the output gets its name.", show_default=True
-)
-@click.option("--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete.")
-@click.option("--resume", is_flag=True, help="Reuse the finished files of a run that was killed.")
+@writing_options(verify=False)
 @run_options
 def command(
     folder: str,
