@@ -111,11 +111,13 @@ def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
         click.option(
             "--verify/--no-verify",
             default=verify,
-            help="Read samples back and check them before publishing.",
+            help="Read samples back and check them before the output gets its name.",
             show_default=True,
         ),
-        click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
-        click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete."
+        ),
+        click.option("--resume", is_flag=True, help="Reuse the finished files of a run that was killed."),
     )
 
 
