@@ -58,13 +58,17 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
         (
             "llama_provider.Llama32ModelProvider1B",
             "nemotron.NemotronModelProvider",
-            "what transformers calls its modules",
+            "does not know transformers' module names",
         ),
-        ("llama_provider.Llama32ModelProvider1B", "qwen.Qwen3MoEModelProvider", "what transformers calls its modules"),
+        (
+            "llama_provider.Llama32ModelProvider1B",
+            "qwen.Qwen3MoEModelProvider",
+            "does not know transformers' module names",
+        ),
         ("gated_linear_unit: true", "gated_linear_unit: false", "`model.gated_linear_unit` is false"),
         ("kv_channels: 4", "attention_output_gate: true", "`model.attention_output_gate` is true"),
         ("num_query_groups: 2", "num_query_groups: 4", "has 32 rows, 4 heads in 4 groups need 48"),
-        ("num_attention_heads: 4", "num_attention_heads: 3", "are no geometry of attention"),
+        ("num_attention_heads: 4", "num_attention_heads: 3", "do not describe attention"),
         ("model:", "other:", "has no section `model`"),
     ],
 )
@@ -125,7 +129,7 @@ def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
-        ("self_attention.linear_proj.adapter", (16,), "nor are DoRA's magnitudes"),
+        ("self_attention.linear_proj.adapter", (16,), "in_proj and embeddings, and no DoRA"),
         ("mixer.in_proj.adapter.linear_out", (10, 3), "Mamba's in_proj"),
         ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "experts"),
         ("self_attention.linear_qkv.adapter.adapter_gate.linear_in", (3, 16), "has no part `gate`"),

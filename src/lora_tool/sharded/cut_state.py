@@ -46,7 +46,9 @@ class CutState(TrainingState):
 def cut_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
     """Return the state in the files of all ranks; see `training_state`."""
     if tag not in (None, "."):
-        raise NotACheckpoint(f"{checkpoint.root}: there is no tag {tag} in {checkpoint.kind.with_article}")
+        raise NotACheckpoint(
+            f"{checkpoint.root}: {checkpoint.kind.with_article} has no tags, but the tag {tag} was requested"
+        )
     folder, names = checkpoint.root, checkpoint.rank_files["."]
     model = read_cut_safetensors(folder, names)
     lost = base_layers_left_out(model.parts)
@@ -73,12 +75,12 @@ def _faults(checkpoint: ShardedDir, model: CutModel) -> Iterator[Finding]:
         yield fault("LT401", model.folder, f"{one} missing", hint=COPY)
     yield from unreadable_files(model.problems)
     for path, other in model.doubled:
-        yield fault("LT405", path, f"holds what {other.name} holds, of another rank", hint=COPY)
+        yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
     for name, parts in model.parts.items():
         types = {part.stored.path: part.stored.dtype for part in parts}
         for path, dtype, usual in odd_ones_out(types):
             hint = "a file of another run was mixed in: copy this run's again"
-            yield fault("LT407", path, f"holds {dtype}, the other files {usual}", subject=name, hint=hint)
+            yield fault("LT407", path, f"holds {dtype}, but the other files hold {usual}", subject=name, hint=hint)
     if model.problems:
         return
     if gaps and not lost:
@@ -110,7 +112,7 @@ def _cut_short(model: CutModel) -> Iterator[Finding]:
                 yield fault("LT401", model.folder, message, subject=name, hint=COPY)
                 return
     if not known:
-        message = "says nowhere of how many ranks it is: were the last files missing, nothing would show it"
+        message = "does not say how many ranks saved it, so lora-tool cannot tell whether the last files are missing"
         hint = f"put the model's {model_config.FILE_NAME} beside the files, or compare with the base: lora-tool validate --base"
         yield fault("LT401", model.folder, message, hint=hint, severity=Severity.INFO)
 

@@ -65,8 +65,8 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         fault(
             "LT403",
             folder / file,
-            f"is of a run of {matches[file]['ranks']} ranks, the checkpoint is of {ranks}",
-            hint="two runs were saved into one folder: move the files of one away",
+            f"is of a run of {matches[file]['ranks']} ranks, but the checkpoint has {ranks}",
+            hint="two runs were saved into one folder: move the files of one of them away",
         )
         for file in others
     )
@@ -167,13 +167,15 @@ def _inside(checkpoint: ShardedDir, tag: str) -> Path:
 
 def _require_here(checkpoint: ShardedDir, tag: str | None) -> None:
     if tag not in (None, "."):
-        raise NotACheckpoint(f"{checkpoint.root}: there is no tag {tag} in {checkpoint.kind.with_article}")
+        raise NotACheckpoint(
+            f"{checkpoint.root}: {checkpoint.kind.with_article} has no tags, but the tag {tag} was requested"
+        )
 
 
 def _require_one_model(checkpoint: ShardedDir, models: Collection[str | None]) -> None:
     if len(models) > 1:
         message = f"{checkpoint.root} holds the states of {len(models)} models"
-        raise UnsupportedCheckpoint(message, hint="put the files of the one that you want into a folder of their own")
+        raise UnsupportedCheckpoint(message, hint="move the files of the one that you want into another folder")
 
 
 def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
@@ -187,12 +189,12 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
         return actors[-1]
     if tags == (".",):
         raise NotACheckpoint(
-            f"{checkpoint.root}: there is no tag {tag}: it is one step of {checkpoint.kind.with_article}"
+            f"{checkpoint.root}: the tag {tag} was requested, but the folder is one step of {checkpoint.kind.with_article}"
         )
     listed = ", ".join(tags)
     if wanted is None:
         message = f"{checkpoint.root} has several steps and no file `{POINTER}`: {listed}"
         raise NotACheckpoint(message, hint="choose: `tag=T`")
     says = "" if tag else f"`{POINTER}` names "
-    message = f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}"
+    message = f"{checkpoint.root}: {says}{wanted}, which does not exist; the folder has: {listed}"
     raise NotACheckpoint(message, hint=f'`tag="{actors[-1]}"`')

@@ -31,7 +31,7 @@ class ZeroState(TrainingState):
         return assemble(self.tag, self.entries, wanted)
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
-        """Return the look at the values of `tensors`, and at the weights that were saved with the masters."""
+        """Return the check of the values of `tensors`, and of the weights that were saved with the masters."""
         of_files = TrainingState.value_check(self, tensors)
         trained = {name: tensor for name, tensor in tensors.items() if self.entries[name].role is Role.TRAINED}
         rounding = master_rounding(self.root, self.tag, trained)
@@ -99,7 +99,7 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
     wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
     if wanted in tags:
         decided(
-            f"tag: {wanted}, {'which was asked for' if tag else 'as `latest` says' if checkpoint.latest else 'the only one'}"
+            f"tag: {wanted}, {'as requested' if tag else 'as `latest` says' if checkpoint.latest else 'the only one'}"
         )
         return str(wanted)
     if or_newest:
@@ -109,5 +109,5 @@ def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> 
         message = f"{checkpoint.root} has several tags and no file `latest`: {listed}"
         raise NotACheckpoint(message, hint="choose: `tag=T`")
     says = "" if tag else "`latest` names "
-    message = f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}"
+    message = f"{checkpoint.root}: {says}{wanted}, which does not exist; the folder has: {listed}"
     raise NotACheckpoint(message, hint=f'`tag="{tags[-1]}"`')
