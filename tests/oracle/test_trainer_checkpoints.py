@@ -254,7 +254,7 @@ def test_verls_steps_are_tags(verl_run: Path) -> None:
     assert "names global_step_3/actor, but global_step_5/actor is newer" in finding.message
     (verl_run / "latest_checkpointed_iteration.txt").write_text("4")
     assert codes(verl_run) == {"LT409"}
-    with pytest.raises(NotACheckpoint, match="names global_step_4, which is not there"):
+    with pytest.raises(NotACheckpoint, match="names global_step_4, which does not exist"):
         plan_consolidate(verl_run)
     with pytest.raises(
         NotACheckpoint, match="the tag global_step_7 was requested, but the folder is one step of a verl checkpoint"
