@@ -67,7 +67,7 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
         ),
         ("gated_linear_unit: true", "gated_linear_unit: false", "`model.gated_linear_unit` is false"),
         ("kv_channels: 4", "attention_output_gate: true", "`model.attention_output_gate` is true"),
-        ("num_query_groups: 2", "num_query_groups: 4", "has 32 rows, 4 heads in 4 groups need 48"),
+        ("num_query_groups: 2", "num_query_groups: 4", "has 32 rows, but 4 heads in 4 groups need 48"),
         ("num_attention_heads: 4", "num_attention_heads: 3", "do not describe attention"),
         ("model:", "other:", "has no section `model`"),
     ],
@@ -84,7 +84,8 @@ def test_what_is_not_known_is_refused_by_name(run: Path, found: str, instead: st
 def test_without_the_config_of_the_run(run: Path) -> None:
     (run / "run_config.yaml").unlink()
     with pytest.raises(
-        UnsupportedCheckpoint, match="has no run_config.yaml: how rows of its modules are fused"
+        UnsupportedCheckpoint,
+        match="is a checkpoint of Megatron without run_config.yaml, which says how rows of its modules are fused",
     ) as refused:
         plan_consolidate(run)
     assert refused.value.hint == "put the run_config.yaml of the run beside its files"
