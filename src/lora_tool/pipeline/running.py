@@ -38,6 +38,7 @@ from lora_tool.pipeline.writing import Written, farthest, write
 from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.options import SAME_RESULT
 from lora_tool.progress import StageWatch, unwatched
 from lora_tool.report.findings import Finding, Severity
 from lora_tool.report.model import Report
@@ -122,6 +123,7 @@ class _Running:
     def open(self) -> Stage:
         """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
         job = self._job
+        job.options.spread.require()
         if job.push is not None:
             from lora_tool.hub.session import require_client  # noqa: PLC0415 - slow to import
 
@@ -229,7 +231,7 @@ class _Running:
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         inputs = merge_inputs(opened, job.options.base, near=self._root)
-        options = replace(job.options, out=None, base=None, jobs=None, overwrite=False)
+        options = replace(job.options, out=None, base=None, overwrite=False, **SAME_RESULT)
         key = key_of(("merge", options), inputs.paths, own=job.own)
         self._merged, self.result = inputs, job.output
         done = self._cache.summary("merge", key, job.output)
@@ -289,6 +291,7 @@ class _Running:
             folder,
             jobs=options.jobs,
             overwrite=overwrite,
+            spread=options.spread,
             watch=lambda _, nbytes: watch(name, nbytes),
         )
 
@@ -310,7 +313,12 @@ class _Running:
         adapters = [str(each.root) for each in merged.adapters]
         inputs = find_inputs(self.result, base=str(merged.base_source.path), adapters=adapters)
         found = verify_inputs(
-            inputs, ignore=job.options.ignore, pairs=job.pairs, jobs=job.options.jobs, watch=self._watch
+            inputs,
+            ignore=job.options.ignore,
+            pairs=job.pairs,
+            jobs=job.options.jobs,
+            spread=job.options.spread,
+            watch=self._watch,
         )
         seen = summary_json(found)
         summary = (
