@@ -77,11 +77,11 @@ def execute_share(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> ShareWritten:
-    """Write the files of one share of the plan into the unfinished folder of `out`, and return what there is of it.
+    """Write the files of one `share` of the `plan` into the unfinished folder of `out`; return what there is of it.
 
     Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
-    and again: what is finished is not written twice. `execute` with `resume` finishes the folder. Raises as `execute`
-    does, and `OutputExists` where the unfinished folder is of another plan.
+    and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
+    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` does, and `OutputExists` where the unfinished folder is of another plan.
     """
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target, shards = real_place(Path(out)), shards_of(plan, share)
