@@ -1,4 +1,4 @@
-"""Which files of an unfinished folder are finished, so that another run, or another machine, need not write them again.
+"""Which files of an unfinished folder are finished, so that `--resume` or another machine can continue the work.
 
 A folder inside the unfinished one, with one small file for each finished weights file: two machines never write to the
 same file. A weights file counts as finished if its record is whole, the plan is the same, and the file is as it was:
@@ -109,11 +109,8 @@ class Journal:
     def record(self, shard: Shard) -> Mapping[str, Any] | None:
         """Return the shard's record, None where it is not finished."""
         found = self.noted(f"{shard.filename}{_RECORD}")
-        return (
-            found
-            if found.get("plan") == self.digest and found.get("state") == _state(self.folder / shard.filename, shard)
-            else None
-        )
+        ours = found.get("plan") == self.digest
+        return found if ours and found.get("state") == _state(self.folder / shard.filename, shard) else None
 
     def keep_only(self, finished: Iterable[str]) -> None:
         """Remove everything from the folder but these files, their records, and what was seen of the inputs."""
