@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lora_tool.choices import Choice, codes, flag, positive
-from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option, verbose_option
+from lora_tool.cli.options import (
+    Decorated,
+    FolderOrId,
+    UserPath,
+    codes_option,
+    in_order,
+    jobs_option,
+    quiet_option,
+    verbose_option,
+)
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
@@ -58,7 +67,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 def merge_options(options: type[MergeOptions]) -> Callable[[Decorated], Decorated]:
     """Add the declared options of a merge, in their order, and ``--rm``."""
-    reward = click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
+    reward = click.option("--rm", "reward", is_flag=True, help="Make a reward model; the same as --task reward.")
     typed = [_option(name, how, default) for name, (how, default) in declared(options).items()]
     return in_order(*typed[:2], reward, *typed[2:])
 
@@ -88,11 +97,28 @@ def asked(options: type[Options], typed: Mapping[str, Any]) -> Options:
     values = {name: typed[name] for name in declared(options)}
     if typed["reward"]:
         if task not in (Task.AUTO, Task.REWARD, Task.SEQ_CLS):
-            raise click.UsageError(f"--rm contradicts --task {task}")
+            raise click.UsageError(f"--rm means --task reward, but --task is {task}")
         if labels not in (None, 1):
-            raise click.UsageError(f"--rm means one label, --num-labels {labels} was given")
+            raise click.UsageError(f"--rm means one label, but --num-labels is {labels}")
         values["task"] = Task.REWARD
     return options(**values)
+
+
+def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
+    """Add how a folder is written; `verify` is whether samples of it are checked unless it is said otherwise."""
+    return in_order(
+        jobs_option,
+        click.option(
+            "--verify/--no-verify",
+            default=verify,
+            help="Read samples back and check them before the output gets its name.",
+            show_default=True,
+        ),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete."
+        ),
+        click.option("--resume", is_flag=True, help="Reuse the finished files of a run that was killed."),
+    )
 
 
 run_options = in_order(

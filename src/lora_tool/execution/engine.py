@@ -1,4 +1,4 @@
-"""Executing a plan: a folder is prepared, an engine writes the weight files, the rest is added, the name appears last."""
+"""Execute a plan: prepare a hidden folder, have an engine write the weight files, add the rest, and rename last."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lora_tool.progress import Progress
 from lora_tool.sharded.value_check import refuse_errors
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]
-"""Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""
+"""Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
 
 
 def execute(
@@ -50,13 +50,13 @@ def execute(
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
-    It appears under that name complete and flushed to disk, or not at all. `engine` writes the weight files, by default
-    a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole. `progress` is
-    called with the bytes of weights that were written. `resume` takes over the files that a killed run of the same plan
-    had finished, and leaves its own after a failure. `plan.values` are looked at while the files are written, because
-    the one waits for the processor and the other for the disk; errors among them refuse the folder. `check` may look at
-    it before it gets its name, and refuses it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`,
-    `ExecutionError`, `FindingsFound`, and what `check` raises.
+    The folder appears under that name complete and flushed to disk, or not at all. `engine` writes the weight files, by
+    default a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole.
+    `progress` is called with the number of weight bytes written. `resume` reuses the files that a killed run of the
+    same plan had finished, and keeps its own after a failure. `plan.values`, the check of the inputs' values, runs
+    beside the writing; its errors refuse the folder. `check` sees the finished folder before the rename and refuses it
+    by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what
+    `check` raises.
     """
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target = real_place(Path(out))
@@ -98,7 +98,7 @@ def execute(
 
 @contextlib.contextmanager
 def _refusals(journal: Journal) -> Iterator[None]:
-    """Let nothing that was written be taken over by a later run where a check refuses, as against a failure."""
+    """Where a check refuses the folder, discard its files, so that `resume` reuses none; after a failure they stay."""
     try:
         yield
     except ExecutionError:

@@ -20,15 +20,15 @@ from lora_tool.formats import manifest
 from lora_tool.formats.files import open_regular
 
 _NOT_OFFERED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
-"""What a file system answers that has no locks (Lustre as most clusters mount it, NFS without its daemon), or whose
-folders cannot be flushed (FUSE, SMB)."""
+"""The errors of file systems without locks (Lustre as most clusters mount it, NFS without its daemon), or without
+flushing of folders (FUSE, SMB)."""
 
 
 def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
     """Return if a folder may be written as `out`.
 
-    Raises `OutputExists` where something stands there (an empty folder does not count) and `overwrite` is not set, or
-    where it is no folder of lora-tool's own, or holds or is one of the `inputs`, or is the working directory.
+    Raises `OutputExists` where something exists there, other than an empty folder, and `overwrite` is not set; where
+    lora-tool did not write it; where it is or holds one of the `inputs`, or is the working directory.
     """
     for source in inputs:
         if any(_same_folder(above, out) for above in _with_parents(source)):
@@ -42,7 +42,8 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     if not (out / manifest.FILE_NAME).is_file():
         what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is no folder"
         raise OutputExists(
-            f"{out} exists and {what}, so it is not replaced", hint="remove it yourself, or give another folder: -o OUT"
+            f"{out} exists and {what}, so lora-tool does not replace it",
+            hint="remove it yourself, or give another folder: -o OUT",
         )
     if not overwrite:
         raise OutputExists(f"{out} exists already", hint="`overwrite=True` replaces it, or give another folder")
@@ -62,12 +63,12 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def real_place(out: Path) -> Path:
-    """Return what is written instead of `out`: where it is a link, what that leads to, on whatever disk."""
+    """Return the path that is written: for a link, the folder that it leads to, also on another disk."""
     return Path(os.path.realpath(out)) if out.is_symlink() or not out.name else out
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Return if the disk under `out` has `needed` bytes free, or does not tell. Raises `OutOfSpace`."""
+    """Return if the disk under `out` has `needed` bytes free, or does not report its free space. Raises `OutOfSpace`."""
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     disk = shutil.disk_usage(parent)
     if disk.total and disk.free < needed:  # one of no size at all is in memory or on a network, and does not tell
@@ -168,7 +169,9 @@ def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
     old = out.parent / f".{out.name}.lora-tool-replaced"
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
-            raise OutputExists(f"{out} appeared while it was being written", hint="give another folder: -o OUT")
+            raise OutputExists(
+                f"another program created {out} while it was being written", hint="give another folder: -o OUT"
+            )
         shutil.rmtree(old, ignore_errors=True)
         if not set_aside(out, old):
             shutil.rmtree(out)
@@ -227,7 +230,7 @@ def copy_file(path: Path, source: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` as the file `path`, which appears or is replaced whole, or is left as it was.
+    """Write `content` as the file `path`, whole or not at all.
 
     Raises `OutOfSpace`, `ExecutionError`.
     """

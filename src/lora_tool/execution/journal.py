@@ -1,4 +1,4 @@
-"""Which files of an unfinished folder are finished, so that a run that was killed can be taken up again.
+"""Which files of an unfinished folder are finished, so that `--resume` can continue a killed run.
 
 One line of JSON per file, written after the file is on the disk. A file counts as finished if its line is whole, the
 plan is the same, and the file is as it was: size, header, time of its last write, and samples of its bytes.
@@ -61,7 +61,7 @@ class Journal:
         self._digest = digest_of(plan)
 
     def finished(self, shards: Mapping[str, Shard]) -> dict[str, Any]:
-        """Return the files of this plan that are finished, and what was noted of each. Whatever else is there goes."""
+        """Return the finished files of this plan with the notes on each. Removes all other files."""
         finished: dict[str, Any] = {}
         for line in self._lines():
             shard = shards.get(str(line.get("file")))

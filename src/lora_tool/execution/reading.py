@@ -38,9 +38,9 @@ class Sources(OpenFiles):
         stamp = self._stamps[path]
         if now != stamp:
             how = (
-                f"{stamp.size:,} bytes were planned, now it has {now.size:,}"
+                f"the plan saw {stamp.size:,} bytes, now it has {now.size:,}"
                 if stamp.size != now.size
-                else f"it still has {now.size:,} bytes, and was {'replaced' if now.inode != stamp.inode else 'written to'} since"
+                else f"it still has {now.size:,} bytes, but was {'replaced' if now.inode != stamp.inode else 'written to'}"
             )
             raise SourceChanged(
                 f"{path} changed while it was read: {how}",

@@ -129,7 +129,7 @@ def _entry(name: str, entry: object) -> tuple[TensorSpec, int, int]:
         raise ValueError("header entry is not an object")  # noqa: TRY004 - callers collect ValueErrors
     dtype = _KNOWN_DTYPES.get(str(entry.get("dtype")))
     if dtype is None:
-        raise ValueError(f"dtype {entry.get('dtype')!r} is not one of safetensors'")
+        raise ValueError(f"dtype {entry.get('dtype')!r} is not a dtype of safetensors")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not _is_sizes(shape):
         raise ValueError(f"shape {shape!r} is not a list of sizes")

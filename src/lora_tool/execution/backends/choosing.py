@@ -43,7 +43,7 @@ def _fits_kernel(op: RowOp) -> bool:
 
 
 def arithmetic_of(plan: Plan) -> str | None:
-    """Return what computes the values of the plan, for its record; None where every tensor is copied."""
+    """Return the names of the backends that compute the plan, for its record; None if every tensor is copied."""
     if plan.only_copies:
         return None
     match plan.precision:
