@@ -279,7 +279,7 @@ def _computed(
             kind=MERGED_MODEL,
             folder=inputs.made.folder,
             config=None,
-            weights=inputs.made.weights,
+            weights=inputs.stored,
             problems=inputs.made.problems,
             manifest=inputs.manifest,
         ),
