@@ -33,7 +33,7 @@ States = TypeVar("States")
 _RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
 _MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
-_NOT_UNIVERSAL = "move the folder away, or the optimizer files: they are of two checkpoints"
+_NOT_UNIVERSAL = "move the folder or the optimizer files away: they belong to two checkpoints"
 _REFUSED = (
     (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
     (r"expert_\d+_mp_rank_", "holds experts whose files do not say of which layer they are", GATHER),
@@ -168,7 +168,9 @@ def _require_supported(folder: Path, names: Sequence[str]) -> None:
         held = f"optimizer files of two sorts, with and without `{max(prefixes)}` in front: two runs"
     if held:
         message = f"{folder} holds {held} were saved into one folder"
-        raise UnsupportedCheckpoint(message, hint="move the files of the other run away; their dates tell")
+        raise UnsupportedCheckpoint(
+            message, hint="move the files of the other run away; their dates tell which those are"
+        )
 
 
 def _read_files(

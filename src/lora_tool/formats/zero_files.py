@@ -27,7 +27,7 @@ Default = TypeVar("Default")
 
 _MAX_RANKS = 1_000_000
 GATHER = "load it with the DeepSpeed that wrote it, and save the gathered model: engine.save_16bit_model(FOLDER)"
-USE_DEEPSPEED = "make a universal checkpoint of it, which is read, with DeepSpeed's own ds_to_universal.py"
+USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads universal checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ def _tensor_parallel(file: TorchFile, cuts: Mapping[str, Cut] | None) -> int:
         degrees["mp_world_size"] = file.value["mp_world_size"]
     of_pipeline = degrees["pp_degree"]
     if type(of_pipeline) is int and of_pipeline > 1:
-        message = f"pp_degree is {of_pipeline}: pipeline parallel checkpoints are not put together"
+        message = f"pp_degree is {of_pipeline}: lora-tool does not put pipeline-parallel checkpoints together"
         raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=USE_DEEPSPEED)
     degree = max(degree for degree in (degrees.get("mp_world_size"), degrees["tp_degree"], 1) if type(degree) is int)
     if degree > 1 and cuts is None:
@@ -173,11 +173,11 @@ def optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimStat
     stage = 3 if groups is not None else min(max(_stage(table.get("zero_stage")), 1), 2)
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
-        raise _corrupt(file, "has no flat float32 groups: no masters are in it")
+        raise _corrupt(file, "has no flat float32 groups, so it holds no masters")
     if not all(group.dtype.is_float for group in groups):
         raise _corrupt(file, f"holds masters of type {groups[0].dtype}, which are not weights")
     if any(_nonzero(padding) for padding in _get(table, "param_alignment_paddings", list, [])):
-        raise _corrupt(file, "aligns single parameters (`parameter_alignment`), which is not read")
+        raise _corrupt(file, "aligns single parameters (`parameter_alignment`), which lora-tool does not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
         file=replace(file, value=None),
