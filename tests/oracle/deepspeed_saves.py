@@ -35,7 +35,7 @@ def mixture(*, lora: bool, dtype: str) -> Module:
             super().__init__()
             self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
 
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        def forward(self, rows: Module) -> Module:
             return self.down(torch.relu(self.up(rows)))
 
     class Block(torch.nn.Module):
@@ -44,7 +44,7 @@ def mixture(*, lora: bool, dtype: str) -> Module:
             self.proj = torch.nn.Linear(8, 8)
             self.moe = MoE(8, Expert(), num_experts=EXPERTS, ep_size=2, min_capacity=4)
 
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        def forward(self, rows: Module) -> Module:
             return rows + self.moe(self.proj(rows))[0]
 
     torch.manual_seed(3)
@@ -55,7 +55,7 @@ def mixture(*, lora: bool, dtype: str) -> Module:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if ".deepspeed_experts." in name:
-                parameter.allreduce, parameter.group_name = False, "ep_size_2"
+                vars(parameter).update(allreduce=False, group_name="ep_size_2")  # as `Experts` marks its own
             seed = sum(map(ord, in_the_module(name)))
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
     return module
