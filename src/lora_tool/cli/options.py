@@ -182,7 +182,9 @@ format_option = click.option(
     help="What is printed.",
 )
 rule_options = in_order(
-    codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so."), ignore_option(), fail_on_option
+    codes_option("--select", "Only these rules: LT206, or LT2 for all codes that begin with LT2."),
+    ignore_option(),
+    fail_on_option,
 )
 """Which rules judge, and the least severity at which the command fails."""
 pair_options = in_order(

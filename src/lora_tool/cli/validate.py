@@ -57,7 +57,7 @@ _LONG = 1 << 30
     help="Adapter that a model, given as PATH, was merged with, or that an adapter is to be merged together with.",
 )
 @click.option("--rm", "reward", is_flag=True, help="A reward model is expected: a head with one label.")
-@click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
+@click.option("--num-labels", type=click.IntRange(min=1), help="Number of labels that the head must have.")
 @click.option("--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters]")
 @click.option(
     "--for",
