@@ -41,6 +41,8 @@ class Verdict(str, enum.Enum):
     """W + factor · ΔW, with a factor that is not 1."""
     TRANSPOSED = "transposed"
     """W + ΔWᵀ."""
+    MISREAD = "misread"
+    """What the base's quantised weight gives where it is read wrongly; `reason` says how."""
     UNRELATED = "unrelated"
     """Changed in another direction than ΔW."""
     UNKNOWN = "unknown"

@@ -15,6 +15,7 @@ from lora_tool.formats.quantised.names import give_full_precision, require_read
 from lora_tool.formats.quantised.parts import LayoutError
 
 _TABLE = "quantization_config"
+_MATRICES = "matrices"
 
 
 def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
@@ -42,6 +43,17 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
         elif name not in beside:
             tensors[name] = tensor
     return replace(model, config=plain_config(config), weights=replace(model.weights, tensors=tensors))
+
+
+def as_matrices(model: ModelDir) -> ModelDir:
+    """Return the model as `in_full_precision` does, and as it is stored where its weights are not read."""
+    if _MATRICES not in model.read:
+        try:
+            model.read[_MATRICES] = model if model.config is None else in_full_precision(model)
+        except (UnsupportedAdapter, OSError):
+            model.read[_MATRICES] = model
+    found: ModelDir = model.read[_MATRICES]
+    return found
 
 
 def plain_config(config: ModelConfig) -> ModelConfig:

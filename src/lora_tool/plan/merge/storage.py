@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lora_tool.actions import NEW, TensorAction
+from lora_tool.architectures.fused_layers import together
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
 from lora_tool.display import counted, size
@@ -23,7 +24,7 @@ from lora_tool.formats.quantised.encodings import Encoding, encoding_of, parts
 from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
-from lora_tool.plan.merge.skip_lists import together, with_plain_modules
+from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.tensors import StoredTensor
 
 
