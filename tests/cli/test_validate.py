@@ -375,7 +375,7 @@ def test_configuration_is_found_above_and_reports_lie_beside_it(
         ("strict = 'yes'", "expected true or false"),
         ("report = ['pdf=x']", "unknown format 'pdf'"),
         ("select = [", "is not valid TOML"),
-        ("# lora-tool " + "x" * 2_000_000, "more than the 1,048,576 we read"),
+        ("# lora-tool " + "x" * 2_000_000, "more than the 1,048,576 that lora-tool reads"),
     ],
 )
 @pytest.mark.parametrize("name", FORMS)

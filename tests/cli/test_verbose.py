@@ -81,7 +81,7 @@ def test_consolidate_says_which_tag_and_config(call: Caller, tmp_path: Path) -> 
     ranks = FIXTURES / "zero" / "stage3-saved"
     said = decisions(call("consolidate", ranks, "-o", tmp_path / "out", "-v"))
     assert "tag: global_step2, as `latest` says" in said
-    assert "what: adapter, for there are LoRA tensors" in said
+    assert "what: adapter, because there are LoRA tensors" in said
     assert f"adapter config: {ranks / 'adapter_config.json'}, the nearest" in said
     asked = decisions(call("consolidate", ranks, "--tag", "global_step2", "--what", "state", "--dry-run", "-v"))
     assert asked[0] == "tag: global_step2, as requested"
