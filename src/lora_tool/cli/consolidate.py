@@ -29,21 +29,21 @@ from lora_tool.tensors import DType, float_type
     type=ChoiceOf(What),
     default=What.AUTO.value,
     show_default=True,
-    help="auto is adapter where there are LoRA tensors, else model; state keeps names as saved.",
+    help="auto: an adapter if there are LoRA tensors, else a model; state: all tensors under their saved names.",
 )
 @click.option(
     "--dtype",
     type=Parsed(float_type),
     metavar="[bfloat16|float16|float32]",
-    help="Type of all weights.  [default: each as saved]",
+    help="Data type of all weights.  [default: as saved]",
 )
-@ignore_option("Continue despite these faults: LT404,LT41.")
+@ignore_option("Continue despite these findings: LT404,LT41.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
     type=Parsed(number_of_bytes),
     metavar="SIZE",
-    help="Largest weights file.  [default: 5GB]",
+    help="Maximum size of a weights file.  [default: 5GB]",
 )
 @writing_options(verify=False)
 @run_options
@@ -61,9 +61,10 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Put the rank files of a DeepSpeed, FSDP or verl checkpoint together.
+    """Reassemble the rank files of a DeepSpeed, FSDP or verl checkpoint.
 
-    CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
+    CKPT is the folder that training wrote; it holds global_step… folders or .metadata. Code in its pickles is never
+    run.
     """
     opened = open_sharded(checkpoint)
     if output:

@@ -22,9 +22,9 @@ from lora_tool.sources import opened_adapter
 @click.argument("folder", type=FolderOrId(), metavar="ADAPTER", default=".")
 @click.option("--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads.")
 @click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
-@base_option("Base model, whose modules tell what is meant by a name without a prefix.  [default: the config's]")
+@base_option("Base model; its modules complete names that lost their prefix.  [default: the config's]")
 @click.option(
-    "--rm", "reward", is_flag=True, help="The value head beside the adapter becomes a reward model's score head."
+    "--rm", "reward", is_flag=True, help="Turn the value head beside the adapter into a reward model's score head."
 )
 @ignore_option("Continue despite these findings: LT207.")
 @writing_options(verify=False)
@@ -40,11 +40,11 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Write ADAPTER in the form that another program reads; its values keep their bits.
+    """Write ADAPTER in the format that another program reads; every value stays bit-identical.
 
-    --to peft repairs names: those of prime-rl, torch.compile, FSDP1 and DistributedDataParallel, with an adapter's name
-    in them, or with a lost prefix. A name that fits two readings is refused. With --rm the value head that LLaMA-Factory
-    saved beside the adapter of a causal LM becomes the score head of a sequence classifier.
+    --to peft repairs tensor names that prime-rl, torch.compile, FSDP1 or DistributedDataParallel wrote, that contain an
+    adapter's name, or that lost their prefix. An ambiguous name is refused. With --rm, the value head that
+    LLaMA-Factory saved beside the adapter of a causal LM becomes the score head of a sequence classifier.
     """
     adapter = opened_adapter(folder)
     out = output or default_output(adapter, to)

@@ -35,8 +35,8 @@ def command(
     """Merge ADAPTER into its base model.
 
     ADAPTER is a folder (by default this one), or on the Hub owner/name[@revision], hf://owner/name or a page's URL.
-    If several are given, their ΔW are summed, each times its weight: A=0.7 B=0.3. The result is of the class that the adapter is for: a causal LM, a
-    classifier, whatever its config says. The output folder appears only when it is complete.
+    If several are given, their ΔW are summed, each times its weight: A=0.7 B=0.3. The adapter's config decides whether
+    the result is a causal LM, a classifier or another class. The output folder appears only when it is complete.
     Options can be set in the [merge] table of lora-tool.toml.
     """
     rules = rule_choice(ctx, configured(ctx))
@@ -46,7 +46,7 @@ def command(
     if len(adapters) > 1 and options.out is None:
         meant = meant_instead(adapters, options.base)
         raise click.UsageError(
-            f"the base model is named with --base: {meant}"
+            f"give the base model with --base: {meant}"
             if meant
             else "name the output with -o OUT when merging several adapters"
         )
@@ -55,7 +55,7 @@ def command(
     inputs = merge_inputs(adapters or (".",), options.base)
     for source, adapter in zip(inputs.sources, inputs.adapters, strict=True):
         if adapter.root != source.path:
-            _note(f"note: the adapter is {adapter.root}")
+            _note(f"note: merging the adapter in {adapter.root}")
     out = Path(options.out) if options.out else inputs.default_output
     check_output(out, overwrite=options.overwrite, inputs=inputs.paths)
     with planned(inputs, options, out, dry_run=dry_run, note=_note) as plan:

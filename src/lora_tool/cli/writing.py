@@ -67,7 +67,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 def merge_options(options: type[MergeOptions]) -> Callable[[Decorated], Decorated]:
     """Add the declared options of a merge, in their order, and ``--rm``."""
-    reward = click.option("--rm", "reward", is_flag=True, help="Reward model: the same as --task reward.")
+    reward = click.option("--rm", "reward", is_flag=True, help="Make a reward model; the same as --task reward.")
     typed = [_option(name, how, default) for name, (how, default) in declared(options).items()]
     return in_order(*typed[:2], reward, *typed[2:])
 
@@ -97,9 +97,9 @@ def asked(options: type[Options], typed: Mapping[str, Any]) -> Options:
     values = {name: typed[name] for name in declared(options)}
     if typed["reward"]:
         if task not in (Task.AUTO, Task.REWARD, Task.SEQ_CLS):
-            raise click.UsageError(f"--rm contradicts --task {task}")
+            raise click.UsageError(f"--rm means --task reward, but --task is {task}")
         if labels not in (None, 1):
-            raise click.UsageError(f"--rm means one label, --num-labels {labels} was given")
+            raise click.UsageError(f"--rm means one label, but --num-labels is {labels}")
         values["task"] = Task.REWARD
     return options(**values)
 
@@ -111,11 +111,13 @@ def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
         click.option(
             "--verify/--no-verify",
             default=verify,
-            help="Read samples back and check them before publishing.",
+            help="Read samples back and check them before the output gets its name.",
             show_default=True,
         ),
-        click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
-        click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete."
+        ),
+        click.option("--resume", is_flag=True, help="Reuse the finished files of a run that was killed."),
     )
 
 

@@ -68,7 +68,7 @@ class MergeOptions:
     num_labels: int | None = option(None, "Number of labels that the head must have.", parse=positive)
     dtype: DType | str | None = option(
         None,
-        "Type of all weights.  [default: each as in the base]",
+        "Data type of all weights.  [default: each as in the base]",
         parse=float_type,
         metavar="[bfloat16|float16|float32]",
     )
@@ -99,17 +99,17 @@ class MergeOptions:
         default=False, text="Let PEFT merge what only PEFT can, with the whole model in memory.", parse=flag
     )
     max_shard_size: int | str | None = option(
-        None, "Largest weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
+        None, "Maximum size of a weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
     )
-    select: Iterable[str] = option(
-        (), "Only these rules: LT206, or LT2 for all codes that begin with LT2.", parse=codes
-    )
-    ignore: Iterable[str] = option((), "Not these rules.", parse=codes)
+    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
     fail_on: Severity | str = option(
-        Severity.ERROR, "Fail for findings of this severity or worse.", parse=severity, metavar="[error|warning]"
+        Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
     jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
-    overwrite: bool = option(default=False, text="Replace an output that lora-tool wrote, after success.", parse=flag)
+    overwrite: bool = option(
+        default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
+    )
 
     @property
     def max_shard_bytes(self) -> int | None:
@@ -140,8 +140,10 @@ class MergeOptions:
 class MergeArguments(MergeOptions):
     """The options of the library's `merge` and the command alone."""
 
-    verify: bool = option(default=True, text="Read samples back and check them before publishing.", parse=flag)
-    resume: bool = option(default=False, text="Take over the finished files of a run that was killed.", parse=flag)
+    verify: bool = option(
+        default=True, text="Read samples back and check them before the output gets its name.", parse=flag
+    )
+    resume: bool = option(default=False, text="Reuse the finished files of a run that was killed.", parse=flag)
 
     def writing(self) -> dict[str, Any]:
         """Return the arguments of `write`."""
