@@ -172,7 +172,7 @@ def test_what_is_of_another_run(run: Path) -> None:
 def test_files_that_say_two_things(run: Path) -> None:
     RECIPES["verl"][1](run / "lora_train_meta.json")
     _as_yaml(adapter="lora", lora_r=3, lora_alpha=12)(run / "config.yaml")
-    with pytest.raises(UnsupportedCheckpoint, match=r"`lora_alpha` is 6 by .*meta.json, and 12 by .*config.yaml"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"`lora_alpha` is 6 in .*meta.json, but 12 in .*config.yaml"):
         plan_consolidate(run)
     # what lies nearest is of this run
     (run / "config.yaml").rename(run.parent / "config.yaml")

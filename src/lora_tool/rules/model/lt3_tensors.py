@@ -53,7 +53,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         if not rank and (not differ or (vocabulary and differ == [size])):
             continue  # of a vocabulary of another size LT310 tells
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
-        message = f"is {list(tensor.shape)}, the config means [{shown}]"
+        message = f"is {list(tensor.shape)}, but the config needs [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
     for name, shape, other in subject.odd_tensors:
         if name in tensors and name not in (subject.expected or {}):
