@@ -7,11 +7,12 @@ key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.hub_names import ANYWHERE
@@ -21,6 +22,9 @@ from lora_tool.plan.merge.storage import Storage
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type
+
+SAME_RESULT: Mapping[str, Any] = {"jobs": None, "engine": "local", "address": None, "workers": None}
+"""Options of the work, with their defaults: whatever they are, the same bytes are written."""
 
 
 def severity(asked: object) -> Severity:
@@ -107,6 +111,16 @@ class MergeOptions:
         Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
     jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
+    engine: EngineName | str = option(
+        EngineName.LOCAL, "Do the work on this machine, or on a Ray cluster that is running.", parse=EngineName
+    )
+    address: str | None = option(
+        None,
+        "Of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
+        parse=str,
+        metavar="HOST:PORT",
+    )
+    workers: int | None = option(None, "Tasks at a time on the Ray cluster.  [default: its CPUs]", parse=positive)
     overwrite: bool = option(
         default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
     )
@@ -115,6 +129,11 @@ class MergeOptions:
     def max_shard_bytes(self) -> int | None:
         """`max_shard_size` as a number."""
         return None if self.max_shard_size is None else number_of_bytes(self.max_shard_size)
+
+    @property
+    def spread(self) -> Spread:
+        """Where the work is done."""
+        return Spread(engine=EngineName(self.engine), address=self.address, workers=self.workers)
 
     def planning(self) -> dict[str, Any]:
         """Return the arguments of `plan_merge`."""
@@ -134,6 +153,7 @@ class MergeOptions:
                     object.__setattr__(self, name, how.parse(given))
                 except WrongValue as error:
                     raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
+        _ = self.spread  # which says what contradicts the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +166,14 @@ class MergeArguments(MergeOptions):
     resume: bool = option(default=False, text="Reuse the finished files of a run that was killed.", parse=flag)
 
     def writing(self) -> dict[str, Any]:
+<<<<<<< HEAD
         """Return the arguments of `write`."""
         return {"verify": self.verify, "jobs": self.jobs, "overwrite": self.overwrite, "resume": self.resume}
+=======
+        """Return what is asked of the writing, as `write` takes it."""
+        asked = {name: getattr(self, name) for name in ("verify", "jobs", "overwrite", "resume")}
+        return asked | {"spread": self.spread}
+>>>>>>> main
 
 
 def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:
