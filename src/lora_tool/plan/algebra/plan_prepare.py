@@ -198,33 +198,6 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, sums: Sequenc
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
 
 
-<<<<<<< HEAD
-def _mlx_config(sums: Sequence[Factors], rank: int) -> SideFile:
-    """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on these modules of the last `num_layers`."""
-    layers = [split_layer(each.module)[0] for each in sums]
-    last = max((layer for layer in layers if layer is not None), default=-1)
-    keys = sorted({_in_layer(each.module) for each in sums})
-    parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
-    content = {"fine_tune_type": "lora", "num_layers": last + 1, "lora_parameters": parameters}
-    return SideFile(filename=FILE_NAME, content=json_bytes(content, indent=2), reason="written for MLX-LM")
-
-
-def _in_layer(module: str) -> str:
-    """Return a module's path inside its layer, which MLX-LM knows it by; outside of layers its whole path."""
-    number, _ = split_layer(module)
-    return module if number is None else module.partition(f".{number}.")[2]
-
-
-def _rope(base: ModelDir | None) -> Iterator[str]:
-    """Yield what of the base's config MLX-LM does not find where newer versions of transformers write it."""
-    raw = base.config.raw if base and base.config else {}
-    inner = raw.get("rope_parameters")
-    if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
-        yield f'mlx-lm reads "rope_theta" at the top level of config.json; add it there, as {base and base.root} does not have it'
-
-
-=======
->>>>>>> main
 def _notes(
     view: AdapterView,
     form: ServingForm,
@@ -242,4 +215,4 @@ def _notes(
     if form.mlx:
         yield from rope_notes(base)
     if form is FORMS[Server.VLLM] and view.saved:
-        yield ("vLLM takes the head only on a base that is itself a classifier: --reward-base writes one")
+        yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

@@ -166,14 +166,9 @@ class MergeArguments(MergeOptions):
     resume: bool = option(default=False, text="Reuse the finished files of a run that was killed.", parse=flag)
 
     def writing(self) -> dict[str, Any]:
-<<<<<<< HEAD
         """Return the arguments of `write`."""
-        return {"verify": self.verify, "jobs": self.jobs, "overwrite": self.overwrite, "resume": self.resume}
-=======
-        """Return what is asked of the writing, as `write` takes it."""
         asked = {name: getattr(self, name) for name in ("verify", "jobs", "overwrite", "resume")}
         return asked | {"spread": self.spread}
->>>>>>> main
 
 
 def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:
