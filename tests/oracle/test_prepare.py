@@ -99,7 +99,7 @@ def test_mlx_lm_itself_gives_the_unmerged_logits(tmp_path: Path) -> None:
 def test_a_rank_that_the_server_does_not_take(tmp_path: Path) -> None:
     base, (adapter,) = adapters_of(tmp_path, "llama", QV | {"r": 12})
     expected = deltas(base, adapter)
-    with pytest.raises(UnsupportedAdapter, match=r"rank 12, and keeps \d+\.\d+% of ‖ΔW‖² at rank 4") as refused:
+    with pytest.raises(UnsupportedAdapter, match=r"rank 12 and would keep \d+\.\d+% of ‖ΔW‖² at rank 4") as refused:
         plan_prepare(adapter, "vllm", max_rank=4)
     assert "--approximate" in str(refused.value.hint)
     out = prepare(adapter, "vllm", max_rank=4, approximate=True, out=tmp_path / "near").path
