@@ -77,4 +77,7 @@ def test_fp8_against_cp(tmp_path: Path) -> None:
         "the same in numpy": ["env", "LORA_TOOL_KERNEL=off", *merge("all")],
     }
     runs = interleaved(commands, out=out, rounds=ROUNDS)
-    print(f"\n{open_model(tmp_path / 'base').weights.nbytes / 1e9:.2f} GB of FP8\n" + table(runs, against="cp -r; sync of the bf16"))
+    print(
+        f"\n{open_model(tmp_path / 'base').weights.nbytes / 1e9:.2f} GB of FP8\n"
+        + table(runs, against="cp -r; sync of the bf16")
+    )

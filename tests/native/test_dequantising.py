@@ -29,8 +29,8 @@ def test_every_format_has_the_bits_of_numpy(sample: str, kernels: tuple[Kernel, 
 
         for first, last in ((0, rows), (1, 3), (rows - 1, rows)):
             expected = decoded(encoding, first, last, read)
-            for kernel in kernels:
-                found = decoded(encoding, first, last, read, KernelArithmetic(kernel))
+            for one in kernels:
+                found = decoded(encoding, first, last, read, KernelArithmetic(one))
                 assert (found.dtype, found.shape, found.tobytes()) == (
                     expected.dtype,
                     expected.shape,
@@ -60,9 +60,9 @@ def test_codes_of_every_size_and_stride(
     expected = np.empty((rows, columns), np.float32)
     with np.errstate(all="ignore"):
         Arithmetic().scale(part, expected)
-    for kernel in kernels:
+    for one in kernels:
         found = np.empty_like(expected)
-        KernelArithmetic(kernel).scale(part, found)
+        KernelArithmetic(one).scale(part, found)
         np.testing.assert_array_equal(found, expected)
         assert np.array_equal(np.signbit(found), np.signbit(expected)) or np.isnan(expected).any()
 

@@ -90,8 +90,17 @@ class Kernel:
         flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
         return flagged == 0
 
-    def dequantise(self, out: int, codes: tuple[int, int], table: tuple[int, int], scales: tuple[int, int],
-                   size: tuple[int, int], *, group: int, again: float) -> None:
+    def dequantise(
+        self,
+        out: int,
+        codes: tuple[int, int],
+        table: tuple[int, int],
+        scales: tuple[int, int],
+        size: tuple[int, int],
+        *,
+        group: int,
+        again: float,
+    ) -> None:
         """Write what codes stand for at `out`, float32, of `size` rows and columns.
 
         `codes` and `scales` are addresses with what a row is after the one before; `table` is that of the numbers that

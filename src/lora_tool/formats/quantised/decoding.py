@@ -93,9 +93,7 @@ class Arithmetic:
 _IN_NUMPY = Arithmetic()
 
 
-def decoded(
-    encoding: Encoding, first: int, last: int, read: Read, arithmetic: Arithmetic = _IN_NUMPY
-) -> Array:
+def decoded(encoding: Encoding, first: int, last: int, read: Read, arithmetic: Arithmetic = _IN_NUMPY) -> Array:
     """Return rows `first` to `last` of what the encoding stands for, [rows, columns], in the type of its values.
 
     The rows of a stack of matrices are those of all, one after the other.
@@ -236,9 +234,9 @@ def _packed(encoding: PackedIntegers, first: int, last: int, read: Read, arithme
     width = encoding.spec.shape[-1]
     scales = _numbers_of_rows(encoding.scales, first, last, read)
     if encoding.bits == _NIBBLE and encoding.zeros is None and (encoding.group % 2 == 0 or scales.shape[1] == 1):
-        codes = _bytes(encoding.codes, 4 * encoding.codes.shape[-1], first, last, read)
+        raw = _bytes(encoding.codes, 4 * encoding.codes.shape[-1], first, last, read)
         values = np.empty((last - first, width), np.float32)
-        part = Scaled(codes=codes, table=_signed(_NIBBLE), scales=scales, group=encoding.group, columns=width)
+        part = Scaled(codes=raw, table=_signed(_NIBBLE), scales=scales, group=encoding.group, columns=width)
         arithmetic.scale(part, values)
         return values
     codes = _unpacked(_rows(encoding.codes, first, last, read), encoding.bits, width).astype(np.float32)
@@ -311,9 +309,7 @@ def _of_halves(encoding: Fp4, codes: NDArray[np.uint8], scales: F32, arithmetic:
     return values
 
 
-def _fp4_columns(
-    encoding: Fp4, row: int, rows: int, columns: slice, read: Read, arithmetic: Arithmetic
-) -> F32:
+def _fp4_columns(encoding: Fp4, row: int, rows: int, columns: slice, read: Read, arithmetic: Arithmetic) -> F32:
     """Return columns of the matrix on disk that begins at a row of all, as rows: it is read whole."""
     inside, group = encoding.spec.shape[-2], encoding.group
     aligned = slice(columns.start // group, -(-columns.stop // group))
