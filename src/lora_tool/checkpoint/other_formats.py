@@ -25,7 +25,7 @@ class OtherFormat:
 
 _MLX = OtherFormat(
     text="an adapter of MLX-LM, with transposed factors and names of its own",
-    way_out="merge it with the program that made it: mlx_lm.fuse --model MODEL --adapter-path FOLDER",
+    way_out="write it as PEFT has it, then go on with that: lora-tool convert FOLDER --to peft -o OUT",
 )
 _DIFFUSERS = OtherFormat(
     text="a LoRA of diffusers, for a pipeline of several models",

@@ -92,7 +92,9 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
     def defect(kind: Defect, message: str, subject: str | None = None) -> None:
         problems.append(Problem(defect=kind, path=str(stamp.path), subject=subject, message=message))
 
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:  # MLX writes null
+        metadata = {}
     if not _is_text_map(metadata):
         defect(Defect.BAD_HEADER, "`__metadata__` is not an object of strings", "__metadata__")
         metadata = {}
