@@ -154,7 +154,7 @@ def test_quantised_weights_that_change_are_not_kept_quantised(
     base, _ = quantise(plain, tmp_path / "gptq", "gptq", is_linear)
     with pytest.raises(UnsupportedAdapter, match=r"gptq has no list of plain modules"):
         merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="touched-16bit")
-    with pytest.raises(UnsupportedAdapter, match=r"weights that stay quantised keep their type"):
+    with pytest.raises(UnsupportedAdapter, match=r"weights that stay quantised keep their dtype"):
         merge_with_ours(base, adapter(ALL_LINEAR), tmp_path / "merged", "float32", store="as-base", dtype="float16")
 
 
