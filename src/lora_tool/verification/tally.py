@@ -61,13 +61,15 @@ class Tally:
         return self.dot / norms if norms else None
 
 
-def tally_of(stored: Bytes, dtype: DType, expected: Recomputed, bounds: Sequence[Bound]) -> Tally:
+def tally_of(
+    stored: Bytes, dtype: DType, expected: Recomputed, bounds: Sequence[Bound], half: Array | None = None
+) -> Tally:
     """Return the tally of one block: `stored` are its bytes in the merged model, `first` counts from its beginning.
 
-    `bounds` is the stated one, and a wider one that may explain the values too where the arithmetic is not known.
+    `half` is half the distance to the next value that could be stored, by default that of `dtype`. `bounds` is the stated one, and a wider one that may explain the values too where the arithmetic is not known.
     """
     values = decode(stored, dtype, expected.base.dtype).reshape(expected.base.shape)
-    half = half_ulps(values, dtype)
+    half = half_ulps(values, dtype) if half is None else half
     moved = values - expected.base
     error = moved - expected.change
     np.abs(error, out=error)

@@ -10,7 +10,7 @@ from lora_tool.plan.algebra.factor_steps import factor_ops, step_of
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Assemble, Op, RowOp, copied_as
+from lora_tool.plan.core.ops import Assemble, Op, RowOp, copied_as, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import DType, StoredTensor, TransposedSpan
 
@@ -22,7 +22,7 @@ def padded_steps(
     above, across = factor_ops(factors, dtype, turned)
     missing = rank - (turned[0].columns if turned else factors.rank)
     if missing:
-        above = Assemble(parts=(*_parts(above), *zero_rows(factors.a_parts[0], missing)))
+        above = Assemble(parts=(*row_ops(above), *zero_rows(factors.a_parts[0], missing)))
         across = _wider(factors, across, missing, turned)
     a, b = ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
     yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank, *factors.inner), above)
@@ -73,10 +73,6 @@ def zero_rows(like: StoredTensor, count: int) -> Iterator[Beside]:
         some = min(count, like.shape[0])
         yield Beside(parts=(Columns(tensor=rows_of(like, 0, some), count=0),), zeros=like.shape[1])
         count -= some
-
-
-def _parts(op: Op) -> tuple[RowOp, ...]:
-    return op.parts if isinstance(op, Assemble) else (op,)
 
 
 def _wider(factors: Factors, op: Op, zeros: int, turned: tuple[SmallMatrix, SmallMatrix] | None) -> Op:

@@ -71,8 +71,10 @@ class Plan:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What is known of the result before it is written, as JSON data: the modules of an adapter that is computed."""
-        return {"modules": self.manifest["modules"]} if "modules" in self.manifest else {}
+        """What is known of the result before it is written, as JSON data: the modules of an adapter that is computed, and
+        how much of ΔW is left in codes.
+        """
+        return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors have each fate, of the output first, then of the inputs."""

@@ -85,9 +85,14 @@ class MergeOptions:
     )
     store: Storage | str | None = option(
         None,
-        "A quantised base: all plain, plain where the adapter changes it, or as it is.  "
+        "A quantised base: all plain, plain where the adapter changes it, or rounded to its format again.  "
         "[default: as-base where the adapter changes no quantised weight, else all-16bit]",
         parse=Storage,
+    )
+    allow_loss: bool = option(
+        default=False,
+        text="Write what is next to the base, where rounding to its format leaves less than a tenth of ΔW.",
+        parse=flag,
     )
     expert_layout: ExpertLayout | str | None = option(
         None,
@@ -116,7 +121,17 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return what is asked of the plan, as `plan_merge` takes it."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "max_shard_bytes")
+        names = (
+            "task",
+            "num_labels",
+            "dtype",
+            "precision",
+            "untie",
+            "text_only",
+            "store",
+            "allow_loss",
+            "max_shard_bytes",
+        )
         asked = {name: getattr(self, name) for name in (*names, "expert_layout")}
         return asked | self.rules()
 
