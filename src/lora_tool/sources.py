@@ -111,7 +111,7 @@ def resolve(
         local = local_folder(reference, near)
         if local is not None:
             if reference != str(local):
-                decided(f"{reference} is the folder {local}{_seen_from(reference, near)}")
+                decided(f"{reference} is the folder {local}{_seen_from(reference, near, local)}")
             return source_of(local, reference)
         _require_no_file(reference)
     named = hub_name(reference)
@@ -191,14 +191,13 @@ def local_folder(reference: str, near: Path | None = None) -> Path | None:
     return _tidy(found[0]) if found else None
 
 
-def _seen_from(reference: str, near: Path | None) -> str:
-    """Return from where a relative path was found, "" for any other."""
+def _seen_from(reference: str, near: Path | None, found: Path) -> str:
+    """Return from where a relative path was `found`, "" for any other."""
     path = Path(reference).expanduser()
     if path.is_absolute() or near is None:
         return ""
-    meant = local_folder(reference, near)
     for folder, where in ((path, "the working directory"), (near / path, near)):
-        if meant is not None and is_folder(folder) and folder.samefile(meant):
+        if is_folder(folder) and folder.samefile(found):
             return f", seen from {where}"
     return f", seen from a folder above {near}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def checked(weight: float, name: object) -> float:
         what = "leaves it out" if weight == 0 else "is no number to multiply with"
         raise WrongValue(f"{name}: the weight {weight:g} {what}: expected a number such as 0.7 or -0.3")
     return weight
+
+
+def place_of(chosen: Reference, among: Sequence[Reference]) -> int:
+    """Return which of the adapters is `chosen`, named with its weight or without. Raises `WrongValue`."""
+    name = weighted(chosen)[0]
+    for at, each in enumerate(among):
+        if each is name or _as_typed(each) == _as_typed(name) is not None:
+            return at
+    raise WrongValue(f"head_of: {chosen} is none of the adapters: {', '.join(map(str, among))}")
+
+
+def _as_typed(reference: Reference) -> str | None:
+    return os.fspath(reference).rstrip("/") if isinstance(reference, str | os.PathLike) else None
 
 
 def all_weighted(

@@ -88,7 +88,14 @@ def test_consolidate_says_which_tag_and_config(call: Caller, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "words", ["merge ADAPTER -o OUT", "consolidate RANKS -o OUT", "verify MODEL", "ci ADAPTER -o OUT"]
+    "words",
+    [
+        "merge ADAPTER -o OUT",
+        "consolidate RANKS -o OUT",
+        "verify MODEL",
+        "ci ADAPTER -o OUT",
+        "resize ADAPTER --rank 1 -o OUT",
+    ],
 )
 def test_a_long_command_says_how_long_it_took(
     words: str, call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

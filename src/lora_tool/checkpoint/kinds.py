@@ -180,6 +180,17 @@ def unexpected(found: Checkpoint, expected: str, *, hint: str | None = None) -> 
     )
 
 
+def lies_here(pattern: re.Pattern[str], folder: Folder) -> Claim | None:
+    """Return the claim of a kind whose pieces are files of these names in the folder itself."""
+    return Claim.WEIGHTS if any(map(pattern.match, folder.files)) else None
+
+
+def open_here(kind: ShardedKind, pattern: re.Pattern[str], folder: Folder) -> ShardedDir:
+    """Return the folder that `lies_here` claimed for this kind."""
+    names = tuple(filter(pattern.match, folder.files))
+    return ShardedDir(kind=kind, folder=folder, rank_files={".": names}, problems=folder.problems)
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Return whether the name of a file or folder is one of these, in lower or upper case."""
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)

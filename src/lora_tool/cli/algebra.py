@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lora_tool.cli.options import UserPath, in_order, jobs_option
+from lora_tool.cli.options import UserPath, in_order
 from lora_tool.cli.writing import Parsed
 from lora_tool.tensors import float_type
 
@@ -27,15 +27,3 @@ rank_options = in_order(
     dtype_option,
 )
 """Where the adapter goes, and which ranks it gets."""
-writing_options = in_order(
-    jobs_option,
-    click.option(
-        "--verify/--no-verify",
-        default=True,
-        help="Read samples back and check them before publishing.",
-        show_default=True,
-    ),
-    click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
-    click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
-)
-"""How it is written."""

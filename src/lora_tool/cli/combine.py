@@ -7,17 +7,18 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.algebra import rank_options, writing_options
+from lora_tool.cli.algebra import rank_options
 from lora_tool.cli.options import FolderOrId, base_option, ignore_option
-from lora_tool.cli.writing import carry_out, run_options
+from lora_tool.cli.timed import Timed
+from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
-from lora_tool.weighted import all_weighted, weighted
+from lora_tool.weighted import all_weighted, place_of
 
 
-@click.command("combine", epilog="Example: lora-tool combine helpful/=0.7 harmless/=0.3 -o both/")
+@click.command("combine", cls=Timed, epilog="Example: lora-tool combine helpful/=0.7 harmless/=0.3 -o both/")
 @click.argument("adapters", nargs=-1, required=True, type=FolderOrId(), metavar="ADAPTER[=WEIGHT]...")
 @rank_options
 @click.option(
@@ -28,7 +29,7 @@ from lora_tool.weighted import all_weighted, weighted
 )
 @base_option(f"Base model of all of them: {ANYWHERE}.  [default: the one that their configs name]")
 @ignore_option()
-@writing_options
+@writing_options(verify=True)
 @run_options
 def command(
     adapters: tuple[str, ...],
@@ -54,15 +55,8 @@ def command(
     check_output(output, overwrite=overwrite, inputs=tuple(each.root for each in opened))
     from lora_tool.plan.algebra.plan_combine import plan_combine  # noqa: PLC0415 - after the options
 
-    chosen = None if head_of is None else opened[_place(weighted(head_of)[0], names)]
+    chosen = None if head_of is None else opened[place_of(head_of, names)]
     plan = plan_combine(
         opened, weights=weights, rank=rank, keep=keep, head_of=chosen, base=base, dtype=dtype, ignore=ignore
     )
     carry_out(plan, output, overwrite=overwrite, **how)
-
-
-def _place(chosen: object, names: tuple[object, ...]) -> int:
-    for at, name in enumerate(names):
-        if str(name).rstrip("/") == str(chosen).rstrip("/"):
-            return at
-    raise click.BadParameter(f"{chosen} is none of the adapters: {', '.join(map(str, names))}", param_hint="--head-of")

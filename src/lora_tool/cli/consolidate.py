@@ -9,9 +9,9 @@ import click
 
 from lora_tool.checkpoint import open_sharded
 from lora_tool.choices import number_of_bytes
-from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, jobs_option, rank_file_options
+from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, rank_file_options
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import ChoiceOf, Parsed, carry_out, run_options
+from lora_tool.cli.writing import ChoiceOf, Parsed, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
@@ -45,10 +45,7 @@ from lora_tool.tensors import DType, float_type
     metavar="SIZE",
     help="Largest weights file.  [default: 5GB]",
 )
-@jobs_option
-@click.option("--verify/--no-verify", help="Read samples back and check them before publishing.", show_default=True)
-@click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
-@click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed.")
+@writing_options(verify=False)
 @run_options
 def command(
     checkpoint: str,

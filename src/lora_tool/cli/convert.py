@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option, jobs_option
+from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import ChoiceOf, carry_out, run_options
+from lora_tool.cli.writing import ChoiceOf, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.converting import default_output, planned
 from lora_tool.plan.convert.plan_convert import AdapterForm
@@ -27,10 +27,7 @@ from lora_tool.sources import opened_adapter
     "--rm", "reward", is_flag=True, help="The value head beside the adapter becomes a reward model's score head."
 )
 @ignore_option("Continue despite these findings: LT207.")
-@jobs_option
-@click.option("--verify/--no-verify", help="Read samples back and check them before publishing.", show_default=True)
-@click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
-@click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed.")
+@writing_options(verify=False)
 @run_options
 def command(
     folder: str,

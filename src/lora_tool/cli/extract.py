@@ -9,6 +9,7 @@ import click
 
 from lora_tool.cli.algebra import rank_options
 from lora_tool.cli.options import FolderOrId, base_option, jobs_option
+from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import carry_out, run_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
@@ -16,7 +17,9 @@ from lora_tool.sources import opened_model
 from lora_tool.tensors import DType
 
 
-@click.command("extract", epilog="Example: lora-tool extract my-model/ --base base-model/ --rank 64 -o my-adapter/")
+@click.command(
+    "extract", cls=Timed, epilog="Example: lora-tool extract my-model/ --base base-model/ --rank 64 -o my-adapter/"
+)
 @click.argument("model", type=FolderOrId(), metavar="MODEL")
 @base_option(f"The model that MODEL was trained from: {ANYWHERE}.")
 @rank_options

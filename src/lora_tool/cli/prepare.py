@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.algebra import dtype_option, output_option, writing_options
+from lora_tool.cli.algebra import dtype_option, output_option
 from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_option
-from lora_tool.cli.writing import ChoiceOf, carry_out, run_options
+from lora_tool.cli.timed import Timed
+from lora_tool.cli.writing import ChoiceOf, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.hub_names import ANYWHERE
 from lora_tool.rules.engine.subjects import Server
@@ -17,7 +18,7 @@ from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
 
 
-@click.command("prepare", epilog="Example: lora-tool prepare my-adapter/ --for vllm -o my-adapter-vllm/")
+@click.command("prepare", cls=Timed, epilog="Example: lora-tool prepare my-adapter/ --for vllm -o my-adapter-vllm/")
 @click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
 @click.option("--for", "server", type=ChoiceOf(Server), required=True, help="Who is to read it.")
 @output_option
@@ -32,7 +33,7 @@ from lora_tool.tensors import DType
 )
 @dtype_option
 @ignore_option()
-@writing_options
+@writing_options(verify=True)
 @run_options
 def command(
     adapter: str,

@@ -7,19 +7,20 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.algebra import rank_options, writing_options
+from lora_tool.cli.algebra import rank_options
 from lora_tool.cli.options import FolderOrId, ignore_option
-from lora_tool.cli.writing import carry_out, run_options
+from lora_tool.cli.timed import Timed
+from lora_tool.cli.writing import carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
 from lora_tool.sources import opened_adapter
 from lora_tool.tensors import DType
 
 
-@click.command("resize", epilog="Example: lora-tool resize my-adapter/ --rank 16 -o my-small-adapter/")
+@click.command("resize", cls=Timed, epilog="Example: lora-tool resize my-adapter/ --rank 16 -o my-small-adapter/")
 @click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
 @rank_options
 @ignore_option()
-@writing_options
+@writing_options(verify=True)
 @run_options
 def command(
     adapter: str,

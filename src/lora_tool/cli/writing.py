@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lora_tool.choices import Choice, codes, flag, positive
-from lora_tool.cli.options import Decorated, FolderOrId, UserPath, codes_option, in_order, quiet_option, verbose_option
+from lora_tool.cli.options import (
+    Decorated,
+    FolderOrId,
+    UserPath,
+    codes_option,
+    in_order,
+    jobs_option,
+    quiet_option,
+    verbose_option,
+)
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
 from lora_tool.display import json_text, printable
 from lora_tool.errors import WrongValue
@@ -93,6 +102,21 @@ def asked(options: type[Options], typed: Mapping[str, Any]) -> Options:
             raise click.UsageError(f"--rm means one label, --num-labels {labels} was given")
         values["task"] = Task.REWARD
     return options(**values)
+
+
+def writing_options(*, verify: bool) -> Callable[[Decorated], Decorated]:
+    """Add how a folder is written; `verify` is whether samples of it are checked unless it is said otherwise."""
+    return in_order(
+        jobs_option,
+        click.option(
+            "--verify/--no-verify",
+            default=verify,
+            help="Read samples back and check them before publishing.",
+            show_default=True,
+        ),
+        click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success."),
+        click.option("--resume", is_flag=True, help="Take over the finished files of a run that was killed."),
+    )
 
 
 run_options = in_order(

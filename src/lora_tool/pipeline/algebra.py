@@ -112,9 +112,8 @@ def prepare(
     plan = plan_prepare(
         opened, server, base=base, max_rank=max_rank, approximate=approximate, dtype=dtype, ignore=ignore
     )
-    beside = (
-        None if reward_base is None else plan_reward_base(opened, base)
-    )  # both are planned before either is written
+    # both are planned before either is written
+    beside = None if reward_base is None else plan_reward_base(opened, base)
     done = write(plan, out, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
     if beside is not None and reward_base is not None:
         write(beside, reward_base, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from lora_tool.architectures.ends import is_input
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.checkpoint.cut_safetensors import CUT_FILE
 from lora_tool.display import counted
-from lora_tool.errors import BrokenFile, NotACheckpoint
 from lora_tool.formats import model_config
 from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors
-from lora_tool.formats.files import read_object
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.report import Finding, Severity
 from lora_tool.sharded.faults import (
@@ -26,7 +23,9 @@ from lora_tool.sharded.faults import (
     odd_ones_out,
     unreadable_files,
 )
+from lora_tool.sharded.model_sizes import size_near
 from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.tags import require_tag_here
 from lora_tool.tensors import StoredTensor
 
 _LAST_NORM = re.compile(r"(\A|\.)(norm|ln_f|final_layer_?norm)\.weight\Z")
@@ -45,8 +44,7 @@ class CutState(TrainingState):
 
 def cut_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
     """Return the state in the files of all ranks; see `training_state`."""
-    if tag not in (None, "."):
-        raise NotACheckpoint(f"{checkpoint.root}: there is no tag {tag} in {checkpoint.kind.with_article}")
+    require_tag_here(checkpoint, tag)
     folder, names = checkpoint.root, checkpoint.rank_files["."]
     model = read_cut_safetensors(folder, names)
     lost = base_layers_left_out(model.parts)
@@ -91,19 +89,13 @@ def _faults(checkpoint: ShardedDir, model: CutModel) -> Iterator[Finding]:
 
 def _cut_short(model: CutModel) -> Iterator[Finding]:
     """LT401: yield a finding if the last files are missing, which only the model's config can tell."""
-    sizes = _sizes(model.folder)
     known = False
     for name in model.parts:
         shape = model.shape(name)
         module = name.removesuffix(".weight")
-        want = (
-            sizes.get("vocab_size")
-            if is_input(module)
-            else sizes.get("hidden_size")
-            if _LAST_NORM.search(name)
-            else None
-        )
-        if want is not None and shape:
+        size = "vocab_size" if is_input(module) else "hidden_size" if _LAST_NORM.search(name) else None
+        want = size and size_near(size, model.folder)
+        if want and shape:
             known = True
             if shape[0] < want:
                 message = f"ends after {shape[0]:,} of {want:,} rows: the files of the last ranks are missing"
@@ -113,17 +105,3 @@ def _cut_short(model: CutModel) -> Iterator[Finding]:
         message = "says nowhere of how many ranks it is: were the last files missing, nothing would show it"
         hint = f"put the model's {model_config.FILE_NAME} beside the files, or compare with the base: lora-tool validate --base"
         yield fault("LT401", model.folder, message, hint=hint, severity=Severity.INFO)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the sizes in the config beside the files."""
-    try:
-        found = read_object(folder / model_config.FILE_NAME)
-    except (BrokenFile, OSError):
-        return {}
-    text = found.get("text_config")
-    tables = [found, text if isinstance(text, dict) else {}]
-    told = {
-        name: next((table[name] for table in tables if name in table), None) for name in ("vocab_size", "hidden_size")
-    }
-    return {name: value for name, value in told.items() if type(value) is int}

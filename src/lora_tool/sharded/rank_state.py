@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
@@ -14,17 +13,17 @@ from lora_tool.checkpoint.folders import read_folder
 from lora_tool.checkpoint.fsdp_ranks import FULL_FILE, RANK_FILE
 from lora_tool.checkpoint.verl import MODEL_FILE, POINTER, ranks_of
 from lora_tool.display import counted
-from lora_tool.errors import BrokenFile, NotACheckpoint, UnsupportedCheckpoint
-from lora_tool.formats import model_config
-from lora_tool.formats.files import is_file, read_object
+from lora_tool.errors import UnsupportedCheckpoint
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.formats.rank_files import RankFolder, assemble_ranks, read_rank_files
 from lora_tool.formats.torch_zip import Record
 from lora_tool.report import Finding
 from lora_tool.sharded.faults import base_layers_left_out, fault, frozen_left_out
 from lora_tool.sharded.flat_slices import flat_shapes
+from lora_tool.sharded.model_sizes import size_near
 from lora_tool.sharded.rank_checks import rank_faults
 from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.tags import choose_tag, require_tag_here
 from lora_tool.sharded.zero_checks import stale_latest
 from lora_tool.tensors import Span, StoredTensor, TensorTable
 
@@ -54,7 +53,7 @@ class RankState(TrainingState):
 
 def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state of one module of verl: the actor of the step that the run points at, or of `tag`."""
-    name = _choose_tag(checkpoint, tag, or_newest=or_newest)
+    name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="steps")
     folder = _inside(checkpoint, name)
     matches = {file: match for file in checkpoint.rank_files[name] if (match := MODEL_FILE.match(file))}
     sizes = Counter(int(match["ranks"]) for match in matches.values())
@@ -78,7 +77,7 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
 
 def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
     """Return the state in the rank files that accelerate wrote; see `training_state`."""
-    _require_here(checkpoint, tag)
+    require_tag_here(checkpoint, tag)
     matches = {file: match for file in checkpoint.rank_files["."] if (match := RANK_FILE.match(file))}
     _require_one_model(checkpoint, {match["model"] for match in matches.values()})
     paths = {int(match["rank"]): checkpoint.root / file for file, match in matches.items()}
@@ -88,7 +87,7 @@ def fsdp_ranks_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newes
 
 def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
     """Return the state in the one file that accelerate wrote; see `training_state`."""
-    _require_here(checkpoint, tag)
+    require_tag_here(checkpoint, tag)
     matches = {file: match for file in checkpoint.rank_files["."] if (match := FULL_FILE.match(file))}
     _require_one_model(checkpoint, {match["model"] for match in matches.values()})
     path = checkpoint.root / next(iter(matches))
@@ -97,7 +96,7 @@ def fsdp_full_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
 
 def state_file_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - one save only
     """Return the state in one torch file, of a training program or of torch's `dcp_to_torch`; see `training_state`."""
-    _require_here(checkpoint, tag)
+    require_tag_here(checkpoint, tag)
     (name,) = checkpoint.rank_files["."]
     path = checkpoint.root / name
     return _state(checkpoint, ".", {0: path}, ranks=None, title=f"training state {path}", alone=True)
@@ -116,7 +115,7 @@ def _state(
     folder = _inside(checkpoint, tag)
     found = read_rank_files(folder, paths)
     flat = {name: math.prod(tensor.shape) for name, tensor in found.tensors.items() if tensor.flat}
-    known = flat_shapes(flat, hidden=_hidden_size(folder)) if flat else {}
+    known = flat_shapes(flat, hidden=size_near("hidden_size", folder, folder.absolute().parent)) if flat else {}
     shaped = {name: replace(found.tensors[name], shape=shape) for name, shape in known.items()}
     found = replace(found, tensors={**found.tensors, **shaped})
     ranks = ranks or _ranks(found.ranks, files=max(paths) + 1)
@@ -149,50 +148,11 @@ def _ranks(told: int, *, files: int) -> int:
     return files if not told or files % told == 0 else told
 
 
-def _hidden_size(folder: Path) -> int | None:
-    """Return the model's hidden size, where its config lies beside or above."""
-    for place in (folder, folder.absolute().parent):
-        with contextlib.suppress(BrokenFile):
-            if is_file(place / model_config.FILE_NAME):
-                found = read_object(place / model_config.FILE_NAME)
-                text = found.get("text_config")
-                hidden = found.get("hidden_size") or (text.get("hidden_size") if isinstance(text, dict) else None)
-                return hidden if type(hidden) is int and hidden > 0 else None
-    return None
-
-
 def _inside(checkpoint: ShardedDir, tag: str) -> Path:
     return checkpoint.root if tag == "." else checkpoint.root / tag
-
-
-def _require_here(checkpoint: ShardedDir, tag: str | None) -> None:
-    if tag not in (None, "."):
-        raise NotACheckpoint(f"{checkpoint.root}: there is no tag {tag} in {checkpoint.kind.with_article}")
 
 
 def _require_one_model(checkpoint: ShardedDir, models: Collection[str | None]) -> None:
     if len(models) > 1:
         message = f"{checkpoint.root} holds the states of {len(models)} models"
         raise UnsupportedCheckpoint(message, hint="put the files of the one that you want into a folder of their own")
-
-
-def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
-    tags = tuple(checkpoint.rank_files)
-    actors = [name for name in tags if not name.endswith("critic")] or list(tags)
-    wanted = tag or checkpoint.latest or (actors[0] if len(actors) == 1 else None)
-    for name in (wanted, f"{wanted}/actor"):
-        if name in tags:
-            return str(name)
-    if or_newest:
-        return actors[-1]
-    if tags == (".",):
-        raise NotACheckpoint(
-            f"{checkpoint.root}: there is no tag {tag}: it is one step of {checkpoint.kind.with_article}"
-        )
-    listed = ", ".join(tags)
-    if wanted is None:
-        message = f"{checkpoint.root} has several steps and no file `{POINTER}`: {listed}"
-        raise NotACheckpoint(message, hint="choose: `tag=T`")
-    says = "" if tag else f"`{POINTER}` names "
-    message = f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}"
-    raise NotACheckpoint(message, hint=f'`tag="{actors[-1]}"`')

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 from lora_tool.checkpoint import ShardedDir
 from lora_tool.display import counted
-from lora_tool.errors import NotACheckpoint
 from lora_tool.formats.partitions import Role, assemble, entries, unaccounted
 from lora_tool.formats.torch_zip import Record
 from lora_tool.formats.zero import ZeroTag, read_tag
-from lora_tool.progress import decided
 from lora_tool.sharded.faults import adapter_left_out, base_layers_left_out, frozen_left_out
 from lora_tool.sharded.master_rounding import master_rounding
 from lora_tool.sharded.state import TrainingState
+from lora_tool.sharded.tags import choose_tag
 from lora_tool.sharded.value_check import ValueCheck
 from lora_tool.sharded.zero_checks import frozen_unknown, stale_latest, tag_faults
 from lora_tool.tensors import Span, StoredTensor, TensorTable
@@ -54,7 +53,7 @@ class ZeroState(TrainingState):
 
 def zero_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state that one tag of a DeepSpeed checkpoint holds; see `training_state`."""
-    name = _choose_tag(checkpoint, tag, or_newest=or_newest)
+    name = choose_tag(checkpoint, tag, or_newest=or_newest)
     folder = checkpoint.root if name == "." else checkpoint.root / name
     found = read_tag(folder, name)
     first, known = found.first, entries(found)
@@ -92,22 +91,3 @@ def _cut(tag: ZeroTag) -> str:
         if tag.masters is None
         else f"universal, {counted(len(tag.masters), 'parameter')}"
     )
-
-
-def _choose_tag(checkpoint: ShardedDir, tag: str | None, *, or_newest: bool) -> str:
-    tags = tuple(checkpoint.rank_files)
-    wanted = tag or checkpoint.latest or (tags[0] if len(tags) == 1 else None)
-    if wanted in tags:
-        decided(
-            f"tag: {wanted}, {'which was asked for' if tag else 'as `latest` says' if checkpoint.latest else 'the only one'}"
-        )
-        return str(wanted)
-    if or_newest:
-        return tags[-1]
-    listed = ", ".join(tags)
-    if wanted is None:
-        message = f"{checkpoint.root} has several tags and no file `latest`: {listed}"
-        raise NotACheckpoint(message, hint="choose: `tag=T`")
-    says = "" if tag else "`latest` names "
-    message = f"{checkpoint.root}: {says}{wanted}, which is not there; there is: {listed}"
-    raise NotACheckpoint(message, hint=f'`tag="{tags[-1]}"`')

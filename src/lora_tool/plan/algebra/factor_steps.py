@@ -9,7 +9,7 @@ from lora_tool.actions import TensorAction
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.terms import Factors, biases
 from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
-from lora_tool.plan.core.ops import Assemble, Op, copied_as
+from lora_tool.plan.core.ops import Assemble, Op, copied_as, row_ops
 from lora_tool.plan.core.steps import Step
 from lora_tool.tensors import DType, TensorSpec
 
@@ -82,7 +82,7 @@ def _summed(columns: Sequence[Columns]) -> Op:
 
 def step_of(name: str, dtype: DType, shape: tuple[int, ...], op: Op) -> Step:
     """Return the step that writes the tensor by the operation: copied, cast or computed, as that is."""
-    parts = op.parts if isinstance(op, Assemble) else (op,)
+    parts = row_ops(op)
     action = TensorAction.COMPUTED
     if all(each.is_copy for each in parts):
         action = TensorAction.COPIED

@@ -23,7 +23,7 @@ from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
-from lora_tool.weighted import all_weighted, weighted
+from lora_tool.weighted import all_weighted, place_of
 
 
 def plan_combine(
@@ -49,8 +49,7 @@ def plan_combine(
     once. Raises `FindingsFound`, `UnsupportedAdapter` for what does not add up, `IncompatibleBase`, `WrongValue`.
     """
     names, given = all_weighted(adapters, weights)
-    chosen = None if head_of is None else weighted(head_of)[0]
-    at = None if chosen is None else _place(chosen, names)
+    at = None if head_of is None else place_of(head_of, names)
     asked = Ranks(rank=rank, keep=keep)
     kind = None if dtype is None else float_type(dtype)
     opened = tuple(map(opened_adapter, names))
@@ -76,13 +75,6 @@ def plan_resize(
         raise WrongValue("rank, keep: one of the two says which rank a module gets", hint="rank=16, or keep=0.99")
     kind = None if dtype is None else float_type(dtype)
     return _planned("resize", (opened_adapter(adapter),), (1.0,), asked, kind, head_of=None, base=None, ignore=ignore)
-
-
-def _place(chosen: Reference, names: Sequence[Reference]) -> int:
-    for at, name in enumerate(names):
-        if str(name).rstrip("/") == str(chosen).rstrip("/"):
-            return at
-    raise WrongValue(f"head_of: {chosen} is none of the adapters: {', '.join(map(str, names))}")
 
 
 def _planned(

@@ -12,14 +12,15 @@ from lora_tool.checkpoint import ADAPTER_WEIGHTS, ModelDir, require_whole
 from lora_tool.cores import available_cores
 from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter, WrongValue
-from lora_tool.formats import tokenizer
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import json_bytes
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.keys import PREFIX
 from lora_tool.plan.algebra.differing import Differing, differing
 from lora_tool.plan.algebra.peft_config import PLAIN, rank_fields
+from lora_tool.plan.algebra.ranks import keeping_little, least_kept
 from lora_tool.plan.algebra.turning import Ranks
+from lora_tool.plan.algebra.whole_plan import stamps_of, tokenizer_files
 from lora_tool.plan.core.manifest import describe_input
 from lora_tool.plan.core.ops import Copy, Precision, copied_as
 from lora_tool.plan.core.plan import Plan
@@ -111,15 +112,15 @@ def plan_extract(
         modules.append(each)
         steps += _steps(each, factors, kind)
     whole = [*_whole_steps(tuned, found)]
-    config = _config(first, found, modules)
+    side_files = (_config(first, found, modules), *tokenizer_files((tuned,)))
     return Plan(
         shards=(Shard(filename=ADAPTER_WEIGHTS, steps=(*steps, *whole)),),
-        side_files=(config, *_tokenizer_files(tuned)),
+        side_files=side_files,
         leftovers=tuple(
             InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
             for tensor, reason in found.left
         ),
-        inputs=_stamps(tuned, first, spool),
+        inputs=(*stamps_of((tuned, first), side_files), *spool.stamps()),
         precision=Precision.FLOAT32,
         notes=tuple(_notes(tuned, first, modules, whole)),
         warnings=tuple(_warnings(modules)),
@@ -214,10 +215,7 @@ def _config(base: ModelDir, found: Differing, modules: Sequence[Extracted]) -> S
 def _notes(tuned: ModelDir, base: ModelDir, modules: Sequence[Extracted], whole: Sequence[Step]) -> Iterator[str]:
     yield f"extracting {tuned.root} from {base.root}: {counted(len(modules), 'module')} as LoRA, {counted(len(whole), 'tensor')} whole"
     if modules:
-        worst = sorted(modules, key=lambda each: (each.kept, each.module))[:3]
-        yield "kept of what changed beyond rounding: the least in " + ", ".join(
-            f"{m.module} {m.kept:.2%}" for m in worst
-        )
+        yield f"kept of what changed beyond rounding: the least in {least_kept(modules)}"
         most = max(modules, key=lambda each: each.residual / each.norm if each.norm else 0.0)
         if most.norm:
             yield (
@@ -227,26 +225,9 @@ def _notes(tuned: ModelDir, base: ModelDir, modules: Sequence[Extracted], whole:
 
 
 def _warnings(modules: Sequence[Extracted]) -> Iterator[str]:
-    lost = [each for each in modules if each.kept < _LITTLE]
-    if lost:
-        worst = min(lost, key=lambda each: each.kept)
-        yield (
-            f"{counted(len(lost), 'module')} of {len(modules)} keep less than {_LITTLE:.0%} of what changed, {worst.module} only "
-            f"{worst.kept:.1%}: a full fine-tune need not be of low rank; --rank takes more, --save MODULE writes one whole"
-        )
+    if (lost := keeping_little(modules, _LITTLE, "what changed")) is not None:
+        yield f"{lost}: a full fine-tune need not be of low rank; --rank takes more, --save MODULE writes one whole"
 
 
 def _described(model: ModelDir) -> Mapping[str, Any]:
     return describe_input(source_of(model.root), model.weights, fingerprint(model.weights))
-
-
-def _tokenizer_files(tuned: ModelDir) -> Iterator[SideFile]:
-    for name in tuned.folder.files:
-        if name in tokenizer.FILE_NAMES:
-            yield SideFile(filename=name, source=tuned.root / name, reason=f"copied from {tuned.root}")
-
-
-def _stamps(tuned: ModelDir, base: ModelDir, spool: Spool) -> tuple[FileStamp, ...]:
-    stamps = {stamp.path: stamp for each in (tuned, base) for stamp in each.weights.stamps}
-    copied = [FileStamp.of(file.source) for file in _tokenizer_files(tuned) if file.source is not None]
-    return (*stamps.values(), *copied, *spool.stamps())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lora_tool.adapter.view import FACTORS
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model, require_whole
@@ -17,6 +18,8 @@ from lora_tool.formats.manifest import Manifest, read_manifest
 from lora_tool.keys import Part
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
+
+Opened = TypeVar("Opened", AdapterDir, ModelDir)
 
 _SUMS = frozenset({"combine", "resize", "prepare"})
 
@@ -57,22 +60,31 @@ def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs
 
     Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
     """
-    made = open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
-    path = made.root / manifest_format.FILE_NAME
-    if not isinstance(made, AdapterDir) or not path.is_file():
+    found = _computed(folder, _SUMS)
+    if found is None:
         return None
-    manifest = read_manifest(path)
-    if manifest.raw.get("operation") not in _SUMS:
-        return None
-    require_whole(made)
+    made, manifest = found
     recorded = tuple(_recorded(manifest))
-    opened = tuple(map(opened_adapter, adapters)) or tuple(_open(entry, made) for entry in recorded)
+    opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
     if len(opened) != len(recorded):
         raise NotACheckpoint(
             f"{made.root} was computed from {len(recorded)} adapters, {len(opened)} were given",
             hint="give them in their order: --adapter A --adapter B",
         )
     return SumInputs(made=made, manifest=manifest, adapters=opened, weights=tuple(map(_weight, recorded)))
+
+
+def _computed(folder: Reference, operations: Collection[str]) -> tuple[AdapterDir, Manifest] | None:
+    """Return the adapter in the folder and its manifest, where that says that one of the operations wrote it."""
+    made = open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
+    path = made.root / manifest_format.FILE_NAME
+    if not isinstance(made, AdapterDir) or not path.is_file():
+        return None
+    manifest = read_manifest(path)
+    if manifest.raw.get("operation") not in operations:
+        return None
+    require_whole(made)
+    return made, manifest
 
 
 def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
@@ -87,15 +99,27 @@ def _weight(entry: Mapping[str, Any]) -> float:
     return float(weight) if isinstance(weight, int | float) else 1.0
 
 
-def _open(entry: Mapping[str, Any], made: AdapterDir) -> AdapterDir:
+def _adapter(entry: Mapping[str, Any], made: AdapterDir) -> AdapterDir:
+    return _opened(
+        entry, open_adapter_at, made, "computed", f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER"
+    )
+
+
+def _model(entry: Mapping[str, Any], made: AdapterDir) -> ModelDir:
+    return _opened(entry, open_model, made, "extracted", None)
+
+
+def _opened(
+    entry: Mapping[str, Any], opens: Callable[[Path], Opened], made: AdapterDir, how: str, hint: str | None
+) -> Opened:
+    """Return the input that a manifest's entry names. Raises `NotACheckpoint` where it is not there any more."""
     hub_id, revision = entry.get("hub_id"), entry.get("revision")
     reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
     try:
-        return open_adapter_at(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
+        return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
     except CheckpointError as error:
         raise NotACheckpoint(
-            f"{made.root} was computed from {hub_id or entry.get('path')}, which is not there any more: {error}",
-            hint=f"lora-tool verify {shlex.quote(str(made.root))} --adapter ADAPTER",
+            f"{made.root} was {how} from {hub_id or entry.get('path')}, which is not there any more: {error}", hint=hint
         ) from error
 
 
@@ -144,24 +168,9 @@ def find_extracted(folder: Reference, base: Reference | None = None) -> ExtractI
 
     Raises `NotACheckpoint` for a model that is not there any more, and as `open_checkpoint`.
     """
-    made = open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
-    path = made.root / manifest_format.FILE_NAME
-    if not isinstance(made, AdapterDir) or not path.is_file():
+    found = _computed(folder, ("extract",))
+    if found is None:
         return None
-    manifest = read_manifest(path)
-    if manifest.raw.get("operation") != "extract":
-        return None
-    require_whole(made)
-    found = _open_model(manifest.input("base"), made) if base is None else opened_model(base)
-    return ExtractInputs(made=made, manifest=manifest, model=_open_model(manifest.input("model"), made), base=found)
-
-
-def _open_model(entry: Mapping[str, Any], made: AdapterDir) -> ModelDir:
-    hub_id, revision = entry.get("hub_id"), entry.get("revision")
-    reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
-    try:
-        return open_model(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
-    except CheckpointError as error:
-        raise NotACheckpoint(
-            f"{made.root} was extracted from {hub_id or entry.get('path')}, which is not there any more: {error}"
-        ) from error
+    made, manifest = found
+    first = _model(manifest.input("base"), made) if base is None else opened_model(base)
+    return ExtractInputs(made=made, manifest=manifest, model=_model(manifest.input("model"), made), base=first)

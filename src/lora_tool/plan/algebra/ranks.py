@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lora_tool.display import counted
 
@@ -15,6 +15,18 @@ _ENOUGH = 0.99
 _LITTLE = 0.9
 """A module that keeps less than this share is worth a warning."""
 _WORST = 3
+
+
+class Kept(Protocol):
+    """A module's figures, of whatever computation, that tell how much of its ΔW is kept."""
+
+    @property
+    def module(self) -> str:
+        """Its path."""
+
+    @property
+    def kept(self) -> float:
+        """The share of what was to be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +83,7 @@ def total_kept(modules: Sequence[ModuleRank]) -> float:
 
 def rank_lines(modules: Sequence[ModuleRank]) -> Iterator[str]:
     """Yield the summary: how much is kept, where the least is, and which rank would do."""
-    worst = sorted(modules, key=lambda each: (each.kept, each.module))[:_WORST]
-    least = ", ".join(f"{each.module} {each.kept:.2%}" for each in worst)
-    yield f"kept {total_kept(modules):.4%} of ‖ΔW‖²; the least in {least}"
+    yield f"kept {total_kept(modules):.4%} of ‖ΔW‖²; the least in {least_kept(modules)}"
     ranks = [each.enough for each in modules]
     yield (
         f"rank for {_ENOUGH:.0%} of ‖ΔW‖²: {statistics.median_high(ranks)} in the median of "
@@ -82,15 +92,28 @@ def rank_lines(modules: Sequence[ModuleRank]) -> Iterator[str]:
     )
 
 
+def least_kept(modules: Sequence[Kept]) -> str:
+    """Return the modules that keep least, each with its share."""
+    worst = sorted(modules, key=lambda each: (each.kept, each.module))[:_WORST]
+    return ", ".join(f"{each.module} {each.kept:.2%}" for each in worst)
+
+
+def keeping_little(modules: Sequence[Kept], share: float, what: str) -> str | None:
+    """Return how many modules keep less than `share` of `what`, and which the least; None where none does."""
+    lost = [each for each in modules if each.kept < share]
+    if not lost:
+        return None
+    worst = min(lost, key=lambda each: each.kept)
+    return (
+        f"{counted(len(lost), 'module')} of {len(modules)} keep less than {share:.0%} of {what}, {worst.module} only "
+        f"{worst.kept:.1%}"
+    )
+
+
 def rank_warnings(modules: Sequence[ModuleRank]) -> Iterator[str]:
     """Yield a warning where a module loses much."""
-    lost = [each for each in modules if each.kept < _LITTLE]
-    if lost:
-        worst = min(lost, key=lambda each: each.kept)
-        yield (
-            f"{counted(len(lost), 'module')} of {len(modules)} keep less than {_LITTLE:.0%} of ‖ΔW‖², {worst.module} only "
-            f"{worst.kept:.1%}: --keep {_ENOUGH} chooses each rank by what it keeps"
-        )
+    if (lost := keeping_little(modules, _LITTLE, "‖ΔW‖²")) is not None:
+        yield f"{lost}: --keep {_ENOUGH} chooses each rank by what it keeps"
 
 
 def _span(ranks: Sequence[int]) -> str:

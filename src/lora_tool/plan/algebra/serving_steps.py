@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lora_tool.keys import PREFIX
-from lora_tool.plan.algebra.factor_steps import factor_ops, step_of
+from lora_tool.plan.algebra.factor_steps import factor_ops, part_names, step_of
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
 from lora_tool.plan.core.operation import rows_of
@@ -24,7 +24,7 @@ def padded_steps(
     if missing:
         above = Assemble(parts=(*row_ops(above), *zero_rows(factors.a_parts[0], missing)))
         across = _wider(factors, across, missing, turned)
-    a, b = ("lora_embedding_A", "lora_embedding_B") if factors.embedding else ("lora_A.weight", "lora_B.weight")
+    a, b = part_names(factors)
     yield step_of(f"{PREFIX}{factors.module}.{a}", dtype, (rank, *factors.inner), above)
     yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank, *factors.outer), across)
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lora_tool.actions import TensorAction
-from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir
+from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir
 from lora_tool.errors import UnsupportedAdapter
-from lora_tool.formats import tokenizer
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_warnings
 from lora_tool.plan.core.manifest import describe_input, input_name
@@ -39,7 +38,7 @@ def adapter_plan(
     `manifest` says which operation it is, and with which arguments. Raises `UnsupportedAdapter` for a tensor of an
     adapter that no step has, and that is not `dropped` by name.
     """
-    side_files = (config, *_tokenizer_files(adapters))
+    side_files = (config, *tokenizer_files(adapters))
     leftovers = (*dropped, *_used(adapters, steps))
     _require_all(adapters, leftovers)
     inputs = {input_name(number): each for number, each in enumerate(adapters, start=1)}
@@ -47,7 +46,7 @@ def adapter_plan(
         shards=(Shard(filename=filename, steps=tuple(steps)),),
         side_files=side_files,
         leftovers=leftovers,
-        inputs=_stamps(adapters, side_files),
+        inputs=stamps_of(adapters, side_files),
         precision=Precision.FLOAT64,
         findings=findings,
         input_names={each.root: name for name, each in inputs.items()} if len(inputs) > 1 else {},
@@ -69,14 +68,13 @@ def _described(adapter: AdapterDir) -> dict[str, Any]:
     return describe_input(source_of(adapter.root), adapter.weights, fingerprint(adapter.weights))
 
 
-def _tokenizer_files(adapters: Sequence[AdapterDir]) -> Iterator[SideFile]:
-    """Yield the tokenizer's files of the first adapter that has some."""
-    for adapter in adapters:
-        names = [name for name in adapter.folder.files if name in tokenizer.FILE_NAMES]
-        if names:
-            for name in names:
-                yield SideFile(filename=name, source=adapter.root / name, reason=f"copied from {adapter.root}")
-            return
+def tokenizer_files(inputs: Sequence[AdapterDir | ModelDir]) -> Iterator[SideFile]:
+    """Yield the tokenizer's files of the first input that has some."""
+    folder = next((each.folder for each in inputs if each.folder.tokenizer_files), None)
+    if folder is None:
+        return
+    for name in folder.tokenizer_files:
+        yield SideFile(filename=name, source=folder.root / name, reason=f"copied from {folder.root}")
 
 
 def _used(adapters: Sequence[AdapterDir], steps: Sequence[Step]) -> Iterator[InputRecord]:
@@ -101,7 +99,8 @@ def _require_all(adapters: Sequence[AdapterDir], leftovers: Sequence[InputRecord
                 )
 
 
-def _stamps(adapters: Sequence[AdapterDir], side_files: Sequence[SideFile]) -> tuple[FileStamp, ...]:
-    stamps = {stamp.path: stamp for adapter in adapters for stamp in adapter.weights.stamps}
+def stamps_of(inputs: Sequence[AdapterDir | ModelDir], side_files: Sequence[SideFile]) -> tuple[FileStamp, ...]:
+    """Return what the files are like that the inputs' weights and the copied side files are in, each once."""
+    stamps = {stamp.path: stamp for each in inputs for stamp in each.weights.stamps}
     copied = {file.source: FileStamp.of(file.source) for file in side_files if file.source is not None}
     return tuple({**stamps, **copied}.values())
