@@ -118,8 +118,8 @@ def _parts(step: Step, tensors: TensorTable) -> tuple[Compared, ...] | None:
 
 def _tasks(part: Compared, level: Level) -> Iterator[_Task]:
     if isinstance(part.op, Requantise):
-        for some in batched(scale_rows(part, all_of_them=level is Level.FULL), _TASK_PIECES):
-            yield _Task(part=part, rows=some)
+        for tiles in batched(scale_rows(part, all_of_them=level is Level.FULL), _TASK_PIECES):
+            yield _Task(part=part, rows=tiles)
     elif part.copied or (why_not(part.op) is not None and part.of_one_size):
         found = stretches(part.stored) if level is Level.FULL else sampled_stretches(part.stored)
         for some in batched(list(found), _TASK_PIECES):
