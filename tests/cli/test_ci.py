@@ -415,7 +415,7 @@ def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
     [
         ("outptu = 'x'", "lora-tool.toml: [ci]: unknown key 'outptu'. Did you mean 'output'"),
         ("fail_onn = 'error'", "Did you mean 'fail-on'"),
-        ("checkpoint = 'x'", "'checkpoint' is for the command line alone"),
+        ("checkpoint = 'x'", "'checkpoint' can only be given on the command line"),
         ("precision = 'peftt'", "[ci] precision: 'peftt' is not one of"),
         ("rm = 'yes'", "[ci] rm: expected true or false, found 'yes'"),
         ("jobs = 0", "[ci] jobs: 0 is not in the range"),
@@ -424,7 +424,7 @@ def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
         ("output = 3", "[ci] output: expected a string, found 3"),
         ("base = ['a']", "[ci] base: expected a string"),
         ("push = ''", "[ci] push: expected a string"),
-        ("push = 'a b'", "[ci] push: 'a b' is no repository"),
+        ("push = 'a b'", "[ci] push: 'a b' is not a repository; expected owner/name"),
         ("report = [1]", "[ci] report: expected a list of strings"),
         ("report = 'junti=x'", "Did you mean 'junit'"),
         ("ignore = {LT306 = 'why'}", "[ci] ignore: expected a list of strings"),

@@ -115,7 +115,7 @@ def test_values_that_are_damaged_are_not_published(damaged: Path, call: Caller, 
         refused = call("consolidate", damaged, "-o", tmp_path / "out" / "adapter", *options)
         assert refused.code == 1
         assert "LT411" in refused.err
-        assert "to go on all the same: --ignore LT411" in refused.err
+        assert "to continue despite these errors: --ignore LT411" in refused.err
         assert [path.name for path in tmp_path.glob("out/*") if not path.name.startswith(".")] == []
     assert not list(tmp_path.glob("out/.*/.lora-tool-journal")), "what was refused is not taken over"
 

@@ -110,7 +110,7 @@ def test_the_largest_shard_size(size: str, limit: int, tmp_path: Path, call: Cal
         (["--precision", "exact"], "exact"),
         (["--max-shard-size", "five"], "expected a number of bytes such as 5GB or 500MiB, found 'five'"),
         (["--max-shard-size", "0"], "found '0'"),
-        (["--rm", "--task", "causal-lm"], "--rm contradicts --task causal-lm"),
+        (["--rm", "--task", "causal-lm"], "--rm means --task reward, but --task is causal-lm"),
         (["--rm", "--num-labels", "3"], "--rm means one label"),
         (["--dyr-run"], "--dry-run"),
         (["a", "b"], ""),

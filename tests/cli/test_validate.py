@@ -400,7 +400,7 @@ def test_a_checkpoint_does_not_say_which_of_its_faults_count(
     monkeypatch.chdir(project / "reward" / "adapter")
     called = call("validate")
     assert called.code == 1
-    assert "is not used (--config uses it)" in called.err
+    assert "is ignored because it lies in a folder that is being checked (--config uses it anyway)" in called.err
     assert not Path("gone.json").exists()
     assert call("validate", "--config", "lora-tool.toml").code == 0
 

@@ -84,7 +84,7 @@ def test_consolidate_says_which_tag_and_config(call: Caller, tmp_path: Path) -> 
     assert "what: adapter, for there are LoRA tensors" in said
     assert f"adapter config: {ranks / 'adapter_config.json'}, the nearest" in said
     asked = decisions(call("consolidate", ranks, "--tag", "global_step2", "--what", "state", "--dry-run", "-v"))
-    assert asked[0] == "tag: global_step2, which was asked for"
+    assert asked[0] == "tag: global_step2, as requested"
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_name_that_fits_two_readings_of_the_base(made: Callable[[str], tuple[P
     folder = renamed(adapter, tmp_path / "in", FORMS["prime-rl"])
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": None, "auto_mapping": None}))
-    with pytest.raises(UnsupportedAdapter, match="fits two readings") as refused:
+    with pytest.raises(UnsupportedAdapter, match="is ambiguous: it can mean the base model's `model") as refused:
         plan_convert(open_adapter(folder), to="peft", base=open_model(base))
     assert '"task_type": "CAUSAL_LM"' in str(refused.value.hint)
 

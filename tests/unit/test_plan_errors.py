@@ -399,7 +399,7 @@ def test_floats_of_eight_bits_need_a_scale(tmp_path: Path) -> None:
         table["model.norm.weight"] = edit.Raw("F8_E4M3", (16,), bytes(16))
     small.model["quantization_config"] = {"quant_method": "fp8"}
     with pytest.raises(
-        FindingsFound, match=r"LT322 .*model-00002.*: `model.norm.weight`: is F8_E4M3, and there is no scale"
+        FindingsFound, match=r"LT322 .*model-00002.*: `model.norm.weight`: is F8_E4M3, but has no scale"
     ):
         small.plan()
 

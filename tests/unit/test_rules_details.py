@@ -148,9 +148,9 @@ def test_a_base_whose_names_cannot_tell_is_skipped(change: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ("unknown architecture", {"no table has the tensors of a llava_new model"}),
-        ("quantised", {"the weights are quantised (hqq): names and shapes are not those of the class"}),
-        ("custom code", {"the model's class is code of its own, so its tensors are not known"}),
+        ("unknown architecture", {"lora-tool has no table of the tensors of a llava_new model"}),
+        ("quantised", {"the weights are quantised (hqq): their names and shapes are not those of the class"}),
+        ("custom code", {"the model's class is custom code, so lora-tool does not know its tensors"}),
         (None, set()),
     ],
 )

@@ -36,14 +36,9 @@ class Sources(OpenFiles):
 
     def _check(self, path: Path, now: FileStamp) -> None:
         stamp = self._stamps[path]
-        if now != stamp:
-            how = (
-                f"{stamp.size:,} bytes were planned, now it has {now.size:,}"
-                if stamp.size != now.size
-                else f"it still has {now.size:,} bytes, and was {'replaced' if now.inode != stamp.inode else 'written to'} since"
-            )
+        if not now.is_same(stamp):
             raise SourceChanged(
-                f"{path} changed while it was read: {how}",
+                f"{path} changed while it was read: {stamp.difference(now)}",
                 hint="run again once nothing writes to it",
             )
 

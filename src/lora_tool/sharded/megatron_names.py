@@ -81,16 +81,16 @@ def geometry_of(config: Mapping[str, Any], path: object) -> Geometry:
     """Return the geometry that `run_config.yaml` gives the model. Raises `UnsupportedCheckpoint` for other models."""
     model = config.get("model")
     if not isinstance(model, dict):
-        raise UnsupportedCheckpoint(f"{path} has no section `model`: how rows are fused is not known", hint=GIVE)
+        raise UnsupportedCheckpoint(f"{path} has no section `model`, which says how rows are fused", hint=GIVE)
     target = str(model.get("_target_") or "")[:_LONGEST]
     if not _LIKE_LLAMA.match(target.rpartition(".")[2]):
         raise UnsupportedCheckpoint(
-            f"{path}: `model._target_` is {target or 'absent'}, and what transformers calls its modules is not known here",
+            f"{path}: `model._target_` is {target or 'absent'}, for which lora-tool does not know transformers' module names",
             hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt",
         )
     for name, wanted in (("attention_output_gate", False), ("gated_linear_unit", True)):
         if bool(model.get(name, wanted)) is not wanted:
-            text = f"{path}: `model.{name}` is {str(not wanted).lower()}: how its rows are fused is not read"
+            text = f"{path}: `model.{name}` is {str(not wanted).lower()}: lora-tool does not read rows that are fused that way"
             raise UnsupportedCheckpoint(
                 text, hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt"
             )
@@ -98,7 +98,7 @@ def geometry_of(config: Mapping[str, Any], path: object) -> Geometry:
     groups = _count(model, "num_query_groups") or heads
     size = _count(model, "kv_channels") or (hidden // heads if heads else 0)
     if not heads or not groups or not size or heads % groups:
-        text = f"{path}: heads {heads}, query groups {groups} and kv_channels {size} are no geometry of attention"
+        text = f"{path}: heads {heads}, query groups {groups} and kv_channels {size} do not describe attention"
         raise UnsupportedCheckpoint(text, hint=GIVE)
     return Geometry(heads=heads, groups=groups, head_dim=size)
 
@@ -130,7 +130,7 @@ def _places(name: str, shape: tuple[int, ...], geometry: Geometry) -> Iterator[t
     match = _KNOWN.match(name)
     if match is None:
         raise UnsupportedCheckpoint(
-            f"`{name}` is not read: LoRA on experts, routers, Mamba's in_proj and ends is not, nor are DoRA's magnitudes",
+            f"`{name}` cannot be read: lora-tool reads no LoRA on experts, routers, Mamba's in_proj and embeddings, and no DoRA",
             hint="export the adapter with Megatron-Bridge: AutoBridge.export_adapter_ckpt",
         )
     stacked = match["layer"] is None
@@ -161,7 +161,9 @@ def _projections(
         yield f"{block}.{names[part]}", None
         return
     if fused and module.endswith("qkv") and rows != geometry.qkv_rows:
-        text = f"`{name}` has {rows} rows, {geometry.heads} heads in {geometry.groups} groups need {geometry.qkv_rows}"
+        text = (
+            f"`{name}` has {rows} rows, but {geometry.heads} heads in {geometry.groups} groups need {geometry.qkv_rows}"
+        )
         raise UnsupportedCheckpoint(text, hint=GIVE)
     if fused and module.endswith("fc1") and rows % len(names):
         raise UnsupportedCheckpoint(f"`{name}` has {rows} rows, which are not those of a gate and an up projection")

@@ -55,9 +55,7 @@ def megatron_state(stored: DcpState) -> MegatronState:
     """
     path = next((folder / RUN_CONFIG for folder in _near(stored) if (folder / RUN_CONFIG).is_file()), None)
     if path is None:
-        message = (
-            f"{stored.folder} is Megatron's, and has no {RUN_CONFIG}: how rows of its modules are fused is not known"
-        )
+        message = f"{stored.folder} is a checkpoint of Megatron without {RUN_CONFIG}, which says how rows of its modules are fused"
         raise UnsupportedCheckpoint(message, hint=GIVE)
     found = places({name: entry.shape for name, entry in stored.entries.items()}, geometry_of(read_yaml(path), path))
     entries = {name: StateEntry(role=Role.SAVED, shape=place.shape) for name, place in found.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from lora_tool.adapter.mlx import MLX_WEIGHTS
 from lora_tool.adapter.support import AS_PLAIN_LORA, refusals_of_config
 from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
@@ -13,12 +14,12 @@ from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, INITS_RECOMPUTED
 from lora_tool.formats.files import json_bytes, parse_json
-from lora_tool.keys import split_layer
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plan.algebra.mlx_form import common_scale, mlx_config, mlx_steps, rope_notes, unscaled
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
-from lora_tool.plan.algebra.serving_steps import mlx_steps, padded_steps
+from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
@@ -30,7 +31,6 @@ from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
-_MLX_WEIGHTS = "adapters.safetensors"
 _NOTHING_LOST = 1e-13
 """A share of ‖ΔW‖² that float64 cannot tell from zero."""
 
@@ -74,6 +74,9 @@ def plan_prepare(
     }
     one = max(ranks.values()) if form.one_rank else None
     _require_one_form_of_experts(view, ranks, fused, one)
+    # turning a module to a lower rank puts its scaling into the factors
+    scale = common_scale(sums) if form.mlx and not turned.matrices else 1.0
+    sums = tuple(unscaled(each, scale) for each in sums) if scale != 1 else sums
     out = kind or exact_type(sums, turned=bool(turned.matrices))
     steps: list[Step] = []
     for each in sums:
@@ -90,12 +93,12 @@ def plan_prepare(
         (opened,),
         (1.0,),
         (*steps, *whole.steps),
-        _mlx_config(sums, one or 1) if form.mlx else config if form.whole else _served(config, view, one, plain),
+        mlx_config(sums, one or 1, scale) if form.mlx else config if form.whole else _served(config, view, one, plain),
         dropped=whole.dropped,
         findings=report.findings,
-        notes=_notes(view, form, sums, turned.ranks, one, model),
+        notes=_notes(view, form, sums, turned.ranks, one, scale, model),
         ranks=turned.ranks,
-        filename=_MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
+        filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         manifest={
             "operation": "prepare",
             "for": server.value,
@@ -195,44 +198,22 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, sums: Sequenc
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
 
 
-def _mlx_config(sums: Sequence[Factors], rank: int) -> SideFile:
-    """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on these modules of the last `num_layers`."""
-    layers = [split_layer(each.module)[0] for each in sums]
-    last = max((layer for layer in layers if layer is not None), default=-1)
-    keys = sorted({_in_layer(each.module) for each in sums})
-    parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
-    content = {"fine_tune_type": "lora", "num_layers": last + 1, "lora_parameters": parameters}
-    return SideFile(filename=FILE_NAME, content=json_bytes(content, indent=2), reason="written for MLX-LM")
-
-
-def _in_layer(module: str) -> str:
-    """Return a module's path inside its layer, which MLX-LM knows it by; outside of layers its whole path."""
-    number, _ = split_layer(module)
-    return module if number is None else module.partition(f".{number}.")[2]
-
-
-def _rope(base: ModelDir | None) -> Iterator[str]:
-    """Yield what of the base's config MLX-LM does not find where newer versions of transformers write it."""
-    raw = base.config.raw if base and base.config else {}
-    inner = raw.get("rope_parameters")
-    if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
-        yield f'mlx-lm reads "rope_theta" at the top of config.json, where {base and base.root} does not have it: add it'
-
-
 def _notes(
     view: AdapterView,
     form: ServingForm,
     sums: Sequence[Factors],
     ranks: Sequence[ModuleRank],
     one: int | None,
+    scale: float,
     base: ModelDir | None,
 ) -> Iterator[str]:
-    shape = f"rank {one}, alpha {one}" if one is not None else "scaling 1"
+    scaling = f"scale {scale:g}" if form.mlx else f"alpha {one}"
+    shape = f"rank {one}, {scaling}" if one is not None else "scaling 1"
     yield f"preparing {view.adapter.root} for {form.name}: {counted(len(sums), 'module')}, {shape}"
     if ranks:
         yield from rank_lines(ranks)
     if form.mlx:
-        yield from _rope(base)
+        yield from rope_notes(base)
     if form is FORMS[Server.VLLM] and view.saved:
         yield (
             "vLLM takes the head on a base that is a classifier itself, whose rewards it replaces: --reward-base writes one"

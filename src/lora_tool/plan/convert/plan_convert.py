@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import enum
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.module_names import module_names
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
-from lora_tool.choices import Choice, codes
+from lora_tool.choices import codes
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.config_file import config_file
+from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.manifest import describe_input
 from lora_tool.plan.core.ops import Precision, copied_as
@@ -34,18 +36,11 @@ _BESIDE = "LT222"
 """What is said of weights that stay beside the adapter."""
 
 
-@enum.unique
-class AdapterForm(Choice):
-    """The form that an adapter is converted to."""
-
-    PEFT = "peft"
-    """The names that PEFT loads."""
-
-
 def plan_convert(
     adapter: AdapterDir,
     *,
     to: AdapterForm | str,
+    rebuilt: Mapping[str, Any] | None = None,
     base: ModelDir | None = None,
     why_no_base: str = NO_BASE,
     reward: bool = False,
@@ -54,7 +49,8 @@ def plan_convert(
     """Return the plan that writes `adapter` in the form `to`, from headers alone; nothing is written.
 
     "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
-    bytes. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
+    values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`.
+    "mlx": what MLX-LM reads, every tensor with its values, transposed. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
     None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of a
     causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore`
     are codes to go on in spite of. Raises `FindingsFound` for what they call an error, `UnsupportedAdapter` for names
@@ -62,6 +58,8 @@ def plan_convert(
     """
     form, ignored = AdapterForm(to), codes(ignore)
     require_whole(adapter)
+    if form is AdapterForm.MLX:
+        return plan_to_mlx(adapter, base, ignore=ignored)
     view = view_of(adapter)
     model = (
         None if base is None or base.config is None else module_names(base.config, base.tensors, view.config.task_type)
@@ -74,8 +72,10 @@ def plan_convert(
     report = _judged(adapter, named, Judge(rules=chosen(_JUDGED, ignored), base=base, why_no_base=why_no_base))
     report.raise_at(Severity.ERROR)
     steps = tuple(_steps(named))
-    side_files = (config_file(named.config, named.changes, named.why), *_beside(adapter))
+    side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))
     renamed = sum(step.out.name != step.op.source.name for step in steps)
+    notes = f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed"
+    notes += ", all transposed" if all(step.op.source.is_transposed for step in steps) else ""
     return Plan(
         shards=(Shard(filename=ADAPTER_WEIGHTS, steps=steps),),
         side_files=side_files,
@@ -91,7 +91,7 @@ def plan_convert(
         precision=Precision.FLOAT32,
         findings=report.findings,
         notes=(
-            f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed",
+            notes,
             *([] if head is None else [_constant(head)]),
             *([] if model else [f"not compared with the modules of its base: {_why_not_compared(base, why_no_base)}"]),
         ),
@@ -146,7 +146,8 @@ def _steps(named: PeftNames) -> Iterator[Step]:
     for new, tensor in named.tensors.items():
         op = copied_as(tensor.dtype, tensor)
         reason = "copied" if new == tensor.name else f"renamed, saved as {tensor.name}"
-        yield Step(out=replace(tensor.spec, name=new), op=op, action=TensorAction.COPIED, reason=reason)
+        action = TensorAction.COPIED if op.is_copy else TensorAction.CAST
+        yield Step(out=replace(tensor.spec, name=new), op=op, action=action, reason=reason)
 
 
 def _beside(adapter: AdapterDir) -> Iterator[SideFile]:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from lora_tool.actions import NEW, TensorAction
+from lora_tool.architectures.fused_layers import together
 from lora_tool.checkpoint import AdapterDir, ModelDir
 from lora_tool.choices import Choice
 from lora_tool.display import counted, size
@@ -26,7 +27,7 @@ from lora_tool.formats.quantised.names import full_precision_name
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import InputRecord, Step
 from lora_tool.plan.merge.requantised import kept_line, kept_share, requantised_steps, require_kept
-from lora_tool.plan.merge.skip_lists import together, with_plain_modules
+from lora_tool.plan.merge.skip_lists import with_plain_modules
 from lora_tool.tensors import StoredTensor
 
 

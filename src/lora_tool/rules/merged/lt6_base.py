@@ -8,6 +8,7 @@ from lora_tool.architectures import architecture_of, is_computed
 from lora_tool.architectures.ends import is_end, is_input
 from lora_tool.architectures.heads import head_of
 from lora_tool.checkpoint import ModelDir
+from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.formats.stored import read_part
 from lora_tool.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -19,12 +20,15 @@ _FIRST = 4096
 _BLOCK = 1 << 20
 
 
-def _matched(base: ModelDir, model: ModelDir) -> Mapping[str, StoredTensor]:
-    """Return the base's tensors by the names that the model gives them: one may be saved without its beginning."""
-    held = model.tensors.keys()
-    firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in (*base.tensors, *held) if "." in name)
+def _matched(base: ModelDir, subject: ModelSubject) -> Mapping[str, StoredTensor]:
+    """Return the base's tensors by the names that the model gives them: one may be saved without its beginning.
+
+    Of quantised weights both have the matrices that they stand for.
+    """
+    held, theirs = subject.matrices.keys(), as_matrices(base).tensors
+    firsts = dict.fromkeys(f"{name.partition('.')[0]}." for name in (*theirs, *held) if "." in name)
     shifts = [("", ""), *((first, "") for first in firsts), *(("", first) for first in firsts)]
-    renamed = [{add + name.removeprefix(strip): t for name, t in base.tensors.items()} for strip, add in shifts]
+    renamed = [{add + name.removeprefix(strip): t for name, t in theirs.items()} for strip, add in shifts]
     return max(renamed, key=lambda table: len(table.keys() & held))
 
 
@@ -42,7 +46,7 @@ def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> froze
     """Return which of the base's tensors the model's class has no place for."""
     from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for models alone
 
-    config = subject.checkpoint.config
+    config = subject.plain.config
     found = None if config is None or subject.class_tensors is None else model_tensors(config, names)
     return frozenset() if found is None else frozenset((*found.unexpected, *found.of_other_classes))
 
@@ -62,15 +66,15 @@ def tensor_of_the_base_lost(subject: ModelSubject) -> Iterator[Fault]:
     """
     if subject.base is None:
         return
-    base = _matched(subject.base, subject.checkpoint)
-    lost = [name for name in base if name not in subject.tensors and not is_computed(name)]
+    base = _matched(subject.base, subject)
+    lost = [name for name in base if name not in subject.matrices and not is_computed(name)]
     if 2 * len(lost) > len(base):
         held = len(base) - len(lost)
         message = f"{held} of the base's {len(base)} tensors are in the model: it is another model, or names differ"
         yield Fault(message=message, severity=Severity.WARNING)
         return
     said = set(subject.class_tensors.missing) if subject.class_tensors else set()
-    no_end = not (any(is_end(name.rpartition(".")[0]) for name in subject.tensors) or subject.lost_end)
+    no_end = not (any(is_end(name.rpartition(".")[0]) for name in subject.matrices) or subject.lost_end)
     excused = _no_place(subject, base) | said | set(subject.expected or ())
     for name in lost:
         embedding = no_end and is_input(name.rpartition(".")[0])
@@ -90,12 +94,12 @@ def tensor_that_the_base_lacks(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Compare the two `config.json`; give the base that the model was made from.
     """
-    base = subject.base and _matched(subject.base, subject.checkpoint)
-    if not base or 2 * len(base.keys() & subject.tensors.keys()) < len(base):
+    base = subject.base and _matched(subject.base, subject)
+    if not base or 2 * len(base.keys() & subject.matrices.keys()) < len(base):
         return
     known = subject.class_tensors
     said = {*known.unexpected, *known.of_other_classes} if known else set()
-    for name, tensor in subject.tensors.items():
+    for name, tensor in subject.matrices.items():
         adapter = "lora_" in name or "base_layer" in name  # LT601 tells
         if name not in base and name not in said and not (adapter or is_computed(name) or _is_end(name, subject)):
             yield Fault(subject=name, message="is not a tensor of the base", path=str(tensor.path))
@@ -116,8 +120,8 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
     """
     if subject.base is None:
         return
-    for name, theirs in _matched(subject.base, subject.checkpoint).items():
-        mine = subject.tensors.get(name)
+    for name, theirs in _matched(subject.base, subject).items():
+        mine = subject.matrices.get(name)
         if mine is None or mine.shape == theirs.shape or head_of(name.rpartition(".")[0]):
             continue
         if _is_told_by_the_config(subject, name):
@@ -131,7 +135,7 @@ def other_shape_than_the_base(subject: ModelSubject) -> Iterator[Fault]:
 def _is_told_by_the_config(subject: ModelSubject, name: str) -> bool:
     """Whether the config gives the tensor another shape, too: LT317 tells."""
     wanted = subject.class_tensors.shapes.get(name, ()) if subject.class_tensors else ()
-    shape = subject.tensors[name].shape
+    shape = subject.matrices[name].shape
     return len(wanted) == len(shape) and any(a not in (None, b) for a, b in zip(wanted, shape, strict=True))
 
 
@@ -148,12 +152,12 @@ def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
     """
-    base = subject.base and _matched(subject.base, subject.checkpoint)
-    if not base or any(name not in base for name in subject.tensors):
+    base = subject.base and _matched(subject.base, subject)
+    if not base or any(name not in base for name in subject.matrices):
         return
-    if all(_same(tensor, base[name], whole=subject.whole) for name, tensor in subject.tensors.items()):
+    if all(_same(tensor, base[name], whole=subject.whole) for name, tensor in subject.matrices.items()):
         read = "" if subject.whole else ", as far as they were read; --deep reads all"
-        message = f"all {len(subject.tensors)} tensors are the base's{read}"
+        message = f"all {len(subject.matrices)} tensors are the base's{read}"
         yield Fault(message=message, severity=None if subject.whole else Severity.WARNING)
 
 

@@ -1,4 +1,4 @@
-"""LT605 to LT612, LT614, LT618 to LT620, LT625: what a merged model's values and answers are, by the evidence of them."""
+"""LT605 to LT612, LT614, LT618 to LT620, LT625 to LT627: what a merged model's values and answers are, by the evidence of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,13 @@ def untouched_tensor_changed(subject: MergedSubject) -> Iterator[Fault]:
         return
     for found in subject.kept():
         if found.verdict is Verdict.DIFFERENT:
-            yield _fault(subject, found, f"is not its source's: {_amount(found)}")
+            weight = subject.quantised_parts.get(found.name)
+            part = (
+                f"; it is a part of `{weight}`, which the adapter leaves alone: it was quantised again"
+                if weight
+                else ""
+            )
+            yield _fault(subject, found, f"is not its source's: {_amount(found)}{part}")
 
 
 @rule("LT606", Severity.ERROR, on=MergedSubject, needs=_COMPARED)
@@ -241,6 +247,27 @@ def not_what_its_inputs_give(subject: MergedSubject) -> Iterator[Fault]:
     for found in subject.evidence.values():
         if found.action is TensorAction.COMPUTED and found.verdict in (Verdict.DIFFERENT, Verdict.UNCHANGED):
             yield _fault(subject, found, found.reason or f"is not what its inputs give: {_amount(found)}")
+
+
+@rule("LT627", Severity.ERROR, on=MergedSubject, needs=_RECOMPUTED)
+def quantised_base_misread(subject: MergedSubject) -> Iterator[Fault]:
+    """A quantised weight of the base was read wrongly.
+
+    What it does: Computes what a tensor that is not W + ΔW would be, had the base's quantised weight been read in one of
+    the ways that are known to go wrong: scales left out, or divided by; the two halves of each byte swapped; codes with
+    an offset taken for two's complement; tiles inferred from the shapes; zero points left out; gate and up not
+    interleaved. It names the one that gives the values.
+
+    Why it matters: The shapes are right and the model loads. It runs on other weights than were trained.
+
+    Example: `merge_and_unload` on codes of FP8 adds ΔW to the codes: without their scales the weights are thousands of
+    times too large.
+
+    What to do: Merge again: `lora-tool merge ADAPTER --base QUANTISED` decodes every format as its library does.
+    """
+    for found in subject.evidence.values():
+        if found.verdict is Verdict.MISREAD:
+            yield _fault(subject, found, found.reason)
 
 
 @rule("LT618", Severity.ERROR, on=MergedSubject, needs=_COMPARED)

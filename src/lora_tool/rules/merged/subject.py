@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.checkpoint import MERGED_MODEL
+from lora_tool.formats.quantised.encodings import encoding_of, parts
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.merged.expected import Expected
@@ -65,6 +67,12 @@ class MergedSubject(ModelSubject):
         """Yield the evidence of the base's tensors that the adapter leaves alone."""
         return (found for found in self.evidence.values() if found.action in _KEPT)
 
+    @cached_property
+    def quantised_parts(self) -> Mapping[str, str]:
+        """Tensor on disk → the quantised weight that it is a part of."""
+        found = [each for tensor in self.matrices.values() if (each := encoding_of(tensor)) is not None]
+        return {part.name: each.spec.name for each in found for part in parts(each)}
+
     @property
     def carries_nothing(self) -> bool:
         """Whether every tensor that the adapter changes is the base's."""
@@ -83,7 +91,7 @@ class MergedSubject(ModelSubject):
         if self.base_name is None:
             return False
         kept = tuple(self.kept())
-        other = sum(found.verdict is not Verdict.RIGHT for found in kept)
+        other = sum(found.verdict not in (Verdict.RIGHT, Verdict.MISREAD) for found in kept)
         return other >= _SEVERAL and 2 * other > len(kept)
 
 

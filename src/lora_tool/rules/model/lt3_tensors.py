@@ -41,7 +41,7 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         return
     known = subject.class_tensors
     shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
-    tensors = subject.tensors
+    tensors = subject.matrices
     vocabulary = vocabulary_without_rows(subject) is not None
     for name, wanted in shapes.items():
         tensor = tensors[name]
@@ -66,22 +66,22 @@ def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]
     """Return the shapes of what is as wide as the hidden states: the embeddings, where none of them is, and the score
     head that transformers gives every decoder.
     """
-    config, inputs = subject.checkpoint.config, embedding_rows(subject.tensors)
+    config, inputs = subject.plain.config, embedding_rows(subject.matrices)
     if config is None or config.custom_code or config.quantization:
         return {}
     text = config.raw.get("text_config")
     table = text if isinstance(text, dict) else config.raw
     width = next((table[name] for name in _WIDTHS if type(table.get(name)) is int), None)
     classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures)
-    heads = {_SCORE} & subject.tensors.keys() if classifies else set()
-    lost = [] if any(subject.tensors[name].shape[1] == width for name in inputs) else [*inputs]
+    heads = {_SCORE} & subject.matrices.keys() if classifies else set()
+    lost = [] if any(subject.matrices[name].shape[1] == width for name in inputs) else [*inputs]
     return {} if width is None else dict.fromkeys((*lost, *heads), (None, width))
 
 
 def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
     """Whether the folder's ledger, or the plan of its merge, has another shape for the tensor: LT604 tells."""
     spec = (subject.expected or {}).get(name)
-    return spec is not None and spec.shape != subject.tensors[name].shape
+    return spec is not None and spec.shape != subject.matrices[name].shape
 
 
 @rule("LT318", Severity.ERROR, on=ModelSubject, needs=_CLASS)
@@ -115,7 +115,7 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
 def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
     expected = subject.expected or {}
     for name, _, other in subject.odd_tensors:
-        if name not in subject.tensors and name not in expected:
+        if name not in subject.matrices and name not in expected:
             yield Fault(subject=name, message=f"is not in the weights; layer {other} has it: it would be random")
     for message in (*([subject.lost_end] if subject.lost_end else []), *subject.lost_everywhere):
         yield Fault(message=message)
@@ -126,8 +126,8 @@ def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
     known = subject.class_tensors
     if known is None or not (known.class_name or "").endswith("ForSequenceClassification"):
         return frozenset()
-    heads = [name for name in (*subject.tensors, *known.missing) if head_of(name.rpartition(".")[0])]
-    return frozenset() if any(name in subject.tensors for name in heads) else frozenset(heads)
+    heads = [name for name in (*subject.matrices, *known.missing) if head_of(name.rpartition(".")[0])]
+    return frozenset() if any(name in subject.matrices for name in heads) else frozenset(heads)
 
 
 def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -157,4 +157,4 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
         mine = [n for n in names if (expected is None or n in expected) and "lora_" not in n and "base_layer" not in n]
         for name, more in _by_layer(mine):
             message = f"has no place in {known.class_name}{more}: transformers leaves it out"
-            yield Fault(subject=name, message=message, path=str(subject.tensors[name].path), severity=severity)
+            yield Fault(subject=name, message=message, path=str(subject.matrices[name].path), severity=severity)

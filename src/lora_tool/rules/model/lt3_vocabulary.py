@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from lora_tool.architectures import architecture_of
 from lora_tool.architectures.ends import MATRIX, is_input
 from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.checkpoint.quantised import as_matrices
 from lora_tool.display import some
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.tokenizer import added_pad_token
@@ -63,9 +64,10 @@ def _largest(subject: Subject) -> int | None:
         own = [(item.module, item.tensor, 0) for item in whole]
         own += [(layer.target, layer.a, 1) for layer in subject.layers if layer.embedding and layer.a]
         rows = [held.shape[at] for path, held, at in own if is_input(path) and len(held.shape) == MATRIX]
-        base = {} if subject.base is None else embedding_rows(subject.base.tensors)
+        base = {} if subject.base is None else embedding_rows(as_matrices(subject.base).tensors)
         return max([*rows, *base.values()], default=None)
-    return max(embedding_rows(subject.tensors).values(), default=None)
+    held = subject.matrices if isinstance(subject, ModelSubject) else subject.tensors
+    return max(embedding_rows(held).values(), default=None)
 
 
 def embedding_rows(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
@@ -92,7 +94,7 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault]:
 
     What to do: Copy the config and the weights from the same place again.
     """
-    config = subject.checkpoint.config
+    config = subject.plain.config
     if config is None or config.quantization:
         return
     path = str(config.path)
@@ -121,7 +123,7 @@ def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
 
 def vocabulary_without_rows(subject: ModelSubject) -> tuple[str, int] | None:
     """Return an embedding and its rows, where none has as many as the config's `vocab_size`."""
-    config, rows = subject.checkpoint.config, embedding_rows(subject.tensors)
+    config, rows = subject.plain.config, embedding_rows(subject.matrices)
     if not rows or config is None or config.vocab_size is None or config.vocab_size in rows.values():
         return None
     return next(iter(rows.items()))
