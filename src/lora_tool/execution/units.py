@@ -103,6 +103,17 @@ class RequantiseUnit:
 Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
 
 
+def computed_by(unit: Unit) -> tuple[RowOp, ...]:
+    """Return the operations whose arithmetic a unit needs; none for one that moves bytes."""
+    match unit:
+        case ComputeUnit():
+            return (unit.op,)
+        case RequantiseUnit():
+            return row_ops(unit.op)
+        case _:
+            return ()
+
+
 def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield units that cover the shard's data exactly once, in file order; neighbouring copies are joined.
 
