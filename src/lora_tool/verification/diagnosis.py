@@ -89,12 +89,10 @@ class _Diagnosis:
 def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
     """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
-    if part.copied:
+    if part.copied or isinstance(op, Requantise):
         return _Diagnosis(Verdict.DIFFERENT)
     if not tally.moved and not op.keeps_values:
         return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
-    if isinstance(op, Requantise):
-        return _Diagnosis(Verdict.DIFFERENT)
     how = _misread(op, part, files) if part.written is None else ""
     if how or not isinstance(op, LowRank):
         return _Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
