@@ -194,8 +194,9 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
             stored, at = files.rows(part.stored, rows), 0
             for some, expected in recomputer.blocks(part.op, rows, wide):
                 inside = slice(at, at := at + len(expected.base))
-                half = None if part.written is None else half_steps(part, some, files)
-                tally = tally_of(some_rows(stored, inside, dtype, width), dtype, expected, bounds, half)
+                steps = None if part.written is None else half_steps(part, some, files)
+                own = some_rows(stored, inside, dtype, width)
+                tally = tally_of(own, dtype, expected, bounds, wide, steps)
                 if tally.first is not None:
                     tally.first = part.begin + _flat(tally.first, some, width)
                 yield tally
