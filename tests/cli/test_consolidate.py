@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
 def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--ignore", "LT41l")
     assert called.code == 2
-    assert "No rule is called 'LT41l'" in called.err
+    assert "There is no rule 'LT41l'" in called.err
 
 
 def test_an_existing_output_is_refused_before_values_are_read(
