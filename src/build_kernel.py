@@ -1,7 +1,8 @@
-"""Compiling the kernel of lora-tool: a hook of its build, which falls back to numpy, and a command for a working copy.
+"""Compile lora-tool's C: a hook of the build, which falls back to numpy, and a command for a working copy.
 
-`python src/build_kernel.py` compiles it in place. Needed is a C compiler alone, `cc` or what CC names; `LORA_TOOL_KERNEL`
-says whether it may be missing: `auto` (it may), `require` (it may not), `off` (it is not looked for).
+There are two libraries, which share nothing: the kernel that merges, and the comparison of `verify`.
+`python src/build_kernel.py` compiles them in place with the C compiler that CC names, by default `cc`. `LORA_TOOL_KERNEL`
+says what happens without a compiler: `auto` builds without them, `require` fails, `off` never compiles them.
 """
 
 from __future__ import annotations
@@ -18,58 +19,72 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NATIVE = Path(__file__).resolve().parent / "lora_tool" / "execution" / "native"
+PACKAGE = Path(__file__).resolve().parent / "lora_tool"
+NATIVE = PACKAGE / "execution" / "native"
 LIBRARY = NATIVE / "kernel.so"
+COMPARING = PACKAGE / "verification" / "native"
+COMPARISON = COMPARING / "compare.so"
 # CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
 # the source has two
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
 
 
 class CannotCompileError(Exception):
-    """There is no compiler, or it failed; the message is its own."""
+    """The kernel cannot be compiled. The message names the missing compiler, or holds what the compiler printed."""
 
 
 def sources_digest() -> str:
-    """Return a sha256 of the sources, which the library tells of itself."""
+    """Return the sha256 of the kernel's sources; it is compiled into the library."""
     files = sorted(path for path in NATIVE.iterdir() if path.suffix in (".c", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def compile_kernel(library: Path = LIBRARY, *flags: str) -> None:
-    """Write the `library`, whole or not at all. Raises `CannotCompileError`."""
+    """Write the kernel, whole or not at all. Raises `CannotCompileError`."""
+    _compile(NATIVE / "merge.c", library, *flags, f'-DLORA_TOOL_SOURCES="{sources_digest()}"')
+
+
+def compile_comparison(library: Path = COMPARISON, *flags: str) -> None:
+    """Write the comparison, whole or not at all. Raises `CannotCompileError`."""
+    _compile(COMPARING / "compare.c", library, "-O3", *flags)
+
+
+def _compile(source: Path, library: Path, *flags: str) -> None:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        told = f'-DLORA_TOOL_SOURCES="{sources_digest()}"'
-        command = [*compiler, *FLAGS, *flags, told, "-o", str(made), str(NATIVE / "merge.c"), "-lm"]
+        command = [*compiler, *FLAGS, *flags, "-o", str(made), str(source), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the user's compiler
         except OSError as error:
             raise CannotCompileError(f"{compiler[0]}: {error.strerror}") from error
         if done.returncode != 0 or not made.exists():
-            raise CannotCompileError(f"{shlex.join(command)}\n{done.stderr or 'made nothing'}")
+            raise CannotCompileError(f"{shlex.join(command)}\n{done.stderr or 'the compiler wrote no library'}")
         made.replace(library)
 
 
 def build(asked: str) -> str | None:
-    """Make or remove the library as LORA_TOOL_KERNEL asks; return why there is none, None where there is one.
+    """Compile or remove both libraries as LORA_TOOL_KERNEL asks; return why there are none, None if they were compiled.
 
-    Raises `CannotCompileError` where one is required.
+    Raises `CannotCompileError` where they are required.
     """
     LIBRARY.unlink(missing_ok=True)
+    COMPARISON.unlink(missing_ok=True)
     if asked == "off":
         return "LORA_TOOL_KERNEL=off"
     try:
         compile_kernel()
+        compile_comparison()
     except CannotCompileError as error:
         if asked == "require":
-            raise CannotCompileError(f"LORA_TOOL_KERNEL=require, and the kernel cannot be compiled: {error}") from error
+            raise CannotCompileError(f"LORA_TOOL_KERNEL=require, but the kernel cannot be compiled: {error}") from error
+        LIBRARY.unlink(missing_ok=True)
         return str(error)
     return None
 
 
 def wheel_tag() -> str:
-    """Return the tag of a wheel with the library: every Python 3 of this platform."""
+    """Return the tag of a wheel with the library: any Python 3 on this platform."""
     name = sysconfig.get_platform().replace("universal2", platform.machine())
     return f"py3-none-{re.sub('[^a-zA-Z0-9]', '_', name)}"
 
@@ -81,22 +96,24 @@ except ImportError:  # as a command, where nothing is built for installing
 else:
 
     class KernelHook(BuildHookInterface[Any]):  # type: ignore[misc] # hatchling is there only where wheels are built
-        """What hatchling calls before it makes a wheel, editable ones too."""
+        """Hatchling calls it before it makes a wheel, editable wheels included."""
 
         PLUGIN_NAME = "custom"
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            """Compile the kernel and mark the wheel as one of this platform, or say why it computes in numpy."""
+            """Compile the kernel and mark the wheel as one for this platform, or warn that it will compute with numpy."""
             del version
             if self.target_name != "wheel":
                 return
             why_not = build(os.environ.get("LORA_TOOL_KERNEL", "auto").lower())
             if why_not is not None:
-                self.app.display_warning(f"lora-tool is built without its compiled kernel, in numpy: {why_not}")
+                self.app.display_warning(
+                    f"lora-tool is built without its compiled kernel and will compute with numpy: {why_not}"
+                )
                 return
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag()
-            build_data["artifacts"].append(str(LIBRARY.relative_to(Path(self.root))))
+            build_data["artifacts"] += [str(made.relative_to(Path(self.root))) for made in (LIBRARY, COMPARISON)]
 
 
 if __name__ == "__main__":

@@ -396,6 +396,33 @@ def _scales_lost(folder: Path) -> None:
         table["model.layers.1.mlp.up_proj.weight"] = raw(32, 16, dtype="F8_E4M3")
 
 
+def quantised(folder: Path, name: str) -> F64:
+    """Make one weight of a model FP8, with one scale for all of it; return its codes as numbers."""
+    with weights(folder) as table:
+        values = numbers(table[name])
+        scale = np.abs(values).max() / 448
+        codes = (values / scale).astype(ml_dtypes.float8_e4m3fn)
+        table[name] = Raw("F8_E4M3", table[name].shape, codes.tobytes())
+        table[f"{name}_scale_inv"] = Raw("F32", (), np.float32(scale).tobytes())
+    with fields(folder, "config.json") as config:
+        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    return np.asarray(codes, np.float64)
+
+
+@breaks("LT323", "causal-llama/base")
+def _one_of_three_that_are_fused(folder: Path) -> None:
+    quantised(folder, f"{Q_PROJ}.weight")
+
+
+@breaks("LT627", CAUSAL_MERGED, verified=True)
+def _added_to_the_codes(folder: Path) -> None:
+    name = f"{Q_PROJ}.weight"
+    codes = quantised(folder.parent / "base", name)
+    merged_in(folder.parent)
+    with weights(folder) as table:
+        table[name] = stored(codes + deltas(folder)[name], table[name])
+
+
 @breaks("LT615 no tokenizer", MERGED, with_base=True, adapters=())
 def _no_tokenizer(folder: Path) -> None:
     _of_no_manifest(folder)

@@ -1,4 +1,4 @@
-"""What becomes of a tensor, and what it is found to be, in one word: rules ask for it without loading plans or evidence."""
+"""What happens to a tensor, and what verification found it to be, in one word. Rules read both without loading plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorAction(str, enum.Enum):
 
 
 NEW = frozenset({TensorAction.MERGED, TensorAction.REPLACED, TensorAction.ADDED, TensorAction.COMPUTED})
-"""What of an output the base did not have so: a writer looks at each value of it."""
+"""Actions that write values the base does not have; the writer checks each of them for NaN and overflow."""
 
 
 @enum.unique
@@ -32,15 +32,17 @@ class Verdict(str, enum.Enum):
     """What a tensor of a merged model was found to be."""
 
     RIGHT = "right"
-    """What the plan says: its source's bytes, or within the stated bound of the recomputation."""
+    """As planned: the bytes of its source, or within the stated bound of the recomputed values."""
     DIFFERENT = "different"
-    """Not what the plan says, in none of the ways below."""
+    """Not as planned, and none of the causes below explains it."""
     UNCHANGED = "unchanged"
-    """The base's own values, though the adapter changes it."""
+    """Still the base's values, although the adapter changes the tensor."""
     SCALED = "scaled"
     """W + factor · ΔW, with a factor that is not 1."""
     TRANSPOSED = "transposed"
     """W + ΔWᵀ."""
+    MISREAD = "misread"
+    """What the base's quantised weight gives where it is read wrongly; `reason` says how."""
     UNRELATED = "unrelated"
     """Changed in another direction than ΔW."""
     UNKNOWN = "unknown"

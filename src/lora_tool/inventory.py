@@ -1,4 +1,4 @@
-"""All checkpoints under a folder: step, metric, sizes by kind, verdict; and which of them a run can do without."""
+"""All checkpoints under a folder with step, metric, sizes and verdict, and which of them `prune` may remove."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ class Listed:
     row: RunCheckpoint
     sizes: Mapping[FileRole, int]
     best: bool = False
-    """Whether it is the best of its run that is whole: by the metric, or the latest where nothing was evaluated."""
+    """Whether it is the best whole checkpoint of its run by the metric, or the latest where the run evaluated nothing."""
     pointed_at: bool = False
-    """Whether a link under the folder that was listed leads to it: `best`, or another run's `checkpoint-N`."""
+    """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
 
     @property
     def belongs_to_run(self) -> bool:
-        """Whether it is a `checkpoint-N` folder, one of several that a run leaves."""
+        """Whether it is one of the `checkpoint-N` folders of a run."""
         return _STEP.match(self.root.name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """The checkpoints of one folder, in their run's order. `metric` is what they are compared by."""
+    """The checkpoints of one folder in the order of the run; `metric` is the one that `best` compares."""
 
     root: Path
     metric: str | None
@@ -74,11 +74,11 @@ class Inventory:
 
 
 def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:  # noqa: B008 - immutable
-    """Yield what lies under `root`, run by run, each checkpoint judged by `criteria` as `validate` judges its run.
+    """Yield the checkpoints under `root`, run by run; `criteria` judge each of them as `validate` judges its run.
 
     Reads names, JSON, headers and adapters' weights. Links are not followed. A run's `checkpoint-N` folders come
-    together, finished weights beside them last; other folders with weights alone. Raises `NotACheckpoint` where `root`
-    is no folder, `UnknownRule` for criteria that mean no rule.
+    together, finished weights beside them last; every other folder with weights is listed by itself. Raises
+    `NotACheckpoint` where `root` is not a folder, `UnknownRule` for criteria that select no rule.
     """
     runs: dict[Path, _Run] = defaultdict(_Run)
     for folder in _checkpoints_under(root):
@@ -222,15 +222,15 @@ def _content(name: str) -> FileRole:
 
 @enum.unique
 class Why(TextEnum):
-    """Why a checkpoint is kept, or may go."""
+    """Why prune keeps or removes a checkpoint."""
 
     LAST = "one of the last"
-    ONLY = "the last valid one, and one always stays"
+    ONLY = "the last valid one; prune always keeps one"
     BEST = "one of the best"
-    NONE_VALID = "no checkpoint of the run is valid; one may still be rescued"
+    NONE_VALID = "no checkpoint of the run is valid, but consolidate may still rescue one"
     NEWER = "newer than the last valid one"
     LINK = "a link"
-    UNREADABLE = "may not be read by you, so it is not known to be broken"
+    UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
     POINTED_AT = "a link leads to it"
     INVALID = "broken"
     OLDER = "neither among the last nor the best"
@@ -241,7 +241,7 @@ KEPT = frozenset(Why) - {Why.INVALID, Why.OLDER}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneChoice:
-    """What pruning does with one checkpoint."""
+    """What prune does with one checkpoint."""
 
     checkpoint: Listed
     why: Why
@@ -254,8 +254,8 @@ class PruneChoice:
 def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[PruneChoice]:
     """Yield for each `checkpoint-N` whether it is kept and why: the last and the best valid ones of every run.
 
-    Valid is what has no error. Of a run without a valid one nothing goes, and of the others the last valid one never
-    does unless a better one stays. Nothing but `checkpoint-N` folders is ever chosen.
+    A checkpoint is valid if it has no errors. A run without a valid checkpoint keeps all of them; any other keeps its
+    last valid one unless a better one stays. Only `checkpoint-N` folders are chosen.
     """
     for run in runs:
         listed = [item for item in run.checkpoints if item.belongs_to_run]

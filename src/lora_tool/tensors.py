@@ -1,7 +1,7 @@
 """The words for tensors on disk: a dtype, a shape, and the byte spans that hold the elements.
 
 A tensor in a safetensors file is one span. The same three words describe tensors that are scattered over several
-files, so whatever reads a format ends with a `TensorTable`, and whatever writes starts from one.
+files, so every reader of a format returns a `TensorTable`, and every writer starts from one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lora_tool.choices import TextEnum, wrong_value
 
 MAX_BYTES = 2**63 - 1
-"""No file is larger than this, so no tensor is: shape products beyond it are lies, not sizes."""
+"""No file is larger than this, so no tensor is. A header whose shape needs more is wrong."""
 
 
 @enum.unique
@@ -53,7 +53,7 @@ class DType(TextEnum):
     bits: int
     """Size of one element in bits (sub-byte types exist)."""
     is_float: bool
-    """Whether it is one of the four float types that a merge can compute with: F16, BF16, F32, F64."""
+    """Whether a merge can compute with it: F16, BF16, F32 or F64."""
 
     def __init__(self, name: str) -> None:
         number = re.search(r"\d+", name)
@@ -62,11 +62,11 @@ class DType(TextEnum):
 
 
 FLOAT_NAMES = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32", DType.F64: "float64"}
-"""The float types, and what torch and a transformers config call them."""
+"""The float types and their names in torch and in a transformers config."""
 
 
 def float_type(asked: object) -> DType:
-    """Return the float type that is asked for: a `DType`, torch's type, or a name such as "bfloat16", "bf16", "fp16".
+    """Return the float type for a `DType`, a type of torch, or a name such as "bfloat16", "bf16", "fp16".
 
     Raises `WrongValue` for everything else.
     """
@@ -274,12 +274,13 @@ TensorTable = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStamp:
-    """What a file looked like when it was read: a later difference means that it was changed under us."""
+    """What a file looked like when it was read; any later difference means that another program changed it."""
 
     path: Path
     size: int
     mtime_ns: int
-    inode: int
+    inode: int | None
+    """None where it was seen on another machine, whose mount may number the same files differently."""
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
@@ -289,6 +290,22 @@ class FileStamp:
     @classmethod
     def from_stat(cls, path: Path, stat: os.stat_result) -> FileStamp:
         return cls(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+
+    def for_another_machine(self) -> FileStamp:
+        """Return what of it holds on every machine that sees the file."""
+        return replace(self, inode=None)
+
+    def is_same(self, other: FileStamp) -> bool:
+        """Return whether both are of one state of the file; inodes tell where both were taken on one machine."""
+        one_machine = self.inode is not None and other.inode is not None
+        return self == (other if one_machine else replace(other, inode=self.inode))
+
+    def difference(self, now: FileStamp) -> str:
+        """Return in words how the file is `now`, which is not as it was."""
+        if self.size != now.size:
+            return f"the plan saw {self.size:,} bytes, now it has {now.size:,}"
+        replaced = None not in (self.inode, now.inode) and self.inode != now.inode
+        return f"it still has {now.size:,} bytes, but was {'replaced' if replaced else 'written to'}"
 
 
 def contiguous(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -51,7 +51,7 @@ def place_of(chosen: Reference, among: Sequence[Reference]) -> int:
     for at, each in enumerate(among):
         if each is name or _as_typed(each) == _as_typed(name) is not None:
             return at
-    raise WrongValue(f"head_of: {chosen} is none of the adapters: {', '.join(map(str, among))}")
+    raise WrongValue(f"head_of: {chosen} is not one of the adapters: {', '.join(map(str, among))}")
 
 
 def _as_typed(reference: Reference) -> str | None:

@@ -228,7 +228,7 @@ def test_an_adapter_config_beside_fsdp_files_is_no_adapter(call: Caller, clone: 
     assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
     assert "pytorch_model_fsdp_0" in told["stages"][2]["summary"]
     hint = call("validate", run, "--json").json["findings"][0]["hint"]
-    assert hint == f"they are there in pieces: lora-tool consolidate {run}"
+    assert hint == f"the folder holds them in pieces: lora-tool consolidate {run}"
 
 
 def test_a_run_of_checkpoints_saved_without_gathering(call: Caller, clone: Path, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
     [
         ("outptu = 'x'", "lora-tool.toml: [ci]: unknown key 'outptu'. Did you mean 'output'"),
         ("fail_onn = 'error'", "Did you mean 'fail-on'"),
-        ("checkpoint = 'x'", "'checkpoint' is for the command line alone"),
+        ("checkpoint = 'x'", "'checkpoint' can only be given on the command line"),
         ("precision = 'peftt'", "[ci] precision: 'peftt' is not one of"),
         ("rm = 'yes'", "[ci] rm: expected true or false, found 'yes'"),
         ("jobs = 0", "[ci] jobs: 0 is not in the range"),
@@ -424,7 +424,7 @@ def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
         ("output = 3", "[ci] output: expected a string, found 3"),
         ("base = ['a']", "[ci] base: expected a string"),
         ("push = ''", "[ci] push: expected a string"),
-        ("push = 'a b'", "[ci] push: 'a b' is no repository"),
+        ("push = 'a b'", "[ci] push: 'a b' is not a repository; expected owner/name"),
         ("report = [1]", "[ci] report: expected a list of strings"),
         ("report = 'junti=x'", "Did you mean 'junit'"),
         ("ignore = {LT306 = 'why'}", "[ci] ignore: expected a list of strings"),

@@ -115,7 +115,7 @@ def test_values_that_are_damaged_are_not_published(damaged: Path, call: Caller, 
         refused = call("consolidate", damaged, "-o", tmp_path / "out" / "adapter", *options)
         assert refused.code == 1
         assert "LT411" in refused.err
-        assert "to go on all the same: --ignore LT411" in refused.err
+        assert "to continue despite these errors: --ignore LT411" in refused.err
         assert [path.name for path in tmp_path.glob("out/*") if not path.name.startswith(".")] == []
     assert not list(tmp_path.glob("out/.*/.lora-tool-journal")), "what was refused is not taken over"
 
@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_is_told_while_values_are_read(
 def test_an_unknown_code_is_a_usage_error(call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--ignore", "LT41l")
     assert called.code == 2
-    assert "No rule is called 'LT41l'" in called.err
+    assert "There is no rule 'LT41l'" in called.err
 
 
 def test_an_existing_output_is_refused_before_values_are_read(
@@ -162,7 +162,7 @@ def test_what(what: str, call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--what", what)
     assert called.code == (3 if what == "model" else 0)
     if what == "model":
-        assert "it is not a model by itself" in called.err
+        assert "holds a PEFT model, which is not a plain model" in called.err
 
 
 @pytest.mark.parametrize("checkpoint", ["fixtures/reward-qwen2/base", "fixtures/zero", "nowhere"])

@@ -93,7 +93,7 @@ def test_a_fix_is_shown_then_written_and_then_there_is_nothing_to_find(name: str
     assert after.pop(f"{mended}.orig") == before[mended]
     assert {file for file in after if after[file] != before[file]} == {mended}
     assert tensors(folder) == held
-    assert call("validate", folder, *options, "--fix").out.endswith("nothing that --fix can fix\n")
+    assert call("validate", folder, *options, "--fix").out.endswith("--fix has nothing to change\n")
 
 
 def test_the_text_says_what_to_type_and_what_was_done(tmp_path: Path, call: Caller) -> None:
@@ -102,10 +102,10 @@ def test_the_text_says_what_to_type_and_what_was_done(tmp_path: Path, call: Call
     shown = call("validate", folder, "--fix")
     assert shown.code == 1
     assert '\n+    "0": "LABEL_0"\n' in shown.out
-    assert shown.out.endswith("1 file would be changed for LT308: --fix --apply writes, and keeps FILE.orig\n")
+    assert shown.out.endswith("--fix --apply would change 1 file for LT308, and keep each original as FILE.orig\n")
     done = call("validate", folder, "--fix", "--apply")
     assert done.code == 0
-    assert f"changed {folder / 'config.json'}; as it was: config.json.orig\n" in done.out
+    assert f"changed {folder / 'config.json'}; the original is config.json.orig\n" in done.out
     assert "no findings" in done.out
     assert call("validate", folder, "--apply").code == 2
     assert "+++" in call("validate", folder, "--fix", "--format", "junit").err + "+++"

@@ -38,7 +38,7 @@ def test_prune_touches_nothing_without_apply(call: Caller, run: Path) -> None:
     before = sorted(run.rglob("*"))
     done = call("prune", run)
     assert done.code == 0
-    assert "would remove 1 checkpoint and free 88 KiB; --apply does it" in done.out
+    assert "would remove 1 checkpoint and free 88 KiB; --apply removes them" in done.out
     assert sorted(run.rglob("*")) == before
 
 

@@ -191,7 +191,7 @@ def test_an_option_is_set_by_the_environment(call: Caller, monkeypatch: pytest.M
     monkeypatch.setenv("LORA_TOOL_MERGE_NUM_LABELS", "3")
     done = call("merge", "fixtures/reward-qwen2/adapter")
     assert done.code == 2
-    assert "--rm means one label, --num-labels 3 was given" in done.err
+    assert "--rm means one label, but --num-labels is 3" in done.err
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

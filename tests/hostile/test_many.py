@@ -23,4 +23,4 @@ def test_an_index_of_very_many_missing_shards(tmp_path: Path) -> None:
     assert time.monotonic() - began < _SECONDS
     missing = [problem for problem in problems if problem.defect is Defect.SHARD_MISSING]
     assert len(missing) == _MANY
-    assert {problem.message for problem in missing} == {"is missing: 2 tensors are not there"}
+    assert {problem.message for problem in missing} == {"is missing, and 2 tensors with it"}

@@ -210,7 +210,7 @@ def test_parts_of_a_tensor_without_rows() -> None:
     whole = Chunk(offsets=(0, 0), sizes=(5, 4), filename="__0_0.distcp", at=0, nbytes=9)
     assert (
         uncovered(DcpTensor(dtype=DType.F32, shape=(0, 4), chunks=(whole,)))
-        == "its parts have elements, and it has none"
+        == "its parts have elements, but the tensor is empty"
     )
     assert uncovered(DcpTensor(dtype=DType.F32, shape=(5, 4), chunks=(whole,))) is None
     assert uncovered(DcpTensor(dtype=DType.F32, shape=(0, 4), chunks=())) is None

@@ -88,11 +88,11 @@ def test_more_is_included_by_name(hub: Hub, call: Caller, merged: Path) -> None:
 def test_a_link_out_of_the_folder_is_refused(merged: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (merged / "LICENSE").symlink_to(tmp_path / "secret")
-    with pytest.raises(CorruptFile, match="is a link out of its folder"):
+    with pytest.raises(CorruptFile, match="is a link that leads out of its folder"):
         select(opened(merged))
     (merged / "LICENSE").unlink()
     (merged / "link.md").symlink_to(tmp_path / "secret")
-    with pytest.raises(CorruptFile, match="is a link out of its folder"):
+    with pytest.raises(CorruptFile, match="is a link that leads out of its folder"):
         select(opened(merged), ["link.md"])
     (merged / "link.md").unlink()
     os.mkfifo(merged / "NOTICE")

@@ -44,7 +44,7 @@ def test_auto_and_require_take_the_fastest_and_off_none(compiled: Path, kernels:
 
 def test_a_level_that_the_processor_lacks_is_refused_by_name(compiled: Path, kernels: tuple[Kernel, ...]) -> None:
     (missing, *_) = set(Level) - {one.level for one in kernels}
-    with pytest.raises(ExecutionError, match=f"{VARIABLE}={missing}: this processor has {kernels[0].level}"):
+    with pytest.raises(ExecutionError, match=f"{VARIABLE}={missing}: this processor supports {kernels[0].level}"):
         asked_for(missing, compiled)
 
 
@@ -66,8 +66,8 @@ def test_without_a_library_auto_is_numpy_and_require_says_why(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "why"),
     [
-        ("merge.c", "#define VERSION 1", "#define VERSION 99", "is of version 99, and 1 is needed"),
-        ("scalar.h", "fmaf(x, y, z)", "((x) * (y) + (z))", "computes other bits than it should at scalar"),
+        ("merge.c", "#define VERSION 1", "#define VERSION 99", "has version 99, but version 1 is needed"),
+        ("scalar.h", "fmaf(x, y, z)", "((x) * (y) + (z))", "gives wrong results at scalar"),
     ],
     ids=["another version", "a rounding more"],
 )
@@ -188,7 +188,7 @@ def test_what_is_required_and_not_there_ends_the_merge(
     monkeypatch.setenv(VARIABLE, "require")
     done = call("merge", FIXTURES / "causal-llama" / "adapter", "-o", tmp_path / "out")
     assert done.code == 3
-    assert f"{VARIABLE}=require, and the compiled kernel cannot be used: it was not built" in done.err
+    assert f"{VARIABLE}=require, but the compiled kernel cannot be used: it was not built" in done.err
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv(VARIABLE, "fast")
     assert call("merge", FIXTURES / "causal-llama" / "adapter", "-o", tmp_path / "out").code == 2

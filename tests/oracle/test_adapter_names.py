@@ -80,7 +80,7 @@ def test_the_folder_above_is_enough_where_it_holds_one(tmp_path: Path, capsys: p
     trained(base, LORAS["reward"], "one").save_pretrained(tmp_path / "saved")
     done = call("merge", tmp_path / "saved")
     assert done.code == 0, done.err
-    assert f"note: the adapter is {tmp_path / 'saved' / 'one'}" in done.err
+    assert f"note: merging the adapter in {tmp_path / 'saved' / 'one'}" in done.err
     assert json.loads((tmp_path / "saved-merged" / "config.json").read_text())["id2label"]
     trained(base, LORAS["reward"], "two").save_pretrained(tmp_path / "saved")
     refused = call("merge", tmp_path / "saved", "-o", tmp_path / "other")

@@ -234,7 +234,7 @@ def test_adapters_of_two_bases_are_refused(tmp_path: Path) -> None:
         ({"keep": 1.5}, "up to 1"),
         ({"weights": [1.0, 2.0]}, "one for each"),
         ({"weights": [float("nan")]}, "weight nan"),
-        ({"head_of": "nobody"}, "none of the adapters"),
+        ({"head_of": "nobody"}, "not one of the adapters"),
     ],
 )
 def test_a_wrong_wish_is_named(asked: dict[str, Any], message: str, tmp_path: Path) -> None:

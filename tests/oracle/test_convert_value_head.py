@@ -13,10 +13,9 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
-from lora_tool.checkpoint import open_adapter
 from lora_tool.errors import BrokenFile, UnsupportedAdapter
-from lora_tool.pipeline.converting import planned
-from lora_tool.plan.convert.plan_convert import AdapterForm
+from lora_tool.pipeline.converting import convertible, planned
+from lora_tool.plan.convert.forms import AdapterForm
 from tests.cli.calling import Caller
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import load_model, save_adapter, save_base
@@ -60,7 +59,7 @@ def test_the_rewards_are_those_of_the_value_head(
     command = re.sub(r"^.*: ", "", hint).split()[1:]
     done = call(*command, "-o", tmp_path / "reward")
     assert done.code == 0, done.err
-    assert "without its bias: every reward is 0.375 less than the value head's" in done.out
+    assert "without its bias: every reward is 0.375 lower than the value head's" in done.out
     told = json.loads((tmp_path / "reward" / "lora_tool.json").read_text())
     assert told["value_head"] == {"file": "value_head.safetensors", "constant": 0.375}
     expected = values(base, adapter, own)
@@ -85,7 +84,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
     def refused(match: str, error: type[Exception] = UnsupportedAdapter) -> None:
         with pytest.raises(error, match=match):
-            planned(open_adapter(adapter), to=AdapterForm.PEFT, reward=True)
+            planned(convertible(adapter), to=AdapterForm.PEFT, reward=True)
 
     refused("has no value head")
     path = adapter / "value_head.safetensors"

@@ -66,17 +66,17 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
         (
             "llama_provider.Llama32ModelProvider1B",
             "nemotron.NemotronModelProvider",
-            "what transformers calls its modules",
+            "does not know transformers' module names",
         ),
         (
             "llama_provider.Llama32ModelProvider1B",
             "gpt_provider.GPTModelProvider",
-            "what transformers calls its modules",
+            "does not know transformers' module names",
         ),
         ("gated_linear_unit: true", "gated_linear_unit: false", "`model.gated_linear_unit` is false"),
         ("kv_channels: 4", "attention_output_gate: true", "`model.attention_output_gate` is true"),
-        ("num_query_groups: 2", "num_query_groups: 4", "has 32 rows, 4 heads in 4 groups need 48"),
-        ("num_attention_heads: 4", "num_attention_heads: 3", "are no geometry of attention"),
+        ("num_query_groups: 2", "num_query_groups: 4", "has 32 rows, but 4 heads in 4 groups need 48"),
+        ("num_attention_heads: 4", "num_attention_heads: 3", "do not describe attention"),
         ("model:", "other:", "has no section `model`"),
     ],
 )
@@ -92,7 +92,7 @@ def test_what_is_not_known_is_refused_by_name(run: Path, found: str, instead: st
 def test_without_the_config_of_the_run(run: Path) -> None:
     (run / "run_config.yaml").unlink()
     with pytest.raises(
-        UnsupportedCheckpoint, match="has no run_config.yaml: how rows of its modules are fused"
+        UnsupportedCheckpoint, match="without run_config.yaml, which says how rows of its modules are fused"
     ) as refused:
         plan_consolidate(run)
     assert refused.value.hint == "put the run_config.yaml of the run beside its files, or the config.json of its model"
@@ -145,7 +145,7 @@ def test_the_optimizer_of_an_adapter_is_no_adapter() -> None:
         ),
         ("mlp.router.adapter.linear_out", (4, 3), "LoRA on a router"),
         ("self_attention.in_proj.adapter.linear_out", (4, 3), "LoRA on linear attention"),
-        ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "no file says how many there are"),
+        ("mlp.experts.linear_fc1.adapter.linear_in", (3, 16), "no file says how many experts there are"),
         ("self_attention.linear_qkv.adapter.adapter_gate.linear_in", (3, 16), "has no part `gate`"),
         ("mlp.linear_fc1.adapter.linear_out", (25, 3), "not those of a gate and an up projection"),
         ("mlp.linear_fc2.adapter.linear_in", (3,), "expected a matrix for each layer"),

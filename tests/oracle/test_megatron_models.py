@@ -142,7 +142,7 @@ def test_which_iteration(tmp_path: Path) -> None:
     (run / "latest_train_state.pt").write_bytes(b"PK")
     assert open_sharded(run).latest == "iter_0000014"
     (run / "latest_checkpointed_iteration.txt").write_text("28")
-    with pytest.raises(NotACheckpoint, match="names iter_0000028, which is not there"):
+    with pytest.raises(NotACheckpoint, match="names iter_0000028, which does not exist"):
         plan_consolidate(run)
 
 
@@ -153,7 +153,11 @@ QWEN3 = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads":
     ("config", "module", "message"),
     [
         ({**QWEN3, "num_key_value_heads": 4}, "self_attention.linear_qkv", "the config.json of the model says"),
-        ({**QWEN3, "model_type": "glm4"}, "self_attention.linear_qkv", "the model is a glm4, and what transformers"),
+        (
+            {**QWEN3, "model_type": "glm4"},
+            "self_attention.linear_qkv",
+            "the model is a glm4, for which lora-tool does not know",
+        ),
         ({**QWEN3, "model_type": "qwen3_next"}, "self_attention.linear_qkv", "`model.attention_output_gate` is false"),
         ({**QWEN3, "model_type": "qwen3_moe"}, "mlp.linear_fc1", "transformers' model has no such modules"),
         (QWEN3, "mlp.experts.experts.0.linear_fc2", "transformers' model has no such modules"),

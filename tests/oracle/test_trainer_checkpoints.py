@@ -59,7 +59,8 @@ def test_it_is_what_was_gathered(trainers: Path, tmp_path: Path, name: str) -> N
         require_equal(tmp_path / "state" / "model.safetensors", trainers / f"truth-{dtype_of(name)}.safetensors")
     if name == HEADLESS:
         with pytest.raises(
-            FindingsFound, match=r"LT415 .*`score`: was trained whole \(`modules_to_save`\), and nothing of it"
+            FindingsFound,
+            match=r"LT415 .*`score`: was trained whole \(`modules_to_save`\), but the checkpoint holds none",
         ):
             plan_consolidate(folder, adapter_config=adapter)
     ignored = ("LT415",) if name == HEADLESS else ()
@@ -253,9 +254,11 @@ def test_verls_steps_are_tags(verl_run: Path) -> None:
     assert "names global_step_3/actor, but global_step_5/actor is newer" in finding.message
     (verl_run / "latest_checkpointed_iteration.txt").write_text("4")
     assert codes(verl_run) == {"LT409"}
-    with pytest.raises(NotACheckpoint, match="names global_step_4, which is not there"):
+    with pytest.raises(NotACheckpoint, match="names global_step_4, which does not exist"):
         plan_consolidate(verl_run)
-    with pytest.raises(NotACheckpoint, match="there is no tag global_step_7: it is one step of a verl checkpoint"):
+    with pytest.raises(
+        NotACheckpoint, match="the tag global_step_7 was requested, but the folder is one step of a verl checkpoint"
+    ):
         plan_consolidate(verl_run / "global_step_5" / "actor", tag="global_step_7")
 
 
@@ -270,7 +273,7 @@ def test_a_replica_that_differs(trainers: Path, tmp_path: Path) -> None:
     actor = Path(shutil.copytree(trainers / "verl-hsdp" / "global_step_3" / "actor", tmp_path / "actor"))
     rewritten(actor / "model_world_size_4_rank_2.pt", lambda data: data[:-4] + b"\0\0\x80\x3f")
     assert codes(actor) == {"LT407"}
-    with pytest.raises(FindingsFound, match=r"holds other values than model_world_size_4_rank_0\.pt"):
+    with pytest.raises(FindingsFound, match=r"is a replica of model_world_size_4_rank_0\.pt, but holds other values"):
         plan_consolidate(actor)
 
 

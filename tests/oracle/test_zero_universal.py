@@ -118,7 +118,7 @@ def test_faults_are_found_and_refused(kind: str, run: Path, tmp_path: Path) -> N
 def test_a_parameter_of_another_step(made: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(made / "stage2-reward", tmp_path / "run"))
     torch.save(torch.tensor(9.0), _folder(run) / "step.pt")
-    assert "was saved after 9 optimizer steps, the other parameters after 2" in of_rank_files(run)["LT406"]
+    assert "was saved after 9 optimizer steps, but the other parameters after 2" in of_rank_files(run)["LT406"]
 
 
 def test_swapped_parameters_of_one_shape(made: Path, tmp_path: Path) -> None:

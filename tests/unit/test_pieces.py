@@ -105,7 +105,7 @@ def test_a_hole_and_an_overlap_are_seen(shape: tuple[int, ...], seed: int) -> No
         ([((0, 0), (4, 3))], "columns 3 to 6 are in no file"),
         ([((0, 0), (2, 6)), ((2, 0), (2, 4))], "rows 2 to 4, columns 4 to 6 are in no file"),
         ([((0, 0), (3, 6)), ((2, 0), (2, 6))], "rows 2 to 3 are in two places"),
-        ([((0, 0), (5, 6))], "its parts have 5 rows, it has 4"),
+        ([((0, 0), (5, 6))], "its parts have 5 rows, but the tensor has 4"),
         ([], "its elements are in no file"),
     ],
 )

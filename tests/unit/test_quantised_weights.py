@@ -82,19 +82,23 @@ def changed(sample: str, **changes: Any) -> dict[str, StoredTensor]:
 @pytest.mark.parametrize(
     ("sample", "changes", "words"),
     [
-        ("fp8-block", {"m__weight_scale": None}, r"`m.weight` is F8_E4M3, and there is no scale for it"),
+        ("fp8-block", {"m__weight_scale": None}, r"`m.weight` is F8_E4M3, but has no scale"),
         ("fp8-block", {"m__weight": None}, r"`m.weight_scale` is a part of a quantised weight"),
         ("fp8-block", {"m__weight_scale": (DType.F32, (2, 3))}, r"is \[2, 3\] for .* expected \[3, 3\]"),
-        ("fp8-block", {"m__weight": (DType.F8_E5M2, (36, 80))}, r"`m.weight` is F8_E5M2, and codes of that type"),
+        (
+            "fp8-block",
+            {"m__weight": (DType.F8_E5M2, (36, 80))},
+            r"`m.weight` is F8_E5M2, and lora-tool does not read codes of that dtype",
+        ),
         ("fp8-block", {"m__weight_scale": (DType.I32, (3, 3))}, r"is I32; expected floats or powers of two"),
         (
             "bnb-nf4-double@bfloat16-12x64",
             {"m__weight": (DType.U8, (385, 1))},
             r"`m.weight` is \[12, 64\], 384 bytes; found: 385 bytes",
         ),
-        ("bnb-nf4-double@bfloat16-12x64", {"m__weight__nested_absmax": None}, r"nested_absmax` is not there"),
+        ("bnb-nf4-double@bfloat16-12x64", {"m__weight__nested_absmax": None}, r"nested_absmax` is missing"),
         ("bnb-nf4-double@bfloat16-12x64", {"m__weight__absmax": (DType.U8, (13,))}, r"expected 12 elements"),
-        ("bnb-int8", {"m__weight": None}, r"`m.SCB` .*`m.weight` is not there"),
+        ("bnb-int8", {"m__weight": None}, r"`m.SCB` .*`m.weight` is missing"),
         ("int4-group", {"m__weight_packed": (DType.I32, (20, 11))}, r"is \[20, 11\] for a weight of \[20, 96\]"),
         ("int4-group", {"m__weight_scale": (DType.BF16, (20, 5))}, r"is \[20, 5\] for a weight of \[20, 96\]"),
         ("int4-group", {"m__weight_packed": (DType.F32, (20, 12))}, r"is F32; expected I32 or U8"),
@@ -170,7 +174,7 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
         table["m.g_idx"] = edit.Raw("I32", (64,), np.full(64, 2, np.int32).tobytes())
     with pytest.raises(LayoutError, match=r"`m.g_idx` names groups 2 to 2; there are 2"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(LayoutError, match=r"`m.qweight` has codes of 3 bits, which are not read"):
+    with pytest.raises(LayoutError, match=r"`m.qweight` has codes of 3 bits, which lora-tool does not read"):
         read_quantised(scan_file(tmp_path / "w.safetensors").tensors, {"quant_method": "gptq", "bits": 3})
 
 

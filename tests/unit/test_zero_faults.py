@@ -186,7 +186,9 @@ def test_latest_names_an_older_tag(stage2: Path) -> None:
 def test_latest_names_what_is_not_there(stage2: Path) -> None:
     (stage2.parent / "latest").write_text("global_step9")
     assert "LT409" in {finding.code for finding in validate(open_sharded(stage2.parent)).findings}
-    with pytest.raises(NotACheckpoint, match="global_step9, which is not there; there is: global_step1, global_step2"):
+    with pytest.raises(
+        NotACheckpoint, match="global_step9, which does not exist; the folder has: global_step1, global_step2"
+    ):
         plan(stage2)
 
 

@@ -1,1 +1,1 @@
-"""What an adapter is and does, computed once for everybody."""
+"""What an adapter is and does, computed in one place."""

@@ -37,7 +37,7 @@ class Readings:
         self.paths = [path.replace(f".{Part.BASE_LAYER.value}", "") for path in sorted(lora.difference(heads))]
         """The modules of its LoRA as the base knows them, heads and output layers left out."""
         self.headed = True if heads else _headed(view.config)
-        """Whether it was trained on a class with a head or an output layer; None where nobody says."""
+        """Whether it was trained on a class with a head or an output layer; None where its config does not tell."""
         self._model = model
         self._prefixed = prefixed
         self._half = next((path for path in heads if path.startswith(PEFT_MODEL)), None)
@@ -66,7 +66,7 @@ class Readings:
 
         Those with PEFT's prefix are read as they are unless the base has no such modules, and those of one other
         reading. What no reading explains stays as it is: that the base has no such module is LT501's. Raises
-        `UnsupportedAdapter` with the `hint` where two readings fit.
+        `UnsupportedAdapter` with the `hint` where the names fit two readings.
         """
         if self._model is None and not self._prefixed:
             for text in self._doubts():
@@ -78,7 +78,9 @@ class Readings:
             return AS_THEY_ARE
         if len(found) > 1:
             listed = " or ".join(f"`{reading.path(self.paths[0])}`" for reading in found)
-            raise UnsupportedAdapter(f"`{self.paths[0]}` fits two readings: the base model has {listed}", hint=hint)
+            raise UnsupportedAdapter(
+                f"`{self.paths[0]}` is ambiguous: it can mean the base model's {listed}", hint=hint
+            )
         return found[0]
 
     def _doubts(self) -> Iterator[str]:
@@ -87,18 +89,18 @@ class Readings:
         A class with a head has its layers below a name of its own, ``model.layers``; the base model's class has not.
         """
         if self._half is not None and self._mixed:
-            yield f"`{self._half}` has half of PEFT's prefix, so the others may have lost a part of their path, too"
+            yield f"`{self._half}` has half of PEFT's prefix, so the other names may have lost a part of their path too"
         known = base_prefixes()
         for path in self.paths:
             first, _, rest = path.partition(".")
             if self.headed is None:
-                yield f"`{path}` may be a module of a model with a head, or of its base model: the config does not say"
+                yield f"`{path}` may belong to a model with a head or to its base model: the config does not name the class"
             elif first in known and rest.partition(".")[0] in known:
-                yield f"`{path}` fits two readings: the path in the model, or `{rest}` after PEFT's own `{first}.`"
+                yield f"`{path}` is ambiguous: it is the path in the model, or PEFT's own `{first}.` followed by `{rest}`"
             elif self.headed and first not in known:
-                yield f"`{path}` does not begin as the modules of a model with a head do, and its base is not at hand"
+                yield f"`{path}` does not begin like the modules of a model with a head, and the base model is not at hand"
             elif not self.headed and first in known:
-                yield f"`{path}` fits two readings: the path in the model, or `{rest}` of the base model alone"
+                yield f"`{path}` is ambiguous: it is the path in the model with a head, or `{rest}` in its base model"
 
 
 def _headed(config: AdapterConfig) -> bool | None:

@@ -42,11 +42,11 @@ _REFUSED_FIELDS = {
         text="activated LoRA (aLoRA), which acts on some tokens only and cannot be merged", hint=UNMERGED
     ),
     "use_qalora": Refusal(
-        text="QALoRA, whose delta lives on a quantised base, which PEFT cannot merge either", hint=UNMERGED
+        text="QALoRA, whose ΔW belongs to a quantised base; PEFT cannot merge it either", hint=UNMERGED
     ),
     "monteclora_config": _only_peft("MonteCLoRA"),
     "layer_replication": Refusal(
-        text="layer replication: the adapted model has layers that the base does not, and PEFT merges them wrongly",
+        text="layer replication: the adapted model has layers that the base lacks, and PEFT merges them wrongly",
         hint="give a base that has the replicated layers, and an adapter trained on it",
     ),
     "use_bdlora": _only_peft("block-diagonal LoRA"),
@@ -57,7 +57,7 @@ _REFUSED_FIELDS = {
 _MERGE_AWARE = "nvfp4_merge_aware"
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE")
 _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
-"""PEFT's methods that put something before the text, or choose per token: peft 0.21 cannot merge them either."""
+"""PEFT's methods that prepend something to the text, or choose per token: peft 0.21 cannot merge them either."""
 
 
 def refusals(view: AdapterView) -> Iterator[Refusal]:
@@ -69,41 +69,45 @@ def refusals(view: AdapterView) -> Iterator[Refusal]:
 
 
 def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
-    """Yield those of them that the config asks for, so that ΔW is not what B·A says, whatever is done with it."""
+    """Yield the features in the config for which ΔW is not scaling · B·A; no computation with factors can use them."""
     config = view.config
     if config.peft_type in _AT_RUN_TIME:
-        text = f"peft_type {config.peft_type}: works while the model runs, so it has no weights to merge"
+        text = f"peft_type {config.peft_type}, which acts while the model runs and has no ΔW to merge"
         yield Refusal(text=text, hint="serve the adapter unmerged: PeftModel.from_pretrained(model, adapter)")
     elif not config.has_known_type and (config.peft_type or "").upper() == "LORA":
-        yield Refusal(text=f"peft_type {config.peft_type}", hint='write "peft_type": "LORA", as PEFT knows it')
+        yield Refusal(
+            text=f"peft_type {config.peft_type}", hint='write "peft_type": "LORA", the spelling that PEFT knows'
+        )
     elif not config.has_known_type:
-        text = f"peft_type {config.peft_type}: not LoRA"
+        text = f"peft_type {config.peft_type}, which is not LoRA"
         yield Refusal(text=text, hint=WITH_PEFT)
     for name in config.refused:
         field = _REFUSED_FIELDS[name]
         yield Refusal(text=f"`{name}`: {field.text}", hint=field.hint, in_memory=field.in_memory)
     if _MERGE_AWARE in config.unknown:
-        text = f"`{_MERGE_AWARE}`: axolotl trained it so that the model is what base and ΔW are when rounded to NVFP4"
-        yield Refusal(text=text, hint="axolotl merge-lora, of the version that trained it")
+        text = f"`{_MERGE_AWARE}`: axolotl trained the adapter for W + ΔW rounded to NVFP4, not for W + ΔW"
+        yield Refusal(text=text, hint="merge it with the version of axolotl that trained it: axolotl merge-lora")
     init = config.init_lora_weights
     if init not in INITS_THAT_KEEP_THE_BASE | INITS_RECOMPUTED:
         yield _init(init)
     elif init in INITS_RECOMPUTED and (config.use_dora or config.target_parameters):
         what = "DoRA" if config.use_dora else "`target_parameters`"
-        yield _only_peft(f"`init_lora_weights` {init} with {what}: its norms are those of the changed base")
+        yield _only_peft(
+            f"`init_lora_weights` {init} with {what}, whose norms are those of the base that the init changed"
+        )
     if config.target_parameters and (config.use_dora or config.lora_bias or config.fan_in_fan_out):
         yield Refusal(
-            text="`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not have",
-            hint="take it out of adapter_config.json if it was never trained so",
+            text="`target_parameters` with DoRA, `lora_bias` or `fan_in_fan_out`, which PEFT does not support together",
+            hint="remove the field from adapter_config.json if training did not use it",
         )
 
 
 def _init(init: str) -> Refusal:
-    why = "PEFT changes the base weights when it builds the layers, so the delta does not belong to the base on disk"
+    why = "PEFT changes the base weights when it builds the layers, so ΔW does not belong to the base on disk"
     if init in ("loftq", "mica"):
         return _only_peft(f"`init_lora_weights` {init}: {why}")
     if init.startswith("pissa_niter"):
-        why = "its randomised SVD changes the base differently on every load, so what was trained on cannot be known"
+        why = "its randomised SVD changes the base differently on every load, so the base that was trained on cannot be computed again"
     elif init == "lora_ga":
         why = (
             "it changed the base by gradients that are not in the adapter; PEFT would merge it into the unchanged base"
@@ -127,18 +131,18 @@ def require_mergeable(view: AdapterView) -> None:
 
 
 def require_weightable(adapters: Sequence[AdapterDir], weights: Sequence[float]) -> None:
-    """Return if each adapter's change times its weight is what a merge would write. Raises `UnsupportedAdapter`."""
+    """Return if every adapter can be merged with its weight. Raises `UnsupportedAdapter`."""
     for adapter, weight in zip(adapters, weights, strict=True):
         config = adapter.config
         if weight == 1 or config is None:
             continue
         why = None
         if config.use_dora:
-            why = "DoRA scales the rows of W + ΔW, so a part of its change is none of a part of ΔW"
+            why = "DoRA rescales the rows of W + ΔW, so weighting ΔW does not weight its change"
         elif config.init_lora_weights in INITS_RECOMPUTED:
-            why = f"`init_lora_weights` {config.init_lora_weights} takes the untrained factors out of the base, whole"
+            why = f"`init_lora_weights` {config.init_lora_weights} subtracts the untrained factors from the base in full, whatever the weight"
         if why is not None:
             raise UnsupportedAdapter(
-                f"{config.path}: the weight {weight:g}: {why}",
-                hint="merge it with the weight 1, alone or beside others",
+                f"{config.path}: cannot be merged with weight {weight:g}: {why}",
+                hint="merge it with weight 1",
             )

@@ -113,10 +113,10 @@ def lost_end(config: ModelConfig, tensors: Shapes) -> str | None:
     outside = [name for name in tensors if not _LAYER.fullmatch(name)]
     ends = [name for name in outside if len(tensors[name]) == 2 and tensors[name][0] >= size]  # noqa: PLR2004
     if not ends and not any(is_end(name.rpartition(".")[0]) for name in outside):
-        return f"no matrix has a row for each of the {size:,} tokens: the embeddings are lost"
+        return f"no matrix has a row for each of the {size:,} tokens: the embeddings are missing"
     if config.tie_word_embeddings is False and len(ends) == 1 and tensors[ends[0]][0] == size:
         only = f"`{ends[0]}` is the only matrix with a row per token"
-        return f"{only}, and `tie_word_embeddings` is false: the other end of the model is lost"
+        return f"{only}, and `tie_word_embeddings` is false: the input embedding or the output layer is missing"
     return None
 
 
@@ -127,7 +127,7 @@ def lost_everywhere(config: ModelConfig, tensors: Shapes) -> Iterator[str]:
     norms = [name for name in tensors if _NORM.search(name)]
     causal = "".join(config.architectures[:1]).endswith("ForCausalLM")
     if causal and norms and all(_LAYER.fullmatch(name) for name in norms):
-        yield "every norm is in a layer: the last one, after the layers, is lost"
+        yield "every norm lies in a layer: the final norm after the layers is missing"
     for stack, layers in stacks(tensors).items():
         modules: dict[str, set[str]] = defaultdict(set)
         for module, _, leaf in (rest.rpartition(".")[0].rpartition(".") for layer in layers.values() for rest in layer):
@@ -138,4 +138,4 @@ def lost_everywhere(config: ModelConfig, tensors: Shapes) -> Iterator[str]:
                 whole = held.issuperset(set(together).difference(lost))  # `query_layernorm` is no `query`
                 if whole and len(lost) == 1 and lost[0] in needed and ".experts." not in f".{module}.":
                     beside = " and ".join(f"`{name}`" for name in together if name not in lost)
-                    yield f"no layer of `{stack}` has a `{lost[0]}` in its `{module}`, which has {beside}: it is lost"
+                    yield f"no layer of `{stack}` has a `{lost[0]}` in its `{module}`, which has {beside}: the projection is missing"

@@ -3,7 +3,7 @@
 `model_tensors.jsonl` has a line for each model type that is stored as it is in memory. It was made by building every
 class of it on the meta device under hundreds of configs (`python -m tests.tensor_tables`): names that are always there,
 names that come and go together, and each dimension as a product or sum of the config's fields. What depends on more
-than that is unknown there, and nothing is said about it.
+than that is unknown there, and the functions here say nothing about it.
 
 In the table ``@`` stands for what a class calls its base model (``model.``, ``transformer.``), and ``*`` for the number
 of a layer; a checkpoint of the base model alone has no such beginning.
@@ -99,18 +99,18 @@ def base_prefixes() -> frozenset[str]:
 
 def why_unknown(config: ModelConfig) -> str:
     """Return why `model_tensors` cannot tell what the class of `config` has, for a config of which it cannot."""
-    return _why_no_row(config) or "less than half of what its class has is in the weights under its name"
+    return _why_no_row(config) or "the weights hold less than half of the tensors of its class under their names"
 
 
 def _why_no_row(config: ModelConfig) -> str | None:
     if config.custom_code:
-        return "the model's class is code of its own, so its tensors are not known"
+        return "the model's class is custom code, so lora-tool does not know its tensors"
     if config.quantization:
-        return f"the weights are quantised ({config.quantization}): names and shapes are not those of the class"
+        return f"the weights are quantised ({config.quantization}): their names and shapes are not those of the class"
     if _row(config.model_type or "") is None:
-        return f"no table has the tensors of a {config.model_type or 'model without a type'} model"
+        return f"lora-tool has no table of the tensors of a {config.model_type or 'model without a type'} model"
     return (
-        "config.json lists layers of several kinds, so their tensors are not known"
+        "config.json lists layers of several kinds, so lora-tool does not know their tensors"
         if lists_layers(config.raw)
         else None
     )

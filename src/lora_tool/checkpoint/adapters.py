@@ -52,7 +52,7 @@ def _weights(folder: Folder) -> Weights:
     shards = [name for name in folder.files if _SHARD.match(name)]
     if not shards:
         return without_weights(folder, ADAPTER_WEIGHTS)
-    message = f"is missing, but {len(shards)} shards are there ({shards[0]}): PEFT reads an adapter from one file alone"
+    message = f"is missing, but {len(shards)} shards are there ({shards[0]}): PEFT reads an adapter from a single file"
     return without_weights(folder, ADAPTER_WEIGHTS, message)
 
 

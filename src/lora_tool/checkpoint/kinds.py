@@ -1,4 +1,4 @@
-"""What a kind of checkpoint is, and what one that was opened holds, as frozen data."""
+"""What a kind of checkpoint is, and what an opened checkpoint holds, as frozen data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Claim(enum.IntEnum):
     """What a folder has of a kind. The largest claim opens it; of equal ones that of the kind registered first."""
 
     CONFIG = 1
-    """A config and no weights: whatever else lies there comes first."""
+    """A config and no weights: any other claim on the folder goes first."""
     INSIDE = 2
     """Checkpoints in folders of it."""
     WEIGHTS = 3
@@ -42,12 +42,12 @@ class Kind:
     """As reports have it: "adapter", "FSDP checkpoint"."""
     article: str = "a"
     sign: str
-    """The file or folder by which people recognise it: "config.json"."""
+    """The file or folder that people know it by: "config.json"."""
     command: str
     recognise: Callable[[Folder], Claim | None]
-    """Told from names alone what the folder has of this kind, None where it has nothing."""
+    """Returns what the folder has of this kind, from file names alone; None where it has nothing."""
     open: Callable[[Folder], Checkpoint]
-    """Called only where `recognise` claimed the folder. What is wrong inside becomes a problem, never an error."""
+    """Called only if `recognise` claimed the folder. What is wrong inside becomes a problem and is never raised."""
 
     def __str__(self) -> str:
         return self.name
@@ -67,7 +67,7 @@ class ShardedKind(Kind):
 
     command: str = "consolidate"
     landmarks: tuple[str, ...]
-    """Names of files of which one lies wherever pieces do, so that they are found without listing a folder."""
+    """Names of files of which one lies in every folder with pieces, so that pieces are found without listing it."""
     weights: tuple[str, ...]
     """Patterns of the files that hold weights."""
     optimizer: tuple[str, ...] = ()
@@ -77,14 +77,14 @@ class ShardedKind(Kind):
     folders: tuple[str, ...] = ()
     """Patterns of the folders in a checkpoint that hold nothing but its pieces."""
     state: str
-    """Where its training state is read, as `module:function`; by name, for it is upstairs and slow to import.
+    """The function that reads its training state, as `module:function`: imported only when needed, being slow to import.
 
     The function takes what `lora_tool.sharded.training_state.training_state` takes and returns a `TrainingState`.
     """
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of everything that belongs to its pieces: a run goes on from it, and nobody else needs it."""
+        """Patterns of everything that belongs to its pieces: only a resumed run needs those files."""
         return (*self.weights, *self.optimizer, *self.others, *self.folders)
 
 
@@ -118,23 +118,23 @@ class _WithWeights(_Opened):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ModelDir(_WithWeights):
-    """A transformers model: config and weights. A manifest of ours makes it a merged model."""
+    """A transformers model: config and weights. With a `lora_tool.json` it is a merged model."""
 
     config: ModelConfig | None
     manifest: Manifest | None = None
     read: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
-    """What was read of its tensors once, however often it is asked for: the layouts of its quantised weights."""
+    """The layouts of its quantised weights, once they have been read."""
 
     @property
     def whole_config(self) -> ModelConfig:
-        """The config of a model that the rules found whole."""
+        """The config, for a model that the rules have found whole."""
         if self.config is None:
             raise AssertionError("a whole model has a config")
         return self.config
 
     @property
     def dtype(self) -> DType | None:
-        """The type that `from_pretrained(dtype="auto")` gives the model: the config's, else that of the first float."""
+        """The dtype that `from_pretrained(dtype="auto")` gives the model: the config's, else that of its first float tensor."""
         first = next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype.is_float), None)
         return (self.config.dtype if self.config else None) or first
 
@@ -147,9 +147,7 @@ class AdapterDir(_WithWeights):
     keys: Mapping[str, keys.AdapterKey]
     """Tensor name → its parsed form, for every tensor."""
     scans: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
-    """Tensor name → what its values are like, once the rules have looked: they read them once, however often it is
-    judged.
-    """
+    """Tensor name → statistics of its values, once the rules have read them: they read each adapter only once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -160,7 +158,7 @@ class ShardedDir(_Opened):
     rank_files: Mapping[str, tuple[str, ...]]
     """Tag → names of its rank files: the folder that they lie in, "." where that is `root` itself."""
     latest: str | None = None
-    """The tag that a file of the checkpoint points at; None where there is none, or where `root` is itself a tag."""
+    """The tag that a file of the checkpoint names as the latest; None without such a file, or where `root` is a tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -169,11 +167,11 @@ class RunDir(_Opened):
 
 
 Checkpoint = ModelDir | AdapterDir | ShardedDir | RunDir
-"""A closed union: whoever takes one handles all. The kinds behind it are open."""
+"""A closed union: code that takes one handles all four. New kinds of checkpoint open as one of them."""
 
 
 def unexpected(found: Checkpoint, expected: str, *, hint: str | None = None) -> NotACheckpoint:
-    """Return the error for a checkpoint of another kind than was `expected`; without a hint, the command that takes it."""
+    """Return the error for a checkpoint that is not the `expected` kind; its hint is by default the command that takes it."""
     return NotACheckpoint(
         f"{found.root} is {found.kind.with_article}: expected {expected}",
         hint=hint or f"lora-tool {found.kind.command} {shlex.quote(str(found.root))}",

@@ -13,8 +13,6 @@ from lora_tool.checkpoint.folders import Folder
 from lora_tool.checkpoint.kinds import Claim, ShardedDir, ShardedKind, step_of
 from lora_tool.errors import BrokenFile
 from lora_tool.formats.files import open_regular, read_at
-from lora_tool.formats.torch_objects import LazyTensor
-from lora_tool.formats.torch_zip import read_scalar, read_torch_file
 
 POINTER = "latest_checkpointed_iteration.txt"
 _TRAIN_STATE = "latest_train_state.pt"
@@ -78,6 +76,9 @@ def _latest(folder: Folder) -> str | None:
 
 
 def _step_in(path: Path) -> str | None:
+    from lora_tool.formats.torch_objects import LazyTensor  # noqa: PLC0415 - for few folders, and all import this
+    from lora_tool.formats.torch_zip import read_scalar, read_torch_file  # noqa: PLC0415
+
     file = read_torch_file(path)
     step = file.value.get("step") if isinstance(file.value, dict) else None
     value = read_scalar(file, step) if isinstance(step, LazyTensor) else step

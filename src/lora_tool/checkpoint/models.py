@@ -54,7 +54,7 @@ def _weights(folder: Folder) -> Weights:
         return without_weights(folder, _WEIGHTS)
     if found is None:
         index = _INDEX if shards[0].endswith(".safetensors") else _PICKLE_INDEX
-        message = f"is missing, but {len(shards)} shards are there: which tensors belong together cannot be known"
+        message = f"is missing, but {len(shards)} shards are there: without the index nothing says which of them belong together"
         return without_weights(folder, index, message)
     weights = _READERS[found](folder.root / found)
     if any(problem.fatal for problem in weights.problems):

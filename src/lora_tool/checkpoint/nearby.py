@@ -14,7 +14,7 @@ from lora_tool.formats.adapter_config import FILE_NAME as ADAPTER_CONFIG
 from lora_tool.formats.files import is_file
 
 _MOST_FOLDERS = 10_000
-"""Folders that are looked into: the folder above may be anybody's home."""
+"""How many folders are searched at most: the folder above may be a home directory."""
 
 
 def training_state_near(root: Path) -> Path | None:

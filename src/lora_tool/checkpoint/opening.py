@@ -1,7 +1,7 @@
-"""Opening a folder: the registered kinds are asked whose it is.
+"""Open a folder: every registered kind of checkpoint says whether the folder is one of its own.
 
-`open_checkpoint` reads names, JSON files and tensor headers, never a weight. What it finds wrong is in the
-checkpoint's `problems`: a report wants to show all of it, and `require_whole` is there for those who need it good.
+`open_checkpoint` reads names, JSON files and tensor headers, never a weight. What is wrong goes into the
+checkpoint's `problems`, so that a report shows all of it; `require_whole` raises the first of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ENOUGH = 5
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return what the local folder `path` is and holds, read from names, JSON and headers alone.
+    """Return the checkpoint in the local folder `path`, read from file names, JSON and tensor headers.
 
-    What is wrong inside is in `problems`. Raises `NotACheckpoint` where there is nothing to describe, and
-    `UnsupportedCheckpoint` for files that are refused by name.
+    What is wrong inside goes into its `problems`. Raises `NotACheckpoint` where the folder holds no checkpoint, and
+    `UnsupportedCheckpoint` for files of other programs.
     """
     folder = read_folder(Path(path))
     found = recognised(folder, KINDS)
@@ -44,10 +44,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_sharded(path: str | os.PathLike[str]) -> ShardedDir:
-    """Return the training checkpoint in pieces in the folder `path`, also where an adapter or model lies beside it.
+    """Return the rank files in the folder `path` as a checkpoint, also where an adapter or model lies beside them.
 
-    The HF Trainer puts both into one folder; OpenRLHF puts the checkpoint one folder down (`_actor`). Raises
-    `NotACheckpoint` where there is none, or several.
+    The HF Trainer puts both into one folder; OpenRLHF puts the rank files one folder down (`_actor`). Raises
+    `NotACheckpoint` where there are none, or several checkpoints.
     """
     folder = read_folder(Path(path))
     here = _sharded_in(folder)
@@ -83,7 +83,7 @@ def _sharded_below(folder: Folder) -> list[ShardedDir]:
 
 
 def _not_sharded(folder: Folder) -> NotACheckpoint:
-    """Return what the folder is instead; what lacks weights may have them in a training checkpoint nearby."""
+    """Return the error that names what the folder is instead of rank files."""
     expected = [f"{kind.with_article} ({kind.sign})" for kind in sharded_kinds()]
     try:
         found = open_checkpoint(folder.root)
@@ -100,16 +100,16 @@ def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheck
     held = [name for name in folder.folders if name in sharded or configs & set(folder.names_in(name))]
     ls = f"lora-tool ls {shlex.quote(str(folder.root))}"
     if held:
-        hint = f"name one of them: {shlex.quote(str(folder.root / held[0]))}; what they are: {ls}"
+        hint = f"name one of them: {shlex.quote(str(folder.root / held[0]))}; to list them: {ls}"
         message = f"{folder.root} is not a checkpoint itself, but holds: {some(held, _ENOUGH)}"
         return NotACheckpoint(message, hint=hint)
     *signs, last = (kind.sign for kind in KINDS)
     message = f"{folder.root} holds no {', '.join(signs)} or {last}"
-    return NotACheckpoint(message, hint=f"what is further down: {ls}" if folder.folders else None)
+    return NotACheckpoint(message, hint=f"to list what lies further down: {ls}" if folder.folders else None)
 
 
 def require_whole(checkpoint: Checkpoint) -> None:
-    """Return if every file could be read and believed. Raises `CorruptFile` or `BadConfig` for the first that cannot."""
+    """Return if no file has a fatal problem. Raises `CorruptFile` or `BadConfig` for the first that has one."""
     for problem in checkpoint.problems:
         if problem.fatal:
             error = BadConfig if problem.defect is Defect.BAD_FIELD else CorruptFile

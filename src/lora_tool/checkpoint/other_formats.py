@@ -1,4 +1,4 @@
-"""Weights in the formats of other programs: not read, but called by their names, with the way to ours."""
+"""Weights in the formats of other programs: lora-tool names each format and says how to convert it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lora_tool.keys import PREFIX, Part, parse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherFormat:
-    """What weights are in words, and what to do to have them as PEFT or transformers write them."""
+    """What the weights are, in words, and how to get them in the form that PEFT or transformers writes."""
 
     text: str
     way_out: str
@@ -25,7 +25,7 @@ class OtherFormat:
 
 _MLX = OtherFormat(
     text="an adapter of MLX-LM, with transposed factors and names of its own",
-    way_out="merge it with the program that made it: mlx_lm.fuse --model MODEL --adapter-path FOLDER",
+    way_out="write it as PEFT has it, then go on with that: lora-tool convert FOLDER --to peft -o OUT",
 )
 _DIFFUSERS = OtherFormat(
     text="a LoRA of diffusers, for a pipeline of several models",
@@ -41,7 +41,7 @@ _TORCHTUNE = OtherFormat(
 )
 _TUNIX = OtherFormat(
     text="an adapter of Tunix, with JAX's names and transposed factors",
-    way_out="merge it with Tunix itself, or export it to PEFT's format there",
+    way_out="merge it with Tunix, or export it from Tunix in PEFT's format",
 )
 _ADAPTER_HUB = OtherFormat(
     text="the config of an adapter of AdapterHub's `adapters`, not PEFT's",
@@ -64,15 +64,15 @@ _GGUF = OtherFormat(
 _NEMO = OtherFormat(text="a checkpoint of NeMo", way_out="export it to transformers' format with NeMo itself")
 _MEGATRON = OtherFormat(
     text="a checkpoint of Megatron-LM",
-    way_out="its LoRA is in an iteration, lora-tool consolidate FOLDER/iter_NNNNNNN; "
-    "a whole model is converted by the program that made it",
+    way_out="for its LoRA: lora-tool consolidate FOLDER/iter_NNNNNNN; "
+    "convert a whole model with the program that made it",
 )
 _VARIANT = OtherFormat(
-    text="a variant, which transformers loads only where its name is given",
-    way_out="save it plainly, once: from_pretrained(FOLDER, variant=…), save_pretrained(NEW)",
+    text="a variant, which transformers loads only when you name it",
+    way_out="save it once without the variant: from_pretrained(FOLDER, variant=…), save_pretrained(NEW)",
 )
 _ORIGINAL = OtherFormat(
-    text="in the original format of its makers, not in transformers'",
+    text="in its publisher's original format, not in transformers'",
     way_out="give the same model in transformers' format: a folder with config.json and model.safetensors",
 )
 _OTHER_FRAMEWORK = OtherFormat(
@@ -137,7 +137,7 @@ def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
     """Raise `UnsupportedCheckpoint` where the config `path`, which has no `peft_type` or `model_type`, is another program's.
 
     `names` are those of an adapter's tensors: a config without `peft_type` beside names that are not PEFT's either is
-    one that somebody made at home, and none of its fields and tensors is worth a finding of its own.
+    homemade, and a finding for each of its fields and tensors would not help.
     """
     try:
         raw = read_object(path)
@@ -154,7 +154,7 @@ def refuse_config(path: Path, names: Collection[str] | None = None) -> None:
 
 
 def is_known(name: str) -> bool:
-    """Return whether a file of this name is another program's, which is called by its own."""
+    """Return whether a file of this name is known to belong to another program."""
     return any(re.match(pattern, name) for pattern, _ in (*_ADAPTERS, *_MODELS, *_ANY))
 
 
@@ -170,7 +170,7 @@ def _unsupported(path: Path, other: OtherFormat) -> UnsupportedCheckpoint:
 
 
 def _of_tensors(names: Collection[str]) -> OtherFormat | None:
-    """Return whose names these are, where all of them are one other program's."""
+    """Return the format of another program that all of these names belong to, None if there is none."""
     if any(name.startswith(PREFIX) for name in names):
         return None
     for pattern, other in _BY_TENSORS:

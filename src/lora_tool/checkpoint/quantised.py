@@ -15,12 +15,13 @@ from lora_tool.formats.quantised.names import give_full_precision, require_read
 from lora_tool.formats.quantised.parts import LayoutError
 
 _TABLE = "quantization_config"
+_MATRICES = "matrices"
 
 
 def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     """Return the model with a matrix for each quantised weight, decoded when it is read, and a plain config.
 
-    What was measured on the quantised model alone, scales of inputs and caches, is left out. A model without quantised
+    Scales of inputs and caches, measured on the quantised model alone, are left out. A model without quantised
     weights is returned as it is. `hub_id` is the model's, for the hint. Raises `UnsupportedAdapter` for a format that is
     not read, or weights that are not stored as it says.
     """
@@ -44,8 +45,19 @@ def in_full_precision(model: ModelDir, hub_id: str | None = None) -> ModelDir:
     return replace(model, config=plain_config(config), weights=replace(model.weights, tensors=tensors))
 
 
+def as_matrices(model: ModelDir) -> ModelDir:
+    """Return the model as `in_full_precision` does, and as it is stored where its weights are not read."""
+    if _MATRICES not in model.read:
+        try:
+            model.read[_MATRICES] = model if model.config is None else in_full_precision(model)
+        except (UnsupportedAdapter, OSError):
+            model.read[_MATRICES] = model
+    found: ModelDir = model.read[_MATRICES]
+    return found
+
+
 def plain_config(config: ModelConfig) -> ModelConfig:
-    """Return the config without what it says of quantised weights, in its `text_config` too."""
+    """Return the config without its quantisation fields, also those in its `text_config`."""
     raw = {name: value for name, value in config.raw.items() if name != _TABLE}
     inner = raw.get("text_config")
     if isinstance(inner, dict) and _TABLE in inner:
@@ -65,7 +77,7 @@ def quantised_weights(model: ModelDir) -> QuantisedWeights:
 
 
 def quantisation_table(config: ModelConfig) -> Mapping[str, Any]:
-    """Return what a config says of quantised weights, in its `text_config` too; nothing where it says nothing."""
+    """Return a config's quantisation table, also one in its `text_config`; {} without one."""
     inner = config.raw.get("text_config")
     found = config.raw.get(_TABLE) or (inner.get(_TABLE) if isinstance(inner, dict) else None)
     return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Every kind of checkpoint, entered once: a new kind is a module beside these, and an entry here."""
+"""The list of all kinds of checkpoint: a new kind is a module beside these and an entry here."""
 
 from __future__ import annotations
 

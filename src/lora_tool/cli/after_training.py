@@ -101,7 +101,7 @@ def carry_on(run: RunConfig, output: Path, *, stdout: int | None = None) -> int:
         code = subprocess.run(process, check=False, stdout=stdout, env={**os.environ, **run.env}).returncode  # noqa: S603
     finally:
         if code:
-            click.echo(f"hint: the training is done and safe; go on with: {typed}", err=True)
+            click.echo(f"hint: the trained output is saved; continue with: {typed}", err=True)
     return code if code >= 0 else 128 - code
 
 

@@ -13,16 +13,16 @@ dtype_option = click.option(
     "--dtype",
     type=Parsed(float_type),
     metavar="[bfloat16|float16|float32]",
-    help="Type of the factors.  [default: float32; as they are where nothing is rounded]",
+    help="Data type of the factors.  [default: float32; unchanged if the result is exact]",
 )
 rank_options = in_order(
     output_option,
-    click.option("--rank", type=click.IntRange(min=1), help="Largest rank that a module gets."),
+    click.option("--rank", type=click.IntRange(min=1), help="Maximum rank of a module."),
     click.option(
         "--keep",
         type=click.FloatRange(0, 1, min_open=True),
         metavar="SHARE",
-        help="Share of ‖ΔW‖² that each module keeps at least, at the lowest rank that does: 0.99.",
+        help="Minimum share of ‖ΔW‖² to keep in each module, such as 0.99; each gets the lowest rank that keeps it.",
     ),
     dtype_option,
 )

@@ -54,22 +54,26 @@ _COLOURS = {
 @merge_options(MergeOptions)
 @pair_options
 @rank_file_options
-@click.option("--dry-run", is_flag=True, help="Validate, and print what would be done: nothing is written.")
+@click.option("--dry-run", is_flag=True, help="Validate and print what would be done, but write nothing.")
 @click.option(
-    "--push", type=repository, metavar="REPO", help="Publish the result there: owner/name[@branch], hf:// or URL."
+    "--push",
+    type=repository,
+    metavar="REPO",
+    help="Repository to publish the result to: owner/name[@branch], hf:// or URL.",
 )
 @repository_options
 @report_option
 @config_option
 @json_option
-@quiet_option("Nothing but the summary.")
+@quiet_option("Print only the summary.")
 @verbose_option
 @click.pass_context
 def command(ctx: click.Context, /, **_: Any) -> int:  # noqa: ANN401 - click's options by name
-    """Validate, consolidate, merge and verify what training left in CKPT, report, and push if asked.
+    """Validate, consolidate, merge and verify the training output CKPT; report, and push if asked.
 
-    CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, of which the best whole checkpoint is
-    taken. The first stage that fails ends it; a stage that an earlier run proved is not repeated. On GitHub Actions,
+    CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, whose best complete checkpoint is
+    used. The command stops at the first stage that fails, and skips stages that an earlier run already proved. On
+    GitHub Actions,
     annotations and the job summary are written automatically. Options can be set in the [ci] table of lora-tool.toml.
     """
     from lora_tool.pipeline.running import run  # noqa: PLC0415 - after the usage is known to be right

@@ -25,9 +25,9 @@ from lora_tool.weighted import all_weighted, place_of
     "--head-of",
     type=FolderOrId(),
     metavar="ADAPTER",
-    help="Whose head and other whole tensors to take where they differ.",
+    help="Adapter to take the head and other whole tensors from if the adapters' differ.",
 )
-@base_option(f"Base model of all of them: {ANYWHERE}.  [default: the one that their configs name]")
+@base_option(f"Base model of all adapters: {ANYWHERE}.  [default: the one in their configs]")
 @ignore_option()
 @writing_options(verify=True)
 @run_options
@@ -44,11 +44,11 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Write one adapter whose ΔW is the weighted sum of those of each ADAPTER.
+    """Write one adapter whose ΔW is the weighted sum of the ΔW of each ADAPTER.
 
-    Exact without --rank and --keep: the factors stand beside one another, and ranks add up. With one of them each
-    module gets the best approximation that there is; how much that keeps is known before anything is written. Ranks,
-    alphas, rsLoRA and types may differ. ΔW is never formed, and neither torch nor the base model is needed.
+    Without --rank and --keep the sum is exact: factors are concatenated and ranks add up. With either, each module gets
+    the best approximation of its rank, and --dry-run shows how much that keeps. The adapters may differ in ranks,
+    alphas, rsLoRA and data types. ΔW is never formed, and neither torch nor the base model is needed.
     """
     names, weights = all_weighted(adapters, None)
     opened = tuple(map(opened_adapter, names))

@@ -84,7 +84,7 @@ def _names(command: click.Command) -> Mapping[str, click.Option]:
 def _unknown(key: str, command: click.Command, names: Mapping[str, click.Option]) -> str:
     arguments = {param.name for param in command.params if isinstance(param, click.Argument)}
     if key in _TYPED_ONLY or key in arguments:
-        return f"{key!r} is for the command line alone"
+        return f"{key!r} can only be given on the command line"
     return f"unknown key {key!r}. {suggestion(key.replace('_', '-'), names)}"
 
 

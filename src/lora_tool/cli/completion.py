@@ -23,10 +23,10 @@ class _Fish(FishComplete):
 @click.argument("shell", type=click.Choice(list(_WHERE)))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:
-    """Print the completion script of a SHELL; what to do with it goes to stderr."""
+    """Print the completion script for SHELL; how to install it is printed to stderr."""
     completion = get_completion_class(shell)
     if completion is None:
-        raise AssertionError(f"click has no completion for {shell}")
+        raise AssertionError(f"click cannot complete commands in {shell}")
     root = context.find_root()
     script = completion(root.command, {}, root.info_name or "lora-tool", "_LORA_TOOL_COMPLETE").source()
     click.echo(script)

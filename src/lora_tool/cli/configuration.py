@@ -101,7 +101,7 @@ def configuration(given: str | Path | None, checked: Iterable[str]) -> Configura
         if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders):
             decided(f"configuration: {path}")
             return _configuration(path, table)
-        note = f"note: {path} lies in a folder that is checked, and is not used (--config uses it)"
+        note = f"note: {path} is ignored because it lies in a folder that is being checked (--config uses it anyway)"
         click.echo(note, err=True)
     return Configuration()
 

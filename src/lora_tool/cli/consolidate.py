@@ -11,7 +11,16 @@ from lora_tool.checkpoint import open_sharded
 from lora_tool.choices import number_of_bytes
 from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, rank_file_options
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import ChoiceOf, Parsed, carry_out, run_options, writing_options
+from lora_tool.cli.writing import (
+    ChoiceOf,
+    Parsed,
+    carry_out,
+    part_option,
+    run_options,
+    spread_options,
+    writing_options,
+)
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
@@ -29,23 +38,25 @@ from lora_tool.tensors import DType, float_type
     type=ChoiceOf(What),
     default=What.AUTO.value,
     show_default=True,
-    help="auto is adapter where there are LoRA tensors, else model; state keeps names as saved.",
+    help="auto: an adapter if there are LoRA tensors, else a model; state: all tensors under their saved names.",
 )
 @click.option(
     "--dtype",
     type=Parsed(float_type),
     metavar="[bfloat16|float16|float32]",
-    help="Type of all weights.  [default: each as saved]",
+    help="Data type of all weights.  [default: as saved]",
 )
-@ignore_option("Continue despite these faults: LT404,LT41.")
+@ignore_option("Continue despite these findings: LT404,LT41.")
 @click.option(
     "--max-shard-size",
     "max_shard_bytes",
     type=Parsed(number_of_bytes),
     metavar="SIZE",
-    help="Largest weights file.  [default: 5GB]",
+    help="Maximum size of a weights file.  [default: 5GB]",
 )
 @writing_options(verify=False)
+@spread_options
+@part_option
 @run_options
 def command(
     checkpoint: str,
@@ -59,12 +70,18 @@ def command(
     ignore: tuple[str, ...],
     max_shard_bytes: int | None,
     overwrite: bool,
+    engine: EngineName,
+    address: str | None,
+    workers: int | None,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Put the rank files of a DeepSpeed, FSDP or verl checkpoint together.
+    """Reassemble the rank files of a DeepSpeed, FSDP or verl checkpoint.
 
-    CKPT is the folder that the training wrote: with global_step… folders, or with .metadata. No code in it is run.
+    CKPT is the folder that training wrote; it holds global_step… folders or .metadata. Code in its pickles is never
+    run.
     """
+    spread = Spread(engine=engine, address=address, workers=workers)
+    spread.require()
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
@@ -80,4 +97,4 @@ def command(
     )
     out = output or default_output(opened, str(plan.manifest["what"]))
     check_output(out, overwrite=overwrite, inputs=(opened.root,))
-    carry_out(plan, out, overwrite=overwrite, **how)
+    carry_out(plan, out, overwrite=overwrite, spread=spread, **how)

@@ -11,20 +11,21 @@ from lora_tool.cli.options import FolderOrId, UserPath, base_option, ignore_opti
 from lora_tool.cli.timed import Timed
 from lora_tool.cli.writing import ChoiceOf, carry_out, run_options, writing_options
 from lora_tool.execution.folder import check_output
-from lora_tool.pipeline.converting import default_output, planned
-from lora_tool.plan.convert.plan_convert import AdapterForm
-from lora_tool.sources import opened_adapter
+from lora_tool.pipeline.converting import convertible, default_output, planned
+from lora_tool.plan.convert.forms import AdapterForm
 
 
 @click.command(
     "convert", cls=Timed, epilog="Example: lora-tool convert run/broadcasts/step_100 --to peft -o my-adapter/"
 )
 @click.argument("folder", type=FolderOrId(), metavar="ADAPTER", default=".")
-@click.option("--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads.")
-@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
-@base_option("Base model, whose modules tell what is meant by a name without a prefix.  [default: the config's]")
 @click.option(
-    "--rm", "reward", is_flag=True, help="The value head beside the adapter becomes a reward model's score head."
+    "--to", type=ChoiceOf(AdapterForm), required=True, help="peft: the names that PEFT loads; mlx: what MLX-LM reads."
+)
+@click.option("-o", "--output", type=UserPath(), help="Folder to write.  [default: ADAPTER-FORM]")
+@base_option("Base model; its modules complete names that lost their prefix.  [default: the config's]")
+@click.option(
+    "--rm", "reward", is_flag=True, help="Turn the value head beside the adapter into a reward model's score head."
 )
 @ignore_option("Continue despite these findings: LT207.")
 @writing_options(verify=False)
@@ -40,13 +41,17 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Write ADAPTER in the form that another program reads; its values keep their bits.
+    """Write ADAPTER in the format that another program reads; every value stays bit-identical.
 
-    --to peft repairs names: those of prime-rl, torch.compile, FSDP1 and DistributedDataParallel, with an adapter's name
-    in them, or with a lost prefix. A name that fits two readings is refused. With --rm the value head that LLaMA-Factory
-    saved beside the adapter of a causal LM becomes the score head of a sequence classifier.
+    --to peft repairs tensor names that prime-rl, torch.compile, FSDP1 or DistributedDataParallel wrote, that contain an
+    adapter's name, or that lost their prefix. An ambiguous name is refused. With --rm, the value head that
+    LLaMA-Factory saved beside the adapter of a causal LM becomes the score head of a sequence classifier.
+    The command also turns an adapter of MLX-LM into a PEFT adapter, with one module per expert; --to mlx writes the
+    MLX-LM format, for adapters with one rank and one scaling.
     """
-    adapter = opened_adapter(folder)
-    out = output or default_output(adapter, to)
-    check_output(out, overwrite=overwrite, inputs=(adapter.root,))
-    carry_out(planned(adapter, to=to, base=base, reward=reward, ignore=ignore), out, overwrite=overwrite, **how)
+    if reward and to is not AdapterForm.PEFT:
+        raise click.UsageError("--rm is for --to peft: it makes a reward adapter of PEFT's")
+    found = convertible(folder, base)
+    out = output or default_output(found.adapter, to)
+    check_output(out, overwrite=overwrite, inputs=(found.adapter.root,))
+    carry_out(planned(found, to=to, base=base, reward=reward, ignore=ignore), out, overwrite=overwrite, **how)

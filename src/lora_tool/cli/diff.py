@@ -19,17 +19,17 @@ from lora_tool.display import printable
 )
 @click.argument("first", type=FolderOrId())
 @click.argument("second", type=FolderOrId())
-@click.option("--all", "every", is_flag=True, help="List every module and tensor, not one line a target.")
+@click.option("--all", "every", is_flag=True, help="List every module and tensor instead of one line per target.")
 @plot_option("Draw how far apart they are, by target and layer")
 @click.option("--exit-code", "tell", is_flag=True, help="Exit with 1 if they differ.")
 @quiet_option("No progress bar.")
 @json_option
 def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bool, quiet: bool, as_json: bool) -> int:
-    """Compare two adapters, or two models (a base with its merged model, say), module by module: folders, or on the Hub
-    owner/name[@revision], hf://owner/name or the URL of a page.
+    """Compare two adapters, or two models (a base with its merged model, say), module by module. Each is a folder, or
+    on the Hub owner/name[@revision], hf://owner/name or the URL of its page.
 
-    Adapters are compared by what they do: the ΔW = scaling·B·A of each module, whatever its factors and rank. Shown
-    are norms, the norm of the difference (relative to the first), and the cosine of the angle between them.
+    Adapters are compared by the ΔW = scaling·B·A of each module, so their ranks may differ. The table shows both norms,
+    the norm of the difference (relative to the first), and the cosine of the angle between them.
     """
     from lora_tool.pipeline.comparing import diff  # noqa: PLC0415 - after the usage is known to be right
 

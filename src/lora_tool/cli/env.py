@@ -22,10 +22,11 @@ _PACKAGES = (
 @click.command("env", epilog="Example: lora-tool env")
 @json_option
 def command(as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
-    """Print the versions of lora-tool, Python, the system and the libraries that matter, for a bug report.
+    """Print the versions of lora-tool, Python, the system and the libraries it uses, for a bug report.
 
-    No library is imported, so it works where an installation is broken. No path, name or token is printed. `kernel` is
-    what computes `--precision float32`: compiled, at the fastest level of this processor, or numpy and why.
+    It imports no library, so it works in a broken installation, and it prints no path, name or token. `kernel` is what
+    computes `--precision float32`: the compiled kernel with the fastest instructions of this processor, or numpy and
+    why.
     """
     facts = {
         "lora-tool": metadata.version("lora-tool"),
@@ -51,7 +52,7 @@ def _kernel() -> str:
     if found is not None:
         return str(found)
     why_not = loaded(FILE)[1]
-    return f"none, numpy computes: {why_not or f'{VARIABLE}=off'}"
+    return f"none; numpy is used because {why_not or f'{VARIABLE}=off'}"
 
 
 def _version(package: str) -> str:

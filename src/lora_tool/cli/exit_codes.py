@@ -14,15 +14,15 @@ NOBODY_READS = 141
 
 MEANINGS = {
     DONE: "done",
-    FINDINGS: "findings; of `train` a run that was refused, stopped, or ended badly",
-    USAGE: "usage: an unknown option or key, with the closest one",
-    CANNOT: "cannot be read or cannot be done, said by name",
+    FINDINGS: "findings; for `train`: the run was refused, stopped, or ended badly",
+    USAGE: "usage error, such as an unknown option or key; the closest one is suggested",
+    CANNOT: "an input cannot be read, or the request cannot be carried out; the message says which",
     4: "the Hub refused",
-    FAILED_CHECK: "what was written is not what should have been",
-    6: "conflict: the output exists, or somebody else changed the repository",
-    7: "network or overload: a later try may do",
+    FAILED_CHECK: "the written output is wrong",
+    6: "conflict: the output exists already, or somebody else changed the repository",
+    7: "network failure or overload: a retry may succeed",
     INTERRUPTED: "interrupted",
-    NOBODY_READS: "the reader of the output left, as in `… | head -1`",
+    NOBODY_READS: "the reader of the output closed the pipe, as in `… | head -1`",
 }
 """Exit code → what it says; help and README print it."""
 

@@ -26,9 +26,12 @@ from lora_tool.tensors import DType
 @click.option("--save", "save", multiple=True, metavar="MODULE", help="Save this module whole. May be repeated.")
 @jobs_option
 @click.option(
-    "--verify/--no-verify", default=True, help="Read samples back and check them before publishing.", show_default=True
+    "--verify/--no-verify",
+    default=True,
+    help="Read samples back and check them before the output gets its name.",
+    show_default=True,
 )
-@click.option("--overwrite", is_flag=True, help="Replace an output that lora-tool wrote, after success.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output of lora-tool once the new one is complete.")
 @run_options
 def command(
     model: str,
@@ -42,16 +45,17 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Write the adapter that makes the base MODEL again, as near as its ranks allow.
+    """Write the adapter that turns the base into MODEL, as closely as its ranks allow.
 
-    Both models are read four times, in blocks; no matrix is decomposed whole. What does not fit in the rank is told for
-    each module, beside what rounding the weights to 16 bits explains. Norms, embeddings and heads are saved whole: a
-    reward model and its causal base give a reward adapter.
+    Both models are read four times, in blocks; no matrix is decomposed whole. For each module it reports how much does
+    not fit in the rank, and how much rounding the weights to 16 bits
+    explains. Norms, embeddings and heads are saved whole,
+    so a reward model and its causal base give a reward adapter.
     """
     if base is None:
-        raise click.UsageError("--base is missing: the model that MODEL was trained from")
+        raise click.UsageError("missing option --base: give the model that MODEL was trained from")
     if (rank is None) == (keep is None):
-        raise click.UsageError("give one of --rank and --keep")
+        raise click.UsageError("give either --rank or --keep")
     tuned, first = opened_model(model, download=True), opened_model(base, download=True)
     check_output(output, overwrite=overwrite, inputs=(tuned.root, first.root))
     from lora_tool.pipeline.algebra import extraction  # noqa: PLC0415 - after the options

@@ -41,13 +41,14 @@ class Fixes:
                 yield click.style(printable(line), fg=fg) if fg else printable(line)
         if self.kept:
             for change, kept in zip(self.changes, self.kept, strict=True):
-                yield f"changed {printable(str(change.path))}; as it was: {printable(kept.name)}"
+                yield f"changed {printable(str(change.path))}; the original is {printable(kept.name)}"
         elif self.changes:
             answered = {code for change in self.changes for code in change.codes}
             files = counted(len(self.changes), "file")
-            yield f"{files} would be changed for {', '.join(sorted(answered))}: --fix --apply writes, and keeps FILE.orig"
+            codes = ", ".join(sorted(answered))
+            yield f"--fix --apply would change {files} for {codes}, and keep each original as FILE.orig"
         else:
-            yield "nothing that --fix can fix"
+            yield "--fix has nothing to change"
 
 
 def fixes(report: Report, *, task: str | None, apply: bool) -> Fixes:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Steps without a signal that stop a run.",
+    help="Number of consecutive steps without a signal that stops the run.",
 )
 @ignore_option("Not these guards.")
 @json_option
@@ -45,8 +45,8 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     """Run a training command with guards attached to its HF Trainer; neither script nor config is changed.
 
     The command may be `trl`, `accelerate launch`, `torchrun`, `deepspeed` or a Python script, in the environment that
-    has lora-tool. What it saved is checked when it ends. Its output stays its own, and so does its exit code where it
-    fails by itself; 1: a guard stopped it, or its result is bad. Needs lora-tool[train].
+    has lora-tool. When it ends, its result is checked. Its output is passed through, and so is its exit code if it
+    fails by itself. Exit code 1 means that a guard stopped it, or that its result is bad. Needs lora-tool[train].
     """
     from lora_tool.report import Report  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.report.json import report_json  # noqa: PLC0415
@@ -58,7 +58,7 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
     require_training(("torch", "transformers", "accelerate"))
     unknown = [name for name in ignore if name not in CODES]
     if unknown:
-        raise click.UsageError(f"unknown guard {unknown[0]!r}; they are: {', '.join(CODES)}")
+        raise click.UsageError(f"unknown guard {unknown[0]!r}; the guards are {', '.join(CODES)}")
     begun = time.time()
     with tempfile.TemporaryDirectory(prefix="lora-tool-guard-") as folder:
         settings = GuardSettings(mode=mode, window=window, ignore=ignore)
@@ -81,7 +81,7 @@ def command(words: tuple[str, ...], mode: str, window: int, ignore: tuple[str, .
         click.echo(json.dumps({**report_json(Report(findings=(*found, *bad))), **told, **results}, indent=2))
     if stopped is not None:
         click.echo(err=True)  # it was stopped within the line of a progress bar
-        raise TrainingStopped(f"training was stopped: {stopped.error}", hint=stopped.hint)
+        raise TrainingStopped(f"lora-tool stopped the training: {stopped.error}", hint=stopped.hint)
     if code:
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         click.echo(f"error: {printable(words[0])} failed with {how}; see its output above", err=True)

@@ -17,12 +17,13 @@ from lora_tool.train.methods import METHODS
 @click.argument("method", type=click.Choice(list(METHODS)), metavar="METHOD")
 @click.option("--cpu", is_flag=True, help="A short run that needs no GPU.")
 @click.option(
-    "-o", "--output", type=UserPath(dir_okay=False), help="Write this file, which must not exist.  [default: stdout]"
+    "-o", "--output", type=UserPath(dir_okay=False), help="File to write; it must not exist.  [default: stdout]"
 )
 def command(method: str, cpu: bool, output: Path | None) -> None:  # noqa: FBT001 - click passes flags by name
-    """Print a commented run.yaml for `lora-tool train METHOD`, which trains as it stands.
+    """Print a commented run.yaml for `lora-tool train METHOD`; it trains without changes.
 
-    METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Model and data are small ones of the Hub: put yours there.
+    METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. It names a small model and data set on the Hub: put yours
+    there.
     """
     text = first_run(METHODS[method], cpu=cpu)
     if output is None:
@@ -32,7 +33,7 @@ def command(method: str, cpu: bool, output: Path | None) -> None:  # noqa: FBT00
         with output.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise OutputExists(f"{output} exists", hint="it is not replaced: give another name with -o") from error
+        raise OutputExists(f"{output} exists", hint="choose another file with -o") from error
     except OSError as error:
         raise LoraToolError(f"{output}: cannot be written: {error.strerror}") from error
     click.echo(

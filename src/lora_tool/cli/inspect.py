@@ -20,18 +20,20 @@ from lora_tool.sources import opened, opened_model
 @click.argument("paths", nargs=-1, type=FolderOrId(), metavar="[PATH]...")
 @click.option("--norms/--no-norms", default=None, help="Norms of A, B and ΔW.  [default: for adapters up to 512 MiB]")
 @plot_option("Draw it")
-@base_option("The base, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one the adapter names, if it is here]")
+@base_option(
+    "Base model, for ‖ΔW‖/‖W‖ in the pictures.  [default: the one in the adapter's config, if it is on this disk]"
+)
 @json_option
 def command(paths: tuple[str, ...], norms: bool | None, plot: Path | None, base: str | None, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
-    """Show what PATH is: an adapter, model, checkpoint or run folder (by default this one), or an adapter on the Hub:
-    owner/name[@revision], hf://owner/name or the URL of its page. Several are shown side by side.
+    """Show what PATH holds: an adapter, model, checkpoint or run folder (by default this one), or an adapter on the
+    Hub: owner/name[@revision], hf://owner/name or the URL of its page. Several are shown side by side.
 
     For an adapter: its targets with rank, scaling, sizes and norms, its head, its base, and what made it. ΔW is
-    scaling·B·A. With --plot, pictures of it: how far each module moved and in how many directions, singular values,
-    training curves. With --json, the numbers of every module.
+    scaling·B·A. --plot draws how far each module moved and in how many directions, singular values and training curves.
+    --json gives the numbers of every module.
     """
     if plot is not None and len(paths) > 1:
-        raise click.UsageError("--plot draws one folder; lora-tool diff A B --plot FILE draws what differs between two")
+        raise click.UsageError("--plot draws one folder; lora-tool diff A B --plot FILE draws the difference of two")
     checkpoints = [opened(path) for path in paths or (".",)]
     inspections = [inspect_checkpoint(each, norms=norms, spectra=as_json) for each in checkpoints]
     if plot is not None:

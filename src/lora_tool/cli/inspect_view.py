@@ -142,5 +142,5 @@ def _problems(inspection: Inspection) -> Iterator[Group]:
         yield Group(
             Text(counted(len(inspection.problems), "problem"), style="bold red"),
             *(Text(f"  {printable(problem)}") for problem in inspection.problems[:_SHOWN]),
-            Text(f"lora-tool validate {printable(inspection.path)} says more"),
+            Text(f"details: lora-tool validate {printable(inspection.path)}"),
         )

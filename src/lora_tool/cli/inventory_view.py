@@ -78,7 +78,9 @@ def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, don
     elif done:
         print_all([table, f"removed {counted(len(going), 'checkpoint')}, {freed}"], out)
     else:
-        print_all([table, f"would remove {counted(len(going), 'checkpoint')} and free {freed}; --apply does it"], out)
+        print_all(
+            [table, f"would remove {counted(len(going), 'checkpoint')} and free {freed}; --apply removes them"], out
+        )
 
 
 def _name(item: Listed, root: Path) -> str:

@@ -18,7 +18,7 @@ from lora_tool.cli.terminal import print_json
 def command(root: Path, as_json: bool) -> None:  # noqa: FBT001 - click passes flags by name
     """List every checkpoint under ROOT (by default this folder): step, metric, sizes by kind, verdict.
 
-    The verdict is that of `validate`, under the same lora-tool.toml; the best one of a run that is whole has a star.
+    The verdict is that of `validate` with the same lora-tool.toml. A star marks the best complete checkpoint of a run.
     """
     from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
     from lora_tool.pipeline.looking import ls  # noqa: PLC0415

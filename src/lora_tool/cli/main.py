@@ -26,13 +26,13 @@ from lora_tool.version import __version__
 COMMANDS = {
     "validate": "Check an adapter, model, checkpoint or run folder for errors.",
     "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
-    "consolidate": "Put rank files together; rescue a reward head.",
-    "convert": "Give an adapter the names that PEFT loads.",
+    "consolidate": "Reassemble rank files; rescue a reward head.",
+    "convert": "Rename an adapter's tensors as PEFT loads them.",
     "merge": "Merge an adapter into its base model.",
-    "combine": "Add adapters up into one, each with its weight.",
-    "extract": "Write what a fine-tuned model changed as an adapter.",
-    "prepare": "Write an adapter as a server reads it, equal in ΔW.",
-    "resize": "Lower the ranks of an adapter with the least loss.",
+    "combine": "Combine adapters into one weighted sum.",
+    "extract": "Extract an adapter from a fine-tuned model.",
+    "prepare": "Rewrite an adapter for a server, with the same ΔW.",
+    "resize": "Lower an adapter's ranks with the least loss.",
     "verify": "Prove that a merged folder is its base plus its adapter.",
     "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
     "ci": "Validate, consolidate, merge and verify a training output in one CI step.",
@@ -150,7 +150,7 @@ def cli() -> None:
     """Check, merge and publish LoRA checkpoints.
 
     Results go to stdout, progress and errors to stderr. Every option can be set in the environment:
-    LORA_TOOL_MERGE_DTYPE is --dtype of merge. `lora-tool COMMAND --help` tells the rest.
+    LORA_TOOL_MERGE_DTYPE is --dtype of merge. `lora-tool COMMAND --help` explains one command.
     """
 
 
@@ -211,10 +211,11 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:
     """Return what is said where memory or threads run out; any other error is ours, and is raised."""
     if isinstance(error, MemoryError):
-        return LoraToolError("out of memory", hint="--jobs 1 needs the least; see ulimit -v")
+        return LoraToolError("out of memory", hint="use --jobs 1, which needs the least memory, and see ulimit -v")
     if "start new thread" in str(error):
         return LoraToolError(
-            "cannot start another thread (process limit reached)", hint="--jobs 1 needs the fewest; see ulimit -u"
+            "cannot start another thread (process limit reached)",
+            hint="use --jobs 1, which needs the fewest threads, and see ulimit -u",
         )
     raise error
 
@@ -232,10 +233,13 @@ def _require_machine() -> None:
     """Raise `LoraToolError` on a machine where weights would be misread, or files cannot be read as we do."""
     if sys.byteorder != "little":
         raise LoraToolError(
-            "lora-tool does not run on big-endian machines: weights are little-endian", hint="x86-64 and arm64 are fine"
+            "lora-tool does not run on big-endian machines: weights are little-endian",
+            hint="use an x86-64 or arm64 machine",
         )
     if sys.platform == "win32":
-        raise LoraToolError("lora-tool does not run on Windows itself", hint="it runs in WSL: wsl --install")
+        raise LoraToolError(
+            "lora-tool does not run natively on Windows", hint="run it in WSL, which this installs: wsl --install"
+        )
 
 
 def _open_streams() -> None:

@@ -44,7 +44,7 @@ class PicturePath(UserPath):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
         path = super().convert(value, param, ctx)
         if path.suffix not in PICTURES:
-            self.fail(f"{path} ends in none of {', '.join(PICTURES)}", param, ctx)
+            self.fail(f"{path} does not end in one of {', '.join(PICTURES)}", param, ctx)
         return path
 
 
@@ -121,11 +121,11 @@ verbose_option = click.option(
     expose_value=False,
     is_eager=True,
     callback=_hear,
-    help="Say on stderr what was decided, and why.",
+    help="Print to stderr what was decided and why.",
 )
 
 
-def ignore_option(help_text: str = "Not these rules.") -> Callable[[Decorated], Decorated]:
+def ignore_option(help_text: str = "Rules not to run.") -> Callable[[Decorated], Decorated]:
     """Add ``--ignore``: rules not to run, as one tuple of codes."""
     return codes_option("--ignore", help_text)
 
@@ -164,14 +164,14 @@ fail_on_option = click.option(
     type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
     default=Severity.ERROR.value,
     show_default=True,
-    help="Fail for findings of this severity or worse.",
+    help="Fail on findings of this severity or worse.",
 )
 report_option = click.option(
     "--report",
     "reports",
     metavar="FORMAT=FILE",
     multiple=True,
-    help="Write the report to a file as well: junit=report.xml. May be repeated; weights are read once.",
+    help="Also write the report to a file: junit=report.xml. May be repeated; weights are read only once.",
 )
 format_option = click.option(
     "--format",
@@ -182,7 +182,7 @@ format_option = click.option(
     help="What is printed.",
 )
 rule_options = in_order(
-    codes_option("--select", "Only these rules: LT206, or LT2 for all that begin so."), ignore_option(), fail_on_option
+    codes_option("--select", "Run only these rules: LT206, or LT2 for all LT2xx."), ignore_option(), fail_on_option
 )
 """Which rules judge, and the least severity at which the command fails."""
 pair_options = in_order(
@@ -190,13 +190,13 @@ pair_options = in_order(
         "--pairs",
         type=UserPath(exists=True, dir_okay=False),
         metavar="FILE",
-        help="Rank these pairs with the reward model, too: .jsonl with prompt, chosen, rejected.",
+        help="Also rank these pairs with the reward model: .jsonl with prompt, chosen, rejected.",
     ),
     click.option(
         "--min-accuracy",
         type=click.FloatRange(0, 1),
         metavar="SHARE",
-        help="Fail where the merged model ranks fewer of --pairs right: 0.7.",
+        help="Fail if the merged model ranks a smaller share of --pairs right: 0.7.",
     ),
 )
 """What a reward model is for, and how well it must do that."""
@@ -209,7 +209,7 @@ def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
     """
     if path is None:
         if least is not None:
-            raise click.UsageError("--min-accuracy is for --pairs")
+            raise click.UsageError("--min-accuracy needs --pairs")
         return None
     require_packages(("torch", "transformers", "peft"), extra="merge")  # before hours of merging
     from lora_tool.verification.pairs import read_pairs  # noqa: PLC0415 - only where asked for
@@ -218,17 +218,17 @@ def pairs_asked(path: Path | None, least: float | None) -> Pairs | None:
 
 
 rank_file_options = in_order(
-    click.option("--tag", help="Which saved step, such as global_step500.  [default: what the file `latest` names]"),
+    click.option("--tag", help="Saved step to use, such as global_step500.  [default: the one in the file `latest`]"),
     click.option(
         "--adapter-config",
         type=UserPath(exists=True),
-        help="adapter_config.json, for rank files, or the file of the run's arguments.  [default: beside them]",
+        help="adapter_config.json, or the file with the run's arguments.  [default: beside the rank files]",
     ),
     click.option(
         "--lora-alpha",
         type=click.FloatRange(min=0, min_open=True),
         metavar="N",
-        help="Alpha of an adapter without adapter_config.json, where no file of the run tells it.",
+        help="lora_alpha of an adapter that has no adapter_config.json, if no file of the run records it.",
     ),
 )
 """What is put together from rank files."""

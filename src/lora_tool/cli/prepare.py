@@ -22,9 +22,11 @@ from lora_tool.tensors import DType
 @click.argument("adapter", type=FolderOrId(), metavar="ADAPTER")
 @click.option("--for", "server", type=ChoiceOf(Server), required=True, help="Who is to read it.")
 @output_option
-@base_option(f"Base model, which the rules compare the adapter with: {ANYWHERE}.")
-@click.option("--max-rank", type=click.IntRange(min=1), help="Largest rank that the server takes.")
-@click.option("--approximate", is_flag=True, help="Take the nearest form where --max-rank leaves something out.")
+@base_option(f"Base model to check the adapter against: {ANYWHERE}.")
+@click.option("--max-rank", type=click.IntRange(min=1), help="Maximum rank that the server accepts.")
+@click.option(
+    "--approximate", is_flag=True, help="Accept an approximation where --max-rank is too low for the exact ΔW."
+)
 @click.option(
     "--reward-base",
     type=UserPath(),
@@ -49,11 +51,11 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Write ADAPTER in the form that a server reads, equal in ΔW.
+    """Rewrite ADAPTER in the form that a server reads, with the same ΔW.
 
-    Scalings go into B, so that rsLoRA and alpha patterns need no understanding; ranks are padded to one with zeros;
-    targets are plain names; for MLX-LM factors are transposed. What the server has no exact form for (DoRA, biases,
-    trained tokens, saved modules) is refused by name. `lora-tool validate --for SERVER` says what is in the way.
+    Scalings are multiplied into B, so the server need not know rsLoRA or alpha patterns; all ranks are padded to one
+    with zeros; targets become plain names; for MLX-LM, factors are transposed. What the server cannot represent exactly
+    (DoRA, biases, trained tokens, saved modules) is refused by name; `lora-tool validate --for SERVER` lists it.
     """
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite, inputs=(opened.root,))
@@ -68,7 +70,7 @@ def command(
     from lora_tool.pipeline.algebra import plan_reward_base  # noqa: PLC0415
 
     if server is not Server.VLLM:
-        raise click.UsageError(f"--reward-base is for vLLM: {server} does not serve heads")
+        raise click.UsageError(f"--reward-base is only for vLLM: {server} does not serve heads")
     beside = plan_reward_base(opened, base)  # both are planned before either is written
     check_output(reward_base, overwrite=overwrite, inputs=tuple({opened.root, *beside.folders}))
     carry_out(plan, output, overwrite=overwrite, **how)

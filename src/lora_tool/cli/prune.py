@@ -14,29 +14,41 @@ from lora_tool.display import printable
 
 @click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
 @click.argument("root", default=".", type=UserPath())
-@click.option("--keep-last", type=click.IntRange(min=0), default=1, show_default=True, help="Last valid ones of a run.")
-@click.option("--keep-best", type=click.IntRange(min=0), default=1, show_default=True, help="Best valid ones of a run.")
-@click.option("--apply", "apply_", is_flag=True, help="Remove them. Without it nothing is touched.")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Number of last valid checkpoints to keep per run.",
+)
+@click.option(
+    "--keep-best",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Number of best valid checkpoints to keep per run.",
+)
+@click.option("--apply", "apply_", is_flag=True, help="Remove them. Without --apply nothing is touched.")
 @click.option(
     "--trash",
     type=UserPath(file_okay=False),
     metavar="DIR",
-    help="With --apply: move them there instead.",
+    help="With --apply: move them to this folder instead.",
 )
 @json_option
 def command(*, root: Path, keep_last: int, keep_best: int, apply_: bool, trash: Path | None, as_json: bool) -> None:
     """Show which checkpoint-N folders under ROOT (by default this folder) could go, and with --apply remove them.
 
-    Of every run the last and the best valid ones stay, what is newer than the last valid one, and everything where
-    nothing is valid; valid is what `validate` finds no error in, under the same lora-tool.toml. Finished weights,
-    adapters and models are never touched, nor links and what they lead to.
+    Every run keeps its last and its best valid checkpoints, all that are newer than the last valid one, and everything
+    if none is valid. A checkpoint is valid if `validate` finds no error in it with the same lora-tool.toml. Finished
+    weights, adapters and models are never touched, nor are links and their targets.
     """
     from lora_tool.cli.configuration import configuration  # noqa: PLC0415 - the rules, only now
     from lora_tool.execution.folder import remove, require_room  # noqa: PLC0415
     from lora_tool.inventory import choose, inventory  # noqa: PLC0415
 
     if trash is not None and not apply_:
-        raise click.UsageError("--trash says where to move them, so it needs --apply")
+        raise click.UsageError("--trash needs --apply: nothing is moved without it")
     listed = inventory(root, configuration(None, [str(root)]).criteria)
     choices = [
         choice

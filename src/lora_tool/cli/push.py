@@ -37,18 +37,22 @@ def repository(value: str) -> tuple[str, str | None]:
     repo = named.id if named is not None else ""
     parts = repo.split("/")
     if named is None or len(repo) > _LONGEST_NAME or any("--" in part or ".." in part for part in parts):
-        raise click.BadParameter(f"{value!r} is no repository such as {FORMS}")
+        raise click.BadParameter(f"{value!r} is not a repository; expected {FORMS}")
     if any(part.endswith((".", "-", ".git")) for part in parts):
-        raise click.BadParameter(f"{value!r}: a repository's name ends in a letter or digit, and not in .git")
+        raise click.BadParameter(f"{value!r}: a repository's name must end in a letter or digit, and not in .git")
     return repo, named.revision
 
 
 repository_options = in_order(
     click.option(
-        "--private/--public", default=None, help="Of a repository that is created.  [default: private; else unchanged]"
+        "--private/--public",
+        default=None,
+        help="Visibility of a repository that push creates.  [default: private; an existing one stays as it is]",
     ),
     click.option(
-        "--revision", metavar="BRANCH", help="Branch to push to; it is created from main if needed.  [default: main]"
+        "--revision",
+        metavar="BRANCH",
+        help="Branch to push to; created from main if it does not exist.  [default: main]",
     ),
     click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing to the branch."),
 )
@@ -59,7 +63,7 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
     """Return repository and branch of `repo`, which `option` gave, and ``--revision``. Raises `click.UsageError`."""
     name, branch = repo
     if branch and revision not in (None, branch):
-        raise click.UsageError(f"{option} says @{branch}, --revision says {revision}")
+        raise click.UsageError(f"{option} names the branch {branch}, but --revision names {revision}")
     return name, revision or branch
 
 
@@ -69,14 +73,14 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
 @repository_options
 @click.option("--tag", metavar="TAG", help="Tag the commit.")
 @click.option("--message", help="Title of the commit.  [default: Upload … with lora-tool]")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Push these files of the folder, too: 'plots/*.png'.")
-@ignore_option("Validate without these rules.")
+@click.option("--include", multiple=True, metavar="PATTERN", help="Also push these files of the folder: 'plots/*.png'.")
+@ignore_option("Rules to skip in the validation.")
 @click.option(
     "--readme",
     type=click.Choice(["auto", "local", "hub"]),
     default="auto",
     show_default=True,
-    help="Which README.md is built on; auto keeps edits made on the Hub.",
+    help="README.md to start from; auto keeps edits made on the Hub.",
 )
 @click.option(
     "--verify",
@@ -84,7 +88,7 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
     type=click.Choice(["tree", "download"]),
     default="tree",
     show_default=True,
-    help="Compare the Hub's hashes afterwards, or read every file back.",
+    help="Afterwards compare the Hub's hashes, or download every file and compare it.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and create nothing.")
 @fail_on_option
@@ -110,8 +114,9 @@ def command(
     """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
 
     REPO is owner/name[@branch], hf://owner/name or the URL of its page.
-    Only the files of the adapter or model are pushed. The README is yours, completed with the metadata that the Hub
-    needs. The same content again makes no commit. The token is that of `hf auth login`, HF_TOKEN, or OIDC in CI.
+    Only the files of the adapter or model are pushed. Your README is kept, completed with the metadata that the Hub
+    needs. Pushing the same content again makes no commit. The token comes from `hf auth login`, HF_TOKEN, or OIDC in
+    CI.
     Options can be set in the [push] table of lora-tool.toml.
     """
     name, branch = pushed_to(repo, "REPO", revision)
@@ -158,7 +163,9 @@ def _bytes_of(folder: Path) -> int:
 
 def _leave_at_once() -> NoReturn:
     """Raise KeyboardInterrupt, or exit here: upload threads that wait for a socket would keep the process for minutes."""
-    click.echo("the repository is as it was, or has the whole commit; the same command again goes on", err=True)
+    click.echo(
+        "the repository has either the whole commit or none of it; run the same command again to continue", err=True
+    )
     waiting = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     if any(thread.name.startswith(("lora-tool push", "ThreadPoolExecutor")) for thread in waiting):
         click.echo("interrupted", err=True)

@@ -91,7 +91,7 @@ def report_files(typed: Sequence[str], configured: Configuration | None = None) 
     paths = [file.path for file in files]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise click.BadParameter(f"two reports would be written to {twice}")
+        raise click.BadParameter(f"--report would write two reports to {twice}")
     return tuple(files)
 
 

@@ -33,13 +33,13 @@ def command(
     overwrite: bool,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
-    """Write ADAPTER with lower ranks: of each module the nearest ΔW that there is at its rank.
+    """Write ADAPTER at lower ranks: each module gets the closest ΔW of its new rank.
 
-    Give --rank or --keep. How much is kept, where the least, and which rank would keep 99 % is known before anything is
-    written: see --dry-run. ΔW is never formed, and neither torch nor the base model is needed.
+    Give --rank or --keep. Before writing anything, --dry-run shows how much is kept, which module keeps least, and
+    which rank would keep 99 %. ΔW is never formed, and neither torch nor the base model is needed.
     """
     if (rank is None) == (keep is None):
-        raise click.UsageError("give one of --rank and --keep")
+        raise click.UsageError("give either --rank or --keep")
     opened = opened_adapter(adapter)
     check_output(output, overwrite=overwrite, inputs=(opened.root,))
     from lora_tool.plan.algebra.plan_combine import plan_resize  # noqa: PLC0415 - after the options

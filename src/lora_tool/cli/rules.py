@@ -47,7 +47,7 @@ def command(code: str | None, as_json: bool) -> None:  # noqa: FBT001 - click pa
         click.echo(
             "\n`lora-tool rules CODE` explains one.\n"
             "`base`: needs the base model; `deep`: reads the weights; `for`: runs with `--for` only.\n"
-            "Guards of `train` have pages, too:"
+            "The guards of `train` have pages, too:"
         )
         click.echo(textwrap.fill(", ".join(sorted(PAGES)), 96, break_on_hyphens=False))
 

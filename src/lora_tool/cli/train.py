@@ -17,15 +17,15 @@ from lora_tool.train.methods import METHODS
 )
 @click.argument("method", type=click.Choice(list(METHODS)), metavar="METHOD")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[TRL OPTION]...")
-@click.option("--config", type=UserPath(), help="TRL's YAML; a block `lora_tool:` in it is ours.")
+@click.option("--config", type=UserPath(), help="TRL's YAML; its block `lora_tool:` is read by lora-tool.")
 @click.option(
     "--dry-run",
     is_flag=False,
     flag_value="full",
     type=click.Choice(["full", "static"]),
-    help="Check everything and take no step; `static`: check the options alone, and print them.",
+    help="Check everything but take no training step; `static`: check only the options, and print them.",
 )
-@click.option("--resume", metavar="auto|PATH", help="Resume from the last whole checkpoint, or from this one.")
+@click.option("--resume", metavar="auto|PATH", help="Resume from the last complete checkpoint, or from this one.")
 @json_option
 @quiet_option("No summary.")
 def command(

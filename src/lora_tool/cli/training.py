@@ -95,7 +95,7 @@ def _resume(run: RunConfig, resume: str | None) -> tuple[RunConfig, ResumeChoice
         return run, ResumeChoice()
     choice = last_valid(run.output) if asked.lower() in ("auto", "true") else named(Path(asked))
     if choice.path is None:
-        click.echo(f"no checkpoint to resume from in {printable(str(run.output))}: starting at step 0", err=True)
+        click.echo(f"found no checkpoint to resume from in {printable(str(run.output))}: starting at step 0", err=True)
     return replace(run, resuming=choice.path is not None), choice
 
 

@@ -54,47 +54,49 @@ _LONG = 1 << 30
     type=FolderOrId(),
     multiple=True,
     metavar="ADAPTER",
-    help="Adapter that a model, given as PATH, was merged with, or that an adapter is to be merged together with.",
+    help="Adapter that the model PATH was merged with, or that the adapter PATH is to be merged together with.",
 )
-@click.option("--rm", "reward", is_flag=True, help="A reward model is expected: a head with one label.")
-@click.option("--num-labels", type=click.IntRange(min=1), help="Labels that the head must have.")
-@click.option("--deep/--headers-only", default=None, help="Read all weights, or none.  [default: those of adapters]")
+@click.option("--rm", "reward", is_flag=True, help="Expect a reward model: a head with one label.")
+@click.option("--num-labels", type=click.IntRange(min=1), help="Number of labels that the head must have.")
+@click.option(
+    "--deep/--headers-only", default=None, help="Read all weights, or none.  [default: only those of adapters]"
+)
 @click.option(
     "--for",
     "servers",
     type=click.Choice([server.value for server in Server]),
     multiple=True,
-    help="Say what this server refuses or ignores. May be repeated.",
+    help="Report what this server refuses or ignores. May be repeated.",
 )
 @rule_options
 @click.option(
     "--strict",
     is_flag=True,
-    help="Read all weights, and exit with 1 for warnings and for rules that could not run, too.",
+    help="Read all weights, and also exit with 1 for warnings and for rules that could not run.",
 )
 @click.option(
     "--fix",
     is_flag=True,
-    help="Show as a diff what answers findings mechanically, in configs and names; not in weights.",
+    help="Show a diff of the mechanical fixes to configs and names; weights are never changed.",
 )
-@click.option("--apply", is_flag=True, help="Write what --fix shows; each file is kept as it was, as FILE.orig.")
+@click.option("--apply", is_flag=True, help="Make the changes that --fix shows; each original is kept as FILE.orig.")
 @format_option
 @report_option
 @config_option
 @json_option
-@quiet_option("Print nothing unless there are findings; JSON and XML are printed all the same.")
+@quiet_option("Print nothing unless there are findings; JSON and XML are always printed.")
 @verbose_option
 @click.pass_context
 def command(ctx: click.Context, /, paths: tuple[str, ...], **options: Any) -> int:  # noqa: ANN401 - click's options by name
     """Check each PATH for errors: an adapter, model, checkpoint or run folder, or an adapter on the Hub.
 
-    PATH is this folder by default. Files are read, changed by --fix --apply alone, and no code in them is run. An adapter on the Hub,
-    owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache (adapters
-    are small); the base model never is.
+    PATH is this folder by default. Only --fix --apply changes files, and code in them is never run. An adapter on the
+    Hub, owner/name[@revision], hf://owner/name or the URL of its page, is downloaded to huggingface_hub's cache
+    (adapters are small); the base model never is.
     """
     paths = paths or (".",)
     if options["reward"] and options["num_labels"] not in (None, 1):
-        raise click.UsageError(f"--rm means one label, --num-labels {options['num_labels']} was given")
+        raise click.UsageError(f"--rm means one label, but --num-labels is {options['num_labels']}")
     if options["apply"] and not options["fix"]:
         raise click.UsageError("--apply is for --fix")
     configured = configuration(options["config_file"], paths)
@@ -181,7 +183,7 @@ def _bar(
 
 def _open_adapter(reference: str) -> AdapterDir:
     path = resolve(reference, download=True, wanted=Wanted.ADAPTER).path
-    return open_adapter(path, hint="give an adapter: --adapter ADAPTER")
+    return open_adapter(path, hint="give an adapter with --adapter ADAPTER")
 
 
 def _show(report: Report, told: Reporting, fixed: Fixes | None, *, quiet: bool) -> None:

@@ -30,6 +30,8 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
+from lora_tool.cli.writing import spread_options
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.display import printable
 from lora_tool.errors import require_packages
 from lora_tool.hub_names import ANYWHERE
@@ -48,16 +50,16 @@ if TYPE_CHECKING:
     type=FolderOrId(),
     multiple=True,
     metavar="ADAPTER",
-    help=f"Adapter that was merged: {ANYWHERE}.  [default: what lora_tool.json names]",
+    help=f"Adapter that was merged: {ANYWHERE}.  [default: the one in lora_tool.json]",
 )
-@base_option(f"Base model: {ANYWHERE}.  [default: what lora_tool.json, the adapter or config.json names]")
-@click.option("--sample", is_flag=True, help="Compare samples from everywhere instead of every value.")
-@click.option("--logits", is_flag=True, help="Run both models, too, and compare their answers.")
+@base_option(f"Base model: {ANYWHERE}.  [default: the one in lora_tool.json, the adapter or config.json]")
+@click.option("--sample", is_flag=True, help="Compare samples of every tensor instead of every value.")
+@click.option("--logits", is_flag=True, help="Also run both models and compare their answers.")
 @click.option(
     "--prompts",
     type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
-    help="What --logits asks: one prompt per line, or .jsonl.  [default: eight short ones]",
+    help="Prompts for --logits: one per line, or .jsonl.  [default: eight short ones]",
 )
 @pair_options
 @plot_option("Draw the margins of --pairs")
@@ -65,12 +67,13 @@ if TYPE_CHECKING:
     "--text",
     type=UserPath(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Measure the loss of language models on this text, too: plain, or .jsonl with text.",
+    help="Also measure the loss of language models on this text: plain, or .jsonl with text.",
 )
-@click.option("--tensors", is_flag=True, help="A line for each tensor.")
+@click.option("--tensors", is_flag=True, help="Print a line for each tensor.")
 @rule_options
-@click.option("--strict", is_flag=True, help="Warnings fail, and so does what could not be checked.")
+@click.option("--strict", is_flag=True, help="Also fail on warnings and on what could not be checked.")
 @jobs_option
+@spread_options
 @format_option
 @report_option
 @config_option
@@ -99,26 +102,31 @@ def command(
     reports: tuple[str, ...],
     as_json: bool,
     quiet: bool,
+    engine: EngineName,
+    address: str | None,
+    workers: int | None,
     **asked: Any,  # noqa: ANN401 - arguments of `verify`: select, ignore, logits and jobs
 ) -> int:
-    """Compare the model folder MERGED with its base and adapter, whoever merged it.
+    """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
 
-    Every tensor is accounted for: those the adapter leaves alone have the base's bytes, the others are W + ΔW, computed
-    again. An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was computed from.
-    Exits with 5 where that does not hold, with 1 where --min-accuracy alone is missed. Options can be set in the
-    [verify] table of lora-tool.toml.
+    Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
+    computed again. An adapter that `combine`, `resize`, `prepare` or `extract` wrote is compared with what it was
+    computed from. The exit code is 5 if a tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set
+    in the [verify] table of lora-tool.toml.
     """
     from lora_tool.plan.merge.provenance import find_inputs  # noqa: PLC0415
     from lora_tool.verification.checking import Level  # noqa: PLC0415 - after the usage is known to be right
     from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
 
     rules = rule_choice(ctx, configured(ctx))
+    spread = Spread(engine=engine, address=address, workers=workers)
+    spread.require()
     asked |= {"select": rules.select, "ignore": rules.ignore}
     printed = Form.JSON if as_json else Form(form)
     told = Reporting(form=printed, files=report_files(reports), fail_on=rules.fail_on, strict=strict)
     if prompts is not None:
         if not asked["logits"]:
-            raise click.UsageError("--prompts are for --logits")
+            raise click.UsageError("--prompts needs --logits")
         from lora_tool.verification.prompts import read_prompts  # noqa: PLC0415 - torch, only where asked for
 
         asked["prompts"] = read_prompts(prompts)
@@ -133,7 +141,7 @@ def command(
     verification = _of_computed(merged, adapters, base, asked, level=level, watch=watch)
     if verification is None:
         inputs = find_inputs(merged, base=base, adapters=adapters)
-        verification = verify_inputs(inputs, level=level, watch=watch, **asked)
+        verification = verify_inputs(inputs, level=level, watch=watch, spread=spread, **asked)
     if verification.report.findings or not quiet:
         shown = _text(verification, printed, told.least, tensors=tensors, color=wants_colour())
         (say if printed is Form.TEXT else click.echo)(shown)
@@ -165,7 +173,7 @@ def _of_computed(
         return None
     of_models = [name for name in ("logits", "pairs", "text") if asked.get(name)]
     if of_models:
-        raise click.UsageError(f"--{of_models[0]} is for merged models, {folder} is an adapter")
+        raise click.UsageError(f"--{of_models[0]} is for merged models, but {folder} is an adapter")
     rules = {name: asked[name] for name in ("select", "ignore", "jobs")}
     if extracted is not None:
         return verify_extracted(extracted, **rules, **how)
@@ -177,7 +185,7 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
     if plot is None:
         return
     if pairs is None:
-        raise click.UsageError("--plot draws the margins of --pairs")
+        raise click.UsageError("--plot draws the margins of --pairs, so it needs --pairs")
     if not plot.parent.is_dir():
         raise click.BadParameter(f"{plot.parent} is not a folder", param_hint="--plot")
     require_packages(("matplotlib", "jinja2"), extra="plot")

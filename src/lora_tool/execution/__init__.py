@@ -1,1 +1,1 @@
-"""The only writer and the only arithmetic: a plan becomes a folder."""
+"""The only code that computes and writes weights: it turns a plan into a folder."""

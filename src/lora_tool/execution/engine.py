@@ -1,4 +1,4 @@
-"""Executing a plan: a folder is prepared, an engine writes the weight files, the rest is added, the name appears last."""
+"""Execute a plan: prepare a hidden folder, have an engine write the weight files, add the rest, and rename last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lora_tool.cluster.spread import Spread
 from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.execution.attempts import noted, recorded_looks
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
     check_output,
@@ -21,9 +23,10 @@ from lora_tool.execution.folder import (
     sync_folder,
     write_file,
 )
-from lora_tool.execution.journal import Journal
+from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.reading import Sources
+from lora_tool.execution.shares import require_all_ended
 from lora_tool.execution.work import Engine, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
@@ -33,8 +36,18 @@ from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
 from lora_tool.sharded.value_check import refuse_errors
 
+
+def engine_of(spread: Spread, *, jobs: int | None) -> Engine:
+    """Return the engine that was asked for; on this machine it has `jobs` workers."""
+    if spread.cluster is None:
+        return LocalEngine(jobs=jobs)
+    from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
+
+    return RayEngine(cluster=spread.cluster)
+
+
 FolderCheck = Callable[[Path], Mapping[str, Any]]
-"""Called with the finished folder before it gets its name: returns what the manifest is to say, or raises."""
+"""Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
 
 
 def execute(
@@ -50,13 +63,13 @@ def execute(
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
-    It appears under that name complete and flushed to disk, or not at all. `engine` writes the weight files, by default
-    a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole. `progress` is
-    called with the bytes of weights that were written. `resume` takes over the files that a killed run of the same plan
-    had finished, and leaves its own after a failure. `plan.values` are looked at while the files are written, because
-    the one waits for the processor and the other for the disk; errors among them refuse the folder. `check` may look at
-    it before it gets its name, and refuses it by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`,
-    `ExecutionError`, `FindingsFound`, and what `check` raises.
+    The folder appears under that name complete and flushed to disk, or not at all. `engine` writes the weight files, by
+    default a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole.
+    `progress` is called with the number of weight bytes written. `resume` reuses the files that a killed run of the
+    same plan had finished, and keeps its own after a failure. `plan.values`, the check of the inputs' values, runs
+    beside the writing; its errors refuse the folder. `check` sees the finished folder before the rename and refuses it
+    by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what
+    `check` raises.
     """
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
     target = real_place(Path(out))
@@ -65,20 +78,24 @@ def execute(
         Sources(plan.inputs) as sources,
         new_folder(target, overwrite=overwrite, resume=resume) as folder,
     ):
-        journal = Journal(folder, plan)
-        finished = journal.finished({shard.filename: shard for shard in plan.shards})
+        journal = Journal(folder, digest_of(plan))
+        require_all_ended(journal)
+        journal.begin()
+        finished = journal.finished(plan.shards)
+        journal.keep_only(finished)
         check_space(target, _bytes_to_write(plan, finished))
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        noted = (notes for notes in finished.values() if notes)
-        retained = {name: DeltaRetention(**each) for notes in noted for name, each in notes.items()}
+        retained = {name: each for notes in finished.values() for name, each in noted(notes).items()}
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)
-            journal.add(shard, {name: asdict(each) for name, each in found.items()})
+            if journal.record(shard) is None:  # another machine that wrote the file has recorded it
+                journal.add(shard, {name: asdict(each) for name, each in found.items()})
 
         missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
-        work = Work(plan=plan, folder=folder, shards=missing, checks=plan.values.parts if plan.values else ())
+        checks = recorded_looks(plan, journal)
+        work = Work(plan=plan, folder=folder, digest=journal.digest, shards=missing, checks=checks)
         with _refusals(journal):
             done = (engine or LocalEngine(jobs=jobs)).run(work, finished=on_disk, progress=advance)
             kept = refuse_errors(done.findings, plan.values.ignored if plan.values else ())
@@ -98,7 +115,7 @@ def execute(
 
 @contextlib.contextmanager
 def _refusals(journal: Journal) -> Iterator[None]:
-    """Let nothing that was written be taken over by a later run where a check refuses, as against a failure."""
+    """Where a check refuses the folder, discard its files, so that `resume` reuses none; after a failure they stay."""
     try:
         yield
     except ExecutionError:

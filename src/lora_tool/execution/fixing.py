@@ -1,4 +1,4 @@
-"""Changing a file that exists: written anew beside it and renamed, and kept as it was under another name."""
+"""Change an existing file: write the new one beside it, keep the old one under another name, and rename."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lora_tool.validation.changes import FileChange
 
 
 def apply_change(change: FileChange) -> Path:
-    """Write the file as `change` has it, whole or not at all, and return where it is kept as it was.
+    """Write the file as `change` has it, whole or not at all, and return the path of the kept original.
 
-    That name, `FILE.orig` or the first `FILE.orig2` … that is free, is never one that exists. Raises `SourceChanged`
-    for a file that is no longer what the change was made for, `ExecutionError` and `OutOfSpace`.
+    The original is kept as `FILE.orig`, or as the first of `FILE.orig2`, … that does not exist yet. Raises
+    `SourceChanged` if the file changed after `change` was made, `ExecutionError` and `OutOfSpace`.
     """
     path = change.path
     partial = path.with_name(f".{path.name}.{os.getpid()}.lora-tool-partial")

@@ -20,15 +20,15 @@ from lora_tool.formats import manifest
 from lora_tool.formats.files import open_regular
 
 _NOT_OFFERED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
-"""What a file system answers that has no locks (Lustre as most clusters mount it, NFS without its daemon), or whose
-folders cannot be flushed (FUSE, SMB)."""
+"""The errors of file systems without locks (Lustre as most clusters mount it, NFS without its daemon), or without
+flushing of folders (FUSE, SMB)."""
 
 
 def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -> None:
     """Return if a folder may be written as `out`.
 
-    Raises `OutputExists` where something stands there (an empty folder does not count) and `overwrite` is not set, or
-    where it is no folder of lora-tool's own, or holds or is one of the `inputs`, or is the working directory.
+    Raises `OutputExists` where something exists there, other than an empty folder, and `overwrite` is not set; where
+    lora-tool did not write it; where it is or holds one of the `inputs`, or is the working directory.
     """
     for source in inputs:
         if any(_same_folder(above, out) for above in _with_parents(source)):
@@ -42,7 +42,8 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     if not (out / manifest.FILE_NAME).is_file():
         what = f"was not written by lora-tool (it has no {manifest.FILE_NAME})" if out.is_dir() else "is no folder"
         raise OutputExists(
-            f"{out} exists and {what}, so it is not replaced", hint="remove it yourself, or give another folder: -o OUT"
+            f"{out} exists and {what}, so lora-tool does not replace it",
+            hint="remove it yourself, or give another folder: -o OUT",
         )
     if not overwrite:
         raise OutputExists(f"{out} exists already", hint="`overwrite=True` replaces it, or give another folder")
@@ -62,12 +63,12 @@ def _same_folder(one: Path, other: Path) -> bool:
 
 
 def real_place(out: Path) -> Path:
-    """Return what is written instead of `out`: where it is a link, what that leads to, on whatever disk."""
+    """Return the path that is written: for a link, the folder that it leads to, also on another disk."""
     return Path(os.path.realpath(out)) if out.is_symlink() or not out.name else out
 
 
 def check_space(out: Path, needed: int) -> None:
-    """Return if the disk under `out` has `needed` bytes free, or does not tell. Raises `OutOfSpace`."""
+    """Return if the disk under `out` has `needed` bytes free, or does not report its free space. Raises `OutOfSpace`."""
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     disk = shutil.disk_usage(parent)
     if disk.total and disk.free < needed:  # one of no size at all is in memory or on a network, and does not tell
@@ -85,7 +86,7 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
     yielded as it was left, and stays after a failure. Raises `OutputExists` where another run is
     writing the same output, `ExecutionError` where the place cannot be written.
     """
-    partial = out.parent / f".{out.name}.lora-tool-partial"
+    partial = _hidden(out)
     with _only_run(partial, out) as locked:
         if not locked and not resume:
             partial = out.parent / f".{out.name}.{os.getpid()}.lora-tool-partial"
@@ -100,6 +101,18 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def shared_folder(out: Path) -> Iterator[Path]:
+    """Yield the hidden folder of `new_folder`, which others write to at the same time. It stays, whatever happens.
+
+    Raises `OutputExists` where a run that does not share it is writing the same output, else as `new_folder`.
+    """
+    partial = _hidden(out)
+    with _only_run(partial, out, shared=True):
+        partial.mkdir(exist_ok=True)
+        yield partial
 
 
 @contextlib.contextmanager
@@ -118,16 +131,22 @@ def staging_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _hidden(out: Path) -> Path:
+    return out.parent / f".{out.name}.lora-tool-partial"
+
+
 @contextlib.contextmanager
-def _only_run(hidden: Path, out: Path) -> Iterator[bool]:
+def _only_run(hidden: Path, out: Path, *, shared: bool = False) -> Iterator[bool]:
     """Hold the lock of `out`'s sibling `hidden`, and yield whether there is one: not where the file system has none.
+
+    A `shared` one keeps away only those who do not share it.
 
     Raises `OutputExists` where another run is writing `out`, `ExecutionError` where the place cannot be written.
     """
     path = Path(f"{hidden}.lock")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock, locked = _lock(path, out)
+        lock, locked = _lock(path, out, shared=shared)
     except OSError as error:
         raise ExecutionError(
             f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
@@ -135,12 +154,14 @@ def _only_run(hidden: Path, out: Path) -> Iterator[bool]:
     try:
         yield locked
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # others may still hold it: then the last of them removes it
+            if shared:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
         os.close(lock)
 
 
-def _lock(path: Path, out: Path) -> tuple[int, bool]:
+def _lock(path: Path, out: Path, *, shared: bool) -> tuple[int, bool]:
     """Return a descriptor of the lock file `path`, and whether it is locked: not where the file system has no locks.
 
     Raises `OutputExists` where another run holds it.
@@ -148,7 +169,7 @@ def _lock(path: Path, out: Path) -> tuple[int, bool]:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             # the run before us may have removed the file between our opening and locking it: then nobody sees our lock
             if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
                 return lock, True
@@ -168,7 +189,9 @@ def _publish(partial: Path, out: Path, *, overwrite: bool) -> None:
     old = out.parent / f".{out.name}.lora-tool-replaced"
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
-            raise OutputExists(f"{out} appeared while it was being written", hint="give another folder: -o OUT")
+            raise OutputExists(
+                f"another program created {out} while it was being written", hint="give another folder: -o OUT"
+            )
         shutil.rmtree(old, ignore_errors=True)
         if not set_aside(out, old):
             shutil.rmtree(out)
@@ -227,7 +250,7 @@ def copy_file(path: Path, source: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` as the file `path`, which appears or is replaced whole, or is left as it was.
+    """Write `content` as the file `path`, whole or not at all.
 
     Raises `OutOfSpace`, `ExecutionError`.
     """

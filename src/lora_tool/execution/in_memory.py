@@ -37,7 +37,7 @@ def available_bytes() -> int | None:
 
 
 def require_memory(asked: InMemory) -> None:
-    """Return if the machine has the memory that the merge takes, or does not tell. Raises `ExecutionError`."""
+    """Return if the machine has the memory that the merge takes, or does not report it. Raises `ExecutionError`."""
     available = available_bytes()
     if available is not None and available < asked.needed_bytes:
         raise ExecutionError(
@@ -55,7 +55,7 @@ def merge_with_peft(asked: InMemory, folder: Path) -> None:
     for file in asked.base.weights.files:
         if file.path.suffix == TORCH_SUFFIX:
             raise UnsupportedAdapter(
-                f"{file.path}: in memory, transformers would load it as a pickle",
+                f"{file.path}: a merge in memory would load it as a pickle, which can run code",
                 hint="write it as safetensors, once: from_pretrained(BASE), save_pretrained(NEW), then --base NEW",
             )
     for package in ("torch", "transformers", "peft"):
@@ -98,9 +98,9 @@ def _merged(asked: InMemory, beside: Path) -> Any:  # noqa: ANN401 - a transform
 
 
 def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
-    """Return the adapter's folder, or the new one at `folder` with its tensors where PEFT would not read them all.
+    """Return the adapter's folder, or a new one at `folder` with its tensors where PEFT would not read them all.
 
-    PEFT does not know the names of a raw state dict, and a torch file is not given to it.
+    PEFT does not know the names of a raw state dict, and we never give it a torch file.
     """
     whole = all(file.path.suffix != TORCH_SUFFIX for file in adapter.weights.files)
     if adapter.config is None or (whole and all(key.canonical == name for name, key in adapter.keys.items())):
@@ -114,7 +114,9 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
         data = bytearray(read_part(stored, 0, stored.nbytes))
         tensor = torch.frombuffer(data, dtype=getattr(torch, FLOAT_NAMES[stored.dtype])).reshape(stored.shape)
         if not torch.equal(tensors.setdefault(key.canonical, tensor), tensor):
-            raise UnsupportedAdapter(f"{stored.path}: `{name}`: has other values than another of the same module")
+            raise UnsupportedAdapter(
+                f"{stored.path}: `{name}`: differs from another tensor of the same module, and PEFT would load only one of them"
+            )
     folder.mkdir()
     (folder / adapter.config.path.name).write_bytes(adapter.config.path.read_bytes())
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -122,7 +124,7 @@ def _as_peft_saves(adapter: AdapterDir, folder: Path) -> Path:
 
 
 def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # noqa: ANN401 - a PeftModel
-    """Raise unless every tensor of the adapter's file is one of the model's: PEFT ignores others without a word."""
+    """Raise unless every tensor of the adapter's file is one of the model's: PEFT silently ignores others."""
     from peft import get_peft_model_state_dict  # noqa: PLC0415
 
     loaded = get_peft_model_state_dict(model, adapter_name=name)
@@ -130,6 +132,6 @@ def _require_all_loaded(model: Any, adapter: AdapterDir, name: str) -> None:  # 
     # whole tensors of the model, as of resized embeddings, are loaded into it
     left = sorted(own - loaded.keys() - model.state_dict().keys())
     missing = [tensor for tensor in loaded if tensor not in own and ".base_layer." not in tensor]
-    for found, what in ((left, "PEFT would leave it out"), (missing, "PEFT needs it, and it is not in the file")):
+    for found, what in ((left, "PEFT would leave it out"), (missing, "PEFT needs it, but it is not in the file")):
         if found:
             raise UnsupportedAdapter(f"{adapter.root}: `{found[0]}`: {what} ({len(found)} in all)")

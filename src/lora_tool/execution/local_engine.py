@@ -55,7 +55,7 @@ class LocalEngine:
             computed = (
                 f"{plan.precision} precision by {' and '.join(names)}"
                 if names
-                else "nothing is computed, all is copied"
+                else "every tensor is copied, none is computed"
             )
             decided(f"arithmetic: {computed}; {counted(jobs, 'worker')}")
             done = _Run(self, work, sources, finished, progress).all(batches, jobs)

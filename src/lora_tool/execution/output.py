@@ -17,7 +17,7 @@ from lora_tool.formats.files import MOST_PER_CALL
 from lora_tool.plan.core.steps import Shard
 
 MOST_OPEN = 8
-"""Files that may be open for writing at once: written ones wait for the disk while the next are written."""
+"""Files that may be open for writing at once: complete ones are flushed while the next are written."""
 
 _PATIENCE_S = 0.1
 
@@ -25,15 +25,15 @@ _PATIENCE_S = 0.1
 class ShardFile:
     """A new file of its final size with its header written, in `batches` batches of units. Safe to write to from threads.
 
-    `slots` bounds how many are open at once. Nobody who holds one waits for another file: an open file is written by
-    those who opened it and flushed when it is complete, whatever the order.
+    `slots` bounds how many are open at once. No thread that holds a slot waits for another file: the threads that opened
+    a file write it, and it is flushed when it is complete, in any order.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, batches: int, slots: threading.Semaphore) -> None:
         self.path = folder / shard.filename
         self.shard = shard
         self.samples: list[Sample] = []
-        """What those who wrote it noted of their units."""
+        """The workers' notes on their units."""
         self._missing = batches
         self._slots = slots
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""What an engine is: it writes the weight files of a plan, wherever and with however many workers it likes.
+"""What an engine is: it writes the weight files of a plan, on any machine and with any number of workers.
 
-All that it is given is plain data, which can be pickled and sent to whoever sees the same files: the plan, its units
+Everything that it is given is plain data, which can be pickled and sent to any machine that sees the same files: the plan, its units
 (`units_of`) and the parts of the check of values. `Worker` carries out units.
 """
 
@@ -27,15 +27,17 @@ class Work:
     plan: Plan
     folder: Path
     """Where the files are written: it exists."""
+    digest: str
+    """Of the plan, in the folder's journal: what is recorded there of another plan is not this work's."""
     shards: tuple[Shard, ...]
     """Those of the plan that are to be written."""
     checks: tuple[ValuePart, ...] = ()
-    """Looks at the values of the inputs: they wait for the processor, and writing waits for the disk."""
+    """Checks of the inputs' values: they need the processor while writing needs the disk, so they run side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkDone:
-    """What is known after the work."""
+    """The results of the work."""
 
     hashes: Mapping[Path, str]
     """The sha256 of each of `plan.hashed`."""
@@ -48,7 +50,7 @@ Finished = Callable[[Shard, Mapping[str, DeltaRetention]], None]
 
 
 class Engine(Protocol):
-    """Whoever carries out the work."""
+    """Writes the weight files of a plan: `execute(engine=…)` takes any class with this method."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """Return when every file of `work.shards` is on the disk, `finished` called for each.

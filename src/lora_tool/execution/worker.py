@@ -77,7 +77,7 @@ def _copy(unit: CopyUnit, sources: Sources, out: int) -> None:
 
 
 def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
-    """Copy without passing through this process, and return how many bytes the system was willing to copy so."""
+    """Copy without passing through this process, and return how many bytes the system copied that way."""
     done = 0
     while hasattr(os, "copy_file_range") and done < unit.nbytes:
         try:

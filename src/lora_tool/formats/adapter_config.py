@@ -27,12 +27,12 @@ _LAYOUT = "lora_B_layout"
 
 @enum.unique
 class ExpertLayout(Choice):
-    """How the columns of a fused lora_B belong to experts. Both have the same shape: only the writer knows."""
+    """How the columns of a fused lora_B belong to experts. Both layouts have the same shape, so only its writer knows."""
 
     RANK_MAJOR = "rank_major"
-    """Column c is of expert c mod experts: PEFT's, vLLM's and everybody's."""
+    """Column c belongs to expert c mod experts: the layout of PEFT, vLLM and all other programs."""
     GROUPED_BY_EXPERT = "grouped_by_expert"
-    """Column c is of expert c div r: Unsloth's before 2026-09 (https://github.com/unslothai/unsloth-zoo/pull/1269)."""
+    """Column c belongs to expert c div r: the layout of Unsloth before 2026-09 (https://github.com/unslothai/unsloth-zoo/pull/1269)."""
 
 
 @enum.unique
@@ -70,7 +70,7 @@ INITS_THAT_KEEP_THE_BASE = frozenset({"true", "false", "gaussian", "eva", "ortho
 """`init_lora_weights` values after which the base weights are still those on disk (peft 0.21, `LoraLayer`)."""
 
 INITS_RECOMPUTED = frozenset({"pissa", "olora"})
-"""Values after which they are not, by a computation that gives the same on every load: a merge does it again."""
+"""Values after which they are not. The computation gives the same on every load, so a merge repeats it."""
 
 
 TOKENS_ALONE = "TRAINABLE_TOKENS"
@@ -80,7 +80,7 @@ _TOKENS_FIELDS = frozenset({"token_indices", "init_weights"})
 """Fields of PEFT's `TrainableTokensConfig` that no LoraConfig has."""
 
 _TASK_TYPES = ("CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
-"""PEFT's `TaskType`: of another one it builds a plain model, or none."""
+"""PEFT's `TaskType`: for any other value PEFT builds a plain model, or fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class AdapterConfig:
     bias: str = "none"
     fan_in_fan_out: bool = False
     dropout: float | None = None
-    """`lora_dropout`, which training used and nothing else does; None where it is no number."""
+    """`lora_dropout`, which only training uses; None if the field is not a number."""
     init_lora_weights: str = "true"
     target_modules: tuple[str, ...] | str | None = None
     target_parameters: tuple[str, ...] | None = None
@@ -120,9 +120,9 @@ class AdapterConfig:
     """The class of transformers that the adapter was trained on: PEFT writes it where there is no task type."""
     ensure_weight_tying: bool = False
     peft_version: str | None = None
-    """The PEFT that wrote it: since 0.18 they say."""
+    """The version of PEFT that wrote it, which the file names since PEFT 0.18."""
     refused: tuple[str, ...] = ()
-    """Names of the fields that are set to what we refuse."""
+    """Names of the fields whose values a merge refuses."""
     unknown: tuple[str, ...] = ()
     """Names of fields that no LoraConfig we know has. PEFT warns and ignores them."""
     problems: tuple[Problem, ...] = ()

@@ -88,13 +88,13 @@ def _parts(scanned: WeightsFile) -> Iterator[tuple[str, CutPart]]:
     try:
         info = json.loads(scanned.metadata[_INFO])
     except (KeyError, ValueError, RecursionError) as error:
-        message = f"has no {_INFO} that says where in the whole its tensors lie"
+        message = f"has no {_INFO}, which says where its tensors lie in the whole ones"
         raise CorruptFile.of(scanned.path, Defect.BAD_HEADER, message) from error
     for name, tensor in scanned.tensors.items():
         entry = info.get(name) if isinstance(info, dict) else None
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         if not _are_offsets(offsets) or len(offsets) != len(tensor.shape):
-            message = f"is not where {_INFO} says that it lies: {offsets!r:.60}"
+            message = f"has no valid offsets in {_INFO}: {offsets!r:.60}"
             raise CorruptFile.of(scanned.path, Defect.BAD_HEADER, message, name)
         yield name, CutPart(tuple(offsets), tensor)
 
@@ -114,7 +114,7 @@ def assemble_cut(model: CutModel, wanted: Container[str]) -> dict[str, StoredTen
         if gap is not None or len(types) > 1:
             why = gap or f"its parts are of {len(types)} types"
             hint = "copy each rank's file from the machine that wrote it"
-            raise IncompleteCheckpoint(f"{model.folder}: `{name}` is not whole: {why}", hint=hint)
+            raise IncompleteCheckpoint(f"{model.folder}: `{name}` is incomplete: {why}", hint=hint)
         spec = TensorSpec(name=name, dtype=types.pop(), shape=model.shape(name))
         tensors[name] = assembled(spec, [part.piece for part in parts])
     return tensors

@@ -100,7 +100,7 @@ def read_dcp(folder: Path) -> DcpFolder:
 
 
 def _no_storage(_: object) -> NoReturn:
-    raise ValueError("holds a pickle with storages, which metadata has not")
+    raise ValueError("holds a pickle with storages, which metadata never has")
 
 
 def _interpret(folder: Path, found: object) -> DcpFolder:
@@ -120,7 +120,7 @@ def _interpret(folder: Path, found: object) -> DcpFolder:
     paths = {fqn: (fqn,) for fqn in entries} | {fqn: path for fqn, path in joined if fqn in entries and _is_path(path)}
     names = module_names(folder, paths)
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
-        raise ValueError("gives two tensors one name, or one of them a name that no tensor can have")
+        raise ValueError("gives two tensors the same name, or one tensor an invalid name")
     places = {
         (key.get("fqn"), key.get("offset")): info
         for key, info in storage.items()
@@ -143,18 +143,18 @@ def _is_path(path: object) -> TypeGuard[tuple[Any, ...]]:
 
 def _described(folder: Path, fqn: str, entry: Stub, places: Mapping[Any, Any]) -> DcpTensor:
     if fqn.rpartition(".")[2] in ("_flat_param", "flat_param"):
-        what = f"`{fqn}` is a flat parameter of FSDP1, whose names and shapes are only in the running model"
+        what = f"`{fqn}` is a flat parameter of FSDP1, whose names and shapes exist only in the running model"
         hint = "save it again with StateDictType.FULL_STATE_DICT, or train with FSDP2 (fsdp_version: 2)"
         raise UnsupportedCheckpoint(f"{folder}: {what}", hint=hint)
     dtype, shape = _dtype(entry.get("properties")), entry.get("size")
     if dtype is None or not _is_sizes(shape):
-        raise ValueError(f"gives `{fqn}` no type or no shape that we know")
+        raise ValueError(f"gives `{fqn}` no known dtype or shape")
     TensorSpec(name=fqn, dtype=dtype, shape=shape)  # raises ValueError for impossible sizes
     chunks = []
     for piece in entry.get("chunks", (list, tuple)) or ():
         offsets, sizes = (piece.get("offsets"), piece.get("sizes")) if isinstance(piece, Stub) else (None, None)
         if not _is_sizes(offsets) or not _is_sizes(sizes) or not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"gives a chunk of `{fqn}` no offsets and sizes")
+            raise ValueError(f"gives a chunk of `{fqn}` no offsets or sizes")
         info = places.get((fqn, offsets))
         # a rank that has no row of a small tensor may write an empty chunk
         if isinstance(info, Stub) and 0 not in sizes:
@@ -177,7 +177,9 @@ def _is_sizes(values: object) -> TypeGuard[tuple[int, ...]]:
 
 def _chunk(folder: Path, fqn: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Stub) -> Chunk:
     if info.get("transform_descriptors"):
-        raise UnsupportedCheckpoint(f"{folder}: `{fqn}` is stored compressed ({info.get('transform_descriptors')})")
+        raise UnsupportedCheckpoint(
+            f"{folder}: `{fqn}` is stored compressed, which lora-tool does not read ({info.get('transform_descriptors')})"
+        )
     name, at, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(name, str) or not is_bare(name) or not _is_sizes((at, nbytes)):
         raise ValueError(f"places `{fqn}` in {name!r:.60}, which is not a file beside it")
@@ -249,7 +251,7 @@ def assemble_dcp(found: DcpFolder, wanted: Container[str]) -> dict[str, StoredTe
 def _not_whole(found: DcpFolder, name: str, why: str) -> IncompleteCheckpoint:
     hint = "copy the .distcp files from the machines that wrote them: every node writes its own ranks"
     shape = list(found.tensors[name].shape)
-    return IncompleteCheckpoint(f"{found.folder}: `{name}` {shape} is not whole: {why}", hint=hint)
+    return IncompleteCheckpoint(f"{found.folder}: `{name}` {shape} is incomplete: {why}", hint=hint)
 
 
 def stamps(found: DcpFolder) -> dict[Path, FileStamp]:

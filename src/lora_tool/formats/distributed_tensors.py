@@ -159,7 +159,7 @@ def _total(sizes: object) -> int:
 def _placement(placement: object) -> _Placement:
     module, _, name = placement.qualified_name.rpartition(".") if isinstance(placement, Stub) else ("", "", "")
     if not isinstance(placement, Stub) or not module.startswith(_OF_TORCH):
-        raise ValueError("it has a placement that is not torch's")
+        raise ValueError("it has a placement that does not come from torch")
     dim, factor = placement.get("dim", int), placement.get("split_factor", int)
     match name:
         case "Replicate":
@@ -193,7 +193,7 @@ def _offsets(
         if placement.dim is not None:
             dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
             if not 0 <= dim < len(shape):
-                raise ValueError(f"it is cut along dimension {placement.dim}, which it has not")
+                raise ValueError(f"it is cut along dimension {placement.dim}, which it does not have")
             by_dim.setdefault(dim, []).append(at)
     for dim, axes in by_dim.items():
         for axis in _order(axes, mesh.sizes, placements, told.get(dim)):
@@ -203,7 +203,7 @@ def _offsets(
             offsets[dim] += start
             sizes[dim] = min(most, sizes[dim] - start)
     if tuple(sizes) != local:
-        raise ValueError(f"its placement gives this rank {sizes}, and it holds {list(local)}")
+        raise ValueError(f"its placement gives this rank {sizes}, but the file holds {list(local)}")
     return tuple(offsets)
 
 
@@ -245,7 +245,7 @@ def _sharded_tensor(shape: Shape, state: Any) -> DistributedTensor:  # noqa: ANN
         if not isinstance(local, LazyTensor) or not _is_shape(offsets) or len(offsets) != len(shape):
             raise ValueError("a ShardedTensor has a shard without a tensor or without offsets")
         if len(local.shape) != len(shape):
-            raise ValueError("a ShardedTensor has a shard of other dimensions")
+            raise ValueError("a ShardedTensor has a shard with another number of dimensions")
         parts.append(Part(offsets, local))
     ranks = group.get("global_world_size", int) if isinstance(group, Stub) else None
     rank = group.get("global_rank", int) if isinstance(group, Stub) else None

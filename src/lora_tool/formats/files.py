@@ -1,4 +1,4 @@
-"""Opening files that nobody vouches for: only regular files, only inside their folder, only up to a size."""
+"""Open files of unknown origin: only regular files, only inside their folder, only up to a size."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def instead_of_weights(beginning: bytes) -> str | None:
-    """Return what a file is that a download left in the place of weights, by its first 16 bytes; None for others."""
+    """Return what a failed download left in place of the weights, told by the first 16 bytes; None for other files."""
     if beginning.startswith(b"version https://"):
         return "is the pointer that git leaves where Git LFS is not installed, not the file: git lfs pull"
     if beginning.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "is a web page, not the file: what the download was answered with"
+        return "is a web page, not the file: the server sent it in place of the download"
     return None
 
 
@@ -125,7 +125,7 @@ def read_all(path: Path, *, limit: int, too_large: Defect = Defect.NOT_A_FILE) -
     with open_regular(path) as fd:
         size = os.fstat(fd).st_size
         if size > limit:
-            raise CorruptFile.of(path, too_large, f"is {size:,} bytes, more than the {limit:,} we read")
+            raise CorruptFile.of(path, too_large, f"is {size:,} bytes, more than the {limit:,} that lora-tool reads")
         return read_at(path, fd, 0, size)
 
 
@@ -177,7 +177,7 @@ def broken_json(path: Path) -> str | None:
             size = os.fstat(fd).st_size
             if size > _PIECE:
                 ends = read_at(path, fd, 0, 64).lstrip()[:1] + read_at(path, fd, size - 64, 64).rstrip()[-1:]
-                return None if ends == b"{}" else "does not begin and end as a JSON object does: cut off?"
+                return None if ends == b"{}" else "does not begin and end like a JSON object: truncated?"
         parsed = read_json(path)
     except CorruptFile as error:
         return error.problem.message
@@ -208,7 +208,7 @@ def require_own_file(root: Path, path: Path) -> None:
 def require_inside(root: Path, path: Path) -> None:
     """Return if `path`, all links followed, is `inside` the folder `root`. Raises `CorruptFile`."""
     if not inside(root, path):
-        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is a link out of its folder")
+        raise CorruptFile.of(path, Defect.NOT_A_FILE, "is a link that leads out of its folder")
 
 
 def inside(root: Path, path: Path) -> bool:

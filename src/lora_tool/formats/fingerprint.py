@@ -1,4 +1,4 @@
-"""By what the same weights are known again, wherever they lie."""
+"""A fingerprint that identifies weights wherever their files lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAMPLE_BYTES = 4096
 
 
 def fingerprint(weights: Weights) -> str:
-    """Return a sha256 by which the same weights are known again, in milliseconds whatever their size.
+    """Return a sha256 that identifies the weights, in milliseconds for any size.
 
     It covers every tensor's name, dtype and shape, and 4 KiB of up to 256 tensors spread over the files: it tells
     apart two models of one architecture, and any two trained adapters; it is no proof against tampering.

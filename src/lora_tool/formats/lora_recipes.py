@@ -192,7 +192,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     try:
         table = yaml.load(read_text(path, limit=_LARGEST), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe loaders both
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = f"is no YAML: {' '.join(str(error).split())[:200]}"
+        message = f"is not valid YAML: {' '.join(str(error).split())[:200]}"
         raise CorruptFile.of(path, Defect.BAD_FIELD, message) from error
     return table if isinstance(table, Mapping) else {}
 

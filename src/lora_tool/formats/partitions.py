@@ -115,7 +115,7 @@ def _trained(tag: ZeroTag, wanted: Container[str]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for number, shapes in enumerate(first.param_shapes):
         if any(number >= len(states.groups) for states in ranks):
-            message = f"not every rank has the {len(first.param_shapes)} groups of rank 0"
+            message = f"not every rank has the {len(first.param_shapes)} groups of masters that rank 0 has"
             raise IncompleteCheckpoint(f"{tag.folder}: {message}")
         if any(name in wanted for name in shapes):
             flats = [states.file.stored(states.groups[number], f"group {number}") for states in ranks]
@@ -128,9 +128,7 @@ def _whole(tag: ZeroTag, name: str, shape: tuple[int, ...]) -> StoredTensor:
     """Return a parameter of a universal checkpoint, whose file may have it flat."""
     master = (tag.masters or {}).get(name)
     if master is None:
-        raise IncompleteCheckpoint(
-            f"{tag.folder}: `{name}` is not in it: its folder or its {FILE} is missing or broken"
-        )
+        raise IncompleteCheckpoint(f"{tag.folder}: `{name}` is missing: its folder or its {FILE} is missing or broken")
     if master.tensor.numel != math.prod(shape):
         message = f"`{name}` {list(shape)} needs {math.prod(shape):,} elements, found {master.tensor.numel:,}"
         raise IncompleteCheckpoint(f"{master.file.path}: {message}")
@@ -189,13 +187,15 @@ def _joined(
     for flat, at, count in parts:
         (whole,) = flat.spans
         if flat.dtype is not dtype:
-            raise IncompleteCheckpoint(f"{whole.path}: `{name}` is {flat.dtype} in this rank's file, {dtype} in others")
+            raise IncompleteCheckpoint(
+                f"{whole.path}: `{name}` is {flat.dtype} in this rank's file, but {dtype} in others"
+            )
         if count and (at + count) * size > whole.nbytes:
             raise IncompleteCheckpoint(f"{whole.path}: `{name}` ends beyond the flat group of this rank")
         pieces.append(Piece((held,), (count,), whole.part(at * size if count else 0, count * size)))
         held += count
     if held != spec.numel:
-        message = f"needs {spec.nbytes:,} bytes, the ranks hold {held * size:,} of it"
+        message = f"needs {spec.nbytes:,} bytes, but the ranks hold {held * size:,} of it"
         raise IncompleteCheckpoint(f"`{name}` {list(shape)} {message}")
     return assembled(spec, pieces, flat=True)
 
@@ -221,5 +221,5 @@ def _frozen_pieces(tag: ZeroTag, name: str) -> Iterator[StoredTensor]:
         states = tag.model[rank]
         fragment = (states.frozen or {}).get(name)
         if fragment is None:
-            raise IncompleteCheckpoint(f"{states.path}: frozen `{name}` is not in it, other ranks have it")
+            raise IncompleteCheckpoint(f"{states.path}: frozen `{name}` is missing, but other ranks have it")
         yield states.file.stored(fragment, name)

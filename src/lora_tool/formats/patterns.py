@@ -115,7 +115,7 @@ def _danger(pattern: str) -> str | None:
         elif character in "*+" or (character == "{" and "," in text[at:].partition("}")[0]):
             groups[-1].repeats += 1
     if max(group.most for group in groups) > _MAX_REPEATS:
-        return f"repeats more than {_MAX_REPEATS} times over"
+        return f"has more than {_MAX_REPEATS} repeats one after the other"
     return None
 
 

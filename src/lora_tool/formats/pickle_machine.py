@@ -140,7 +140,7 @@ class Machine:
         """Take the last `count` objects off the stack, by default all that lie above the last mark."""
         at = self._marks.pop() if count is None else len(self._stack) - count
         if at < 0:
-            raise Refused("that takes more off its stack than there is")
+            raise Refused("that takes more off its stack than it holds")
         items = self._stack[at:]
         del self._stack[at:]
         return items
@@ -266,13 +266,13 @@ class Machine:
         elif what is DICT or what is SET:
             items: Sequence[Any] = args[0] if args else ()
             if type(items) not in (list, tuple):
-                raise Refused("of a dictionary or set that is made of something odd")
+                raise Refused("of a dictionary or set that is built from an unexpected value")
             # one long list can be given again and again
             self._containers += 10 * len(items)
             if what is DICT:
                 self._new({})
                 if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):  # noqa: PLR2004
-                    raise Refused("of a dictionary that is not made of pairs")
+                    raise Refused("of a dictionary that is not built from pairs")
                 self._put([part for pair in items for part in pair])
             else:
                 self._new(set())
@@ -288,7 +288,7 @@ class Machine:
         if isinstance(found, Stub):
             found.state = state
         elif type(found) is not dict:  # the attributes of an ordered dictionary, `_metadata`, are of no use
-            raise Refused("that changes what cannot be changed")
+            raise Refused("that sets the state of an object that cannot have one")
 
     def persistent(self) -> None:
         self._stack.append(self._persistent(self._stack.pop()))

@@ -25,7 +25,9 @@ def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any]
     with a sentence for anything that is not a whole, plain pickle of protocol 2 to 5.
     """
     if len(data) > MAX_PICKLE_BYTES:
-        raise ValueError(f"has a pickle of {len(data):,} bytes, more than the {MAX_PICKLE_BYTES:,} we read")
+        raise ValueError(
+            f"has a pickle of {len(data):,} bytes, more than the {MAX_PICKLE_BYTES:,} that lora-tool reads"
+        )
     try:
         loaded = Machine(data, known, persistent).run()
     except Refused as error:

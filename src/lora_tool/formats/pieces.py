@@ -49,7 +49,7 @@ def uncovered(shape: Shape, pieces: Sequence[Piece], *, flat: bool = False) -> s
     """
     grid = (math.prod(shape),) if flat else shape
     if 0 in grid and any(0 not in piece.sizes for piece in pieces):
-        return "its parts have elements, and it has none"
+        return "its parts have elements, but the tensor is empty"
     try:
         _require_cover(grid, _parts(grid, pieces), ("elements",) if flat else _DIMENSIONS)
     except _Uncovered as found:
@@ -68,7 +68,7 @@ def assembled(spec: TensorSpec, pieces: Sequence[Piece], *, flat: bool = False) 
         raise ValueError(lacking)
     size, rest = divmod(spec.dtype.bits, 8)
     if rest and len(pieces) > 1:
-        raise ValueError(f"its {len(pieces)} pieces are of {spec.dtype}, of which a byte holds several elements")
+        raise ValueError(f"its {len(pieces)} pieces are of {spec.dtype}, whose elements are smaller than a byte")
     parts = _parts(grid, pieces)
     if len(parts) == 1 or not spec.nbytes:
         first = parts[0].piece.span if parts else pieces[0].span.part(0, 0)
@@ -95,7 +95,7 @@ def _require_cover(grid: Shape, parts: Sequence[_Part], words: tuple[str, ...], 
     for part in parts:
         end = part.piece.offsets[at] + part.piece.sizes[at]
         if end > grid[at]:
-            raise _Uncovered(f"its parts have {end:,} {word}, it has {grid[at]:,}")
+            raise _Uncovered(f"its parts have {end:,} {word}, but the tensor has {grid[at]:,}")
     for start, stop, inside in _bands(grid[at], parts, at):
         if len(inside) == 1 and _fills(grid, inside[0], at + 1):
             continue

@@ -122,7 +122,7 @@ def read_rank_files(folder: Path, paths: Mapping[int, Path]) -> RankFolder:
     flat = [name for name in held if _FLAT_PARAMETER.search(name)]
     cut = _cut_flat if flat else _cut
     if flat and len(flat) == len(held):
-        what = f"`{flat[0]}` is a flat parameter of FSDP1, whose names and shapes are only in the running model"
+        what = f"`{flat[0]}` is a flat parameter of FSDP1, whose names and shapes exist only in the running model"
         hint = "save it again with StateDictType.FULL_STATE_DICT, or train with use_orig_params=True"
         raise UnsupportedCheckpoint(f"{folder}: {what}", hint=hint)
     tensors = {name: cut(name, of_ranks) for name, of_ranks in held.items() if name not in flat}
@@ -154,7 +154,7 @@ def _cut_flat(name: str, held: list[tuple[RankFile, RankTensor]]) -> CutTensor:
         if not any(map(_FLAT_PARAMETER.search, file.tensors)):
             continue  # a file of another run, which holds other tensors
         if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1:
-            message = f"`{name}` is no slice of all its elements, as others of FSDP1's local state are"
+            message = f"`{name}` is not a flat slice like the other tensors of FSDP1's local state"
             raise UnsupportedCheckpoint(f"{file.path}: {message}", hint="save it again with FULL_STATE_DICT")
         if tensor.numel:
             parts.append(HeldPart((numel,), tensor, file))
@@ -175,7 +175,7 @@ def _parts(file: RankFile, tensor: RankTensor) -> Iterator[HeldPart]:
 def gap_in(tensor: CutTensor) -> str | None:
     """Return which part of the tensor is in no file, or in two; None where all is there once."""
     if any(len(part.offsets) != len(tensor.shape) for part in tensor.parts) and not tensor.flat:
-        return "its parts are of other dimensions"
+        return "its parts have different numbers of dimensions"
     nowhere = [Span(path=part.holder.path, offset=0, nbytes=0) for part in tensor.parts]
     places = [Piece(*part.place, span) for part, span in zip(tensor.parts, nowhere, strict=True)]
     return uncovered(tensor.shape, places, flat=tensor.flat)
@@ -198,7 +198,7 @@ def assemble_ranks(found: RankFolder, wanted: Container[str]) -> dict[str, Store
             gap = f"its parts are of {len(types)} types"
         if gap is not None or not tensor.parts:
             hint = "copy each rank's file from the machine that wrote it"
-            message = f"{found.folder}: `{name}` {list(tensor.shape)} is not whole: {gap or 'it is in no file'}"
+            message = f"{found.folder}: `{name}` {list(tensor.shape)} is incomplete: {gap or 'it is in no file'}"
             raise IncompleteCheckpoint(message, hint=hint)
         pieces = [Piece(*part.place, part.holder.file.stored(part.local, name).spans[0]) for part in tensor.parts]
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)

@@ -92,7 +92,9 @@ def _interpret(header: dict[str, Any], *, stamp: FileStamp, data_start: int) -> 
     def defect(kind: Defect, message: str, subject: str | None = None) -> None:
         problems.append(Problem(defect=kind, path=str(stamp.path), subject=subject, message=message))
 
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    if metadata is None:  # MLX writes null
+        metadata = {}
     if not _is_text_map(metadata):
         defect(Defect.BAD_HEADER, "`__metadata__` is not an object of strings", "__metadata__")
         metadata = {}
@@ -127,7 +129,7 @@ def _entry(name: str, entry: object) -> tuple[TensorSpec, int, int]:
         raise ValueError("header entry is not an object")  # noqa: TRY004 - callers collect ValueErrors
     dtype = _KNOWN_DTYPES.get(str(entry.get("dtype")))
     if dtype is None:
-        raise ValueError(f"dtype {entry.get('dtype')!r} is not one of safetensors'")
+        raise ValueError(f"dtype {entry.get('dtype')!r} is not a dtype of safetensors")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not _is_sizes(shape):
         raise ValueError(f"shape {shape!r} is not a list of sizes")

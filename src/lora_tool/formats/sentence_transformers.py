@@ -63,11 +63,13 @@ def read_modules(root: Path) -> Modules:
     types = [str(item.get("type", "")) for item in listed]
     for folder in folders:
         if not isinstance(folder, str) or (folder and not _BARE_NAME.match(folder)):
-            message = f"names the folder {folder!r}, which is not a plain name of a folder beside it"
+            message = f"names the folder {folder!r}, which is not the bare name of a folder beside it"
             raise CorruptFile.of(path, Defect.NOT_A_FILE, message)
     if "" not in folders:
         first = folders[0] if folders else "nowhere"
-        message = f"says that the transformer lies in {first!r}, not beside it: that one would be loaded"
+        message = (
+            f"says that the transformer lies in {first!r}, not beside it: sentence-transformers would load that one"
+        )
         raise CorruptFile.of(path, Defect.NOT_A_FILE, message)
     return Modules(
         root=root,

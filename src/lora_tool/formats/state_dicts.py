@@ -44,7 +44,7 @@ def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]]) -> dict[str, 
     if len(found) > 1:
         listed = some([".".join(map(str, module)) for module in found])
         message = f"{path} holds the states of {len(found)} modules: {listed}"
-        hint = f"save the one that you want alone; to have them all in one file: {_TO_ONE_FILE}"
+        hint = f"save only the one that you want; to write all of them into one file: {_TO_ONE_FILE}"
         raise UnsupportedCheckpoint(message, hint=hint)
     inside = {fqn: keys[shallowest:] for fqn, keys in weights.items() if keys[:shallowest] == found[0]}
     return {fqn: ".".join(map(str, keys)) for fqn, keys in inside.items()}
@@ -66,7 +66,7 @@ def module_tensors(file: TorchFile) -> dict[str, RankTensor]:
     found = {str(number): (keys, tensor) for number, (keys, tensor) in enumerate(_leaves(file.value, ()))}
     names = module_names(file.path, {number: keys for number, (keys, _) in found.items()})
     if len(set(names.values())) != len(names) or not all(map(is_tensor_name, names.values())):
-        message = "gives two tensors one name, or one of them a name that no tensor can have"
+        message = "gives two tensors the same name, or one tensor an invalid name"
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, message)
     return {name: found[number][1] for number, name in names.items()}
 

@@ -31,7 +31,7 @@ def scan_torch_weights(path: Path) -> WeightsFile:
             raise CorruptFile.of(path, Defect.BAD_HEADER, message)
     except CorruptFile as error:
         return WeightsFile(stamp=stamp, problems=(error.problem,))
-    message = "is a pickle, which can run code when other tools load it; it was read without running it"
+    message = "is a pickle, which can run code when other tools load it; lora-tool read it without running it"
     problems = [Problem(defect=Defect.PICKLE, path=str(path), message=message, fatal=False)]
     tensors: dict[str, StoredTensor] = {}
     for name, item in file.value.items():
@@ -47,7 +47,7 @@ def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, f"has the key {name!r:.80}, expected a tensor's name")
     if not isinstance(item, LazyTensor):
         if isinstance(item, DistributedTensor):
-            message = f"is what one rank held of a tensor {list(item.shape)}: put the rank files together first"
+            message = f"is one rank's part of a tensor {list(item.shape)}: put the rank files together first: lora-tool consolidate CKPT"
             raise CorruptFile.of(file.path, Defect.BAD_HEADER, message, name)
         kind = "a nested dict" if isinstance(item, dict) else f"a {type(item).__name__}"
         message = f"is {kind}, expected a tensor: this is not the state dict of a model or an adapter"

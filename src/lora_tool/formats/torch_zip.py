@@ -86,9 +86,7 @@ class TorchFile:
     def stored(self, tensor: LazyTensor, name: str) -> StoredTensor:
         """Return a tensor of this file, called `name`. Raises `CorruptFile`, also where it is no single span."""
         if not tensor.is_contiguous:
-            message = (
-                f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: only contiguous is read"
-            )
+            message = f"is stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: lora-tool reads only contiguous tensors"
             raise CorruptFile.of(self.path, Defect.BAD_HEADER, message, name)
         spec = TensorSpec(name=name, dtype=tensor.dtype, shape=tensor.shape)
         offset = self.record(tensor).data_at() + tensor.start * tensor.dtype.bits // 8
@@ -180,14 +178,20 @@ def _require_zip(path: Path, head: bytes, length: int) -> None:
         return
     if length == 0:
         raise CorruptFile.of(path, Defect.TRUNCATED, "is empty: it was never written")
-    defect, message = Defect.BAD_HEADER, instead_of_weights(head) or "is not a torch file; it is not read"
+    defect, message = (
+        Defect.BAD_HEADER,
+        instead_of_weights(head) or "is not a torch file, so lora-tool does not read it",
+    )
     if head.startswith(_LEGACY_MAGIC):
         defect = Defect.PICKLE
         message = "is in torch's format from before 1.6, not a zip archive: reading it would mean running its pickle"
     elif head.startswith(b"\x80"):
-        defect, message = Defect.PICKLE, "is a bare pickle, which can run code when it is loaded; it is not read"
+        defect, message = (
+            Defect.PICKLE,
+            "is a bare pickle, which can run code when it is loaded; lora-tool does not read it",
+        )
     elif head[8:10] == b'{"':
-        message = "is a safetensors file; it is not read"
+        message = "is a safetensors file, not a torch file"
     raise CorruptFile.of(path, defect, message)
 
 
@@ -195,7 +199,7 @@ def _read_archive(archive: zipfile.ZipFile, stamp: FileStamp, offset: int, memor
     path, infos = stamp.path, archive.infolist()
     members = {info.filename: info for info in infos}
     if len(members) != len(infos):
-        raise CorruptFile.of(path, Defect.DUPLICATE_KEY, "holds two members of one name")
+        raise CorruptFile.of(path, Defect.DUPLICATE_KEY, "holds two members with the same name")
     for info in infos:
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise CorruptFile.of(path, Defect.BAD_HEADER, "is compressed, which torch never does", info.filename)
@@ -235,7 +239,7 @@ def _unpickled(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, records: Mapping[str, Record], memory: PickleMemory
 ) -> Any:  # noqa: ANN401
     if info.file_size > MAX_PICKLE_BYTES:
-        message = f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} we read"
+        message = f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} that lora-tool reads"
         raise CorruptFile.of(path, Defect.PICKLE, message)
     try:
         return memory.value(archive.read(info), records)

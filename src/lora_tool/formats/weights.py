@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lora_tool.display import counted
 from lora_tool.errors import CorruptFile, Defect, Problem
 from lora_tool.formats.files import read_json, require_inside
 from lora_tool.formats.safetensors import WeightsFile, scan_file
@@ -99,7 +100,7 @@ def read_sharded(index: Path) -> Weights:
         if not is_bare(name):
             gathering.note(Defect.SHARD_NAME, index, "is not a bare file name: refused", name)
         elif not os.path.exists(index.parent / name):  # noqa: PTH110 - Path.exists raises for names that are too long
-            gathering.note(Defect.SHARD_MISSING, index, f"is missing: {held} tensors are not there", name)
+            gathering.note(Defect.SHARD_MISSING, index, f"is missing, and {counted(held, 'tensor')} with it", name)
         else:
             gathering.add(name)
     _compare(gathering, index, weight_map)

@@ -33,8 +33,8 @@ _RANK = r"zero_pp_rank_(?P<rank>0|[1-9]\d{0,5})_"
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?{_RANK}mp_rank_(?P<mp>\d{{2,}})_optim_states\.pt\Z")
 _MODEL = re.compile(rf"(?:{_RANK})?mp_rank_(?P<mp>\d{{2,}})_model_states\.pt\Z")
 _MAX_RANKS = 1_000_000
-_USE_DEEPSPEED = "make a universal checkpoint of it, which is read, with DeepSpeed's own ds_to_universal.py"
-_NOT_UNIVERSAL = "move the folder away, or the optimizer files: they are of two checkpoints"
+_USE_DEEPSPEED = "convert it with DeepSpeed's ds_to_universal.py: lora-tool reads universal checkpoints"
+_NOT_UNIVERSAL = "move the folder or the optimizer files away: they belong to two checkpoints"
 _REFUSED = (
     (r"zero\Z", "has the folder of a universal one (ds_to_universal.py) beside optimizer files", _NOT_UNIVERSAL),
     (r"layer_\d+_expert_\d+_|expp_rank_", "holds the experts of a mixture (MoE) in files of their own", _USE_DEEPSPEED),
@@ -173,7 +173,9 @@ def _require_supported(folder: Path, names: Sequence[str]) -> None:
         held = f"optimizer files of two sorts, with and without `{max(prefixes)}` in front: two runs"
     if held:
         message = f"{folder} holds {held} were saved into one folder"
-        raise UnsupportedCheckpoint(message, hint="move the files of the other run away; their dates tell")
+        raise UnsupportedCheckpoint(
+            message, hint="move the files of the other run away; their dates tell which those are"
+        )
 
 
 def _require_plain_data_parallel(file: TorchFile) -> None:
@@ -183,7 +185,9 @@ def _require_plain_data_parallel(file: TorchFile) -> None:
     degrees["mp_world_size"] = file.value.get("mp_world_size")
     for what, degree in degrees.items():
         if isinstance(degree, int) and degree > 1:
-            message = f"{what} is {degree}: tensor and pipeline parallel checkpoints are not put together"
+            message = (
+                f"{what} is {degree}: lora-tool does not put tensor-parallel or pipeline-parallel checkpoints together"
+            )
             raise UnsupportedCheckpoint(f"{file.path}: {message}", hint=_USE_DEEPSPEED)
 
 
@@ -268,11 +272,11 @@ def _optim_states(file: TorchFile, rank: int, _: OptimStates | None) -> OptimSta
     stage = 3 if groups is not None else min(max(_stage(table.get("zero_stage")), 1), 2)
     groups = table.get("single_partition_of_fp32_groups") if groups is None else groups
     if not isinstance(groups, list) or not all(isinstance(g, LazyTensor) and len(g.shape) == 1 for g in groups):
-        raise _corrupt(file, "has no flat float32 groups: no masters are in it")
+        raise _corrupt(file, "has no flat float32 groups, so it holds no masters")
     if not all(group.dtype.is_float for group in groups):
         raise _corrupt(file, f"holds masters of type {groups[0].dtype}, which are not weights")
     if any(_nonzero(padding) for padding in _get(table, "param_alignment_paddings", list, [])):
-        raise _corrupt(file, "aligns single parameters (`parameter_alignment`), which is not read")
+        raise _corrupt(file, "aligns single parameters (`parameter_alignment`), which lora-tool does not read")
     optimizer = table.get("optimizer_state_dict") or table.get("base_optimizer_state")
     return OptimStates(
         file=replace(file, value=None),

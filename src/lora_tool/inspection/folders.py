@@ -16,8 +16,8 @@ from lora_tool.adapter.view import LoraLayer, view_of
 from lora_tool.architectures.ends import OUTPUTS
 from lora_tool.architectures.heads import HEADS, head_of
 from lora_tool.checkpoint import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
-from lora_tool.checkpoint.quantised import in_full_precision
-from lora_tool.errors import CheckpointError, UnsupportedAdapter
+from lora_tool.checkpoint.quantised import as_matrices
+from lora_tool.errors import CheckpointError
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.trainer_state import TrainerState
@@ -303,7 +303,7 @@ def spread(values: list[float]) -> Spread:
 
 
 def _model(model: ModelDir) -> ModelInspection:
-    config, tensors = model.config, _matrices(model)
+    config, tensors = model.config, as_matrices(model).tensors
     heads = tuple(_info(tensor) for name, tensor in tensors.items() if _is_head(name.rpartition(".")[0]))
     return ModelInspection(
         **_common(model),
@@ -321,14 +321,6 @@ def _model(model: ModelDir) -> ModelInspection:
         files=tuple(sorted((file.path.name, file.stamp.size) for file in model.weights.files)),
         merged_from=tuple(_merged_from(model)),
     )
-
-
-def _matrices(model: ModelDir) -> TensorTable:
-    """Return the tensors with a matrix for each quantised weight; as they are on disk where it is not read."""
-    try:
-        return model.tensors if model.config is None else in_full_precision(model).tensors
-    except (UnsupportedAdapter, OSError):
-        return model.tensors
 
 
 def _merged_from(model: ModelDir) -> Iterator[str]:

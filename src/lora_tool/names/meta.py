@@ -196,7 +196,7 @@ def _require_sane_sizes(config: ModelConfig) -> None:
     for path, value in _integers(config.raw, ""):
         name = path.rpartition(".")[2]
         if value > _MOST_LAYERS and re.search(r"(layers|blocks|depth|num_(local_|routed_)?experts|n_layer)\Z", name):
-            raise UnsupportedAdapter(f"{config.path}: {path}: {value} is more than a model has")
+            raise UnsupportedAdapter(f"{config.path}: {path}: {value} is larger than in any real model")
 
 
 def _integers(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int]]:

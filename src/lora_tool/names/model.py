@@ -24,8 +24,8 @@ class RowSlice:
 class RowMapping:
     """A tensor made of rows of others, in this order.
 
-    `pieces` is None where its rows are not rows of theirs, because they were transposed. `sources` are the tensors
-    that it and its like are made of.
+    `pieces` is None where it is no concatenation of their rows, because they were transposed. `sources` are the tensors
+    that the conversion read to make it.
     """
 
     shape: Shape

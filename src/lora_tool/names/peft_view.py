@@ -41,7 +41,7 @@ def dropped_by_peft(model: PreTrainedModel, folder: Path, tensors: Mapping[str, 
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedAdapter(
             f"{folder}: PEFT {peft.__version__} cannot load it: {reason}",
-            hint='`precision="float32"` does not ask PEFT',
+            hint='`precision="float32"` merges without PEFT',
         ) from error
     places = {PREFIX + _saved(name.replace(".default", "")) for name in model.state_dict() if ".lora_" in name}
     return tuple(name for name in translated if _saved(name) not in places)

@@ -35,7 +35,7 @@ class WholeInTextNames(WeightMapping):
         self._originals = {new: name for name, new in renamed.items()}
         if len(self._originals) != len(renamed):
             raise UnsupportedAdapter(
-                f"a name of {text.facts.class_name} is that of another tensor in {whole.facts.class_name}"
+                f"{text.facts.class_name} and {whole.facts.class_name} use one name for two different tensors"
             )
         self.facts = self._renamed_facts(whole.facts)
         self.parameters = {renamed[name]: made for name, made in whole.parameters.items()}
@@ -128,8 +128,8 @@ def _same_rows(text: WeightMapping, whole: WeightMapping) -> dict[str, str]:
         theirs = by_rows.get((made.pieces, made.sources, made.transposed))
         if theirs is None:
             raise UnsupportedAdapter(
-                f"`{name}` of {text.facts.class_name} is made of {', '.join(made.sources[:3])}, and "
-                f"{whole.facts.class_name} has no parameter that is the same"
+                f"`{name}` of {text.facts.class_name} is made of {', '.join(made.sources[:3])}, "
+                f"and no parameter of {whole.facts.class_name} is made of the same rows"
             )
         same[theirs] = name
     ends = (whole.facts.output, text.facts.output)

@@ -60,7 +60,7 @@ class WeightMapping:
             if made.shape != expected and LABELS not in expected:
                 others = f" and {len(made.sources) - 1} more" if len(made.sources) > 1 else ""
                 of = f" of `{made.sources[0]}`{others}" if (name,) != made.sources else ""
-                message = f"is {list(made.shape)} in the weights{of}, the config means {list(expected)}"
+                message = f"is {list(made.shape)} in the weights{of}, but the config means {list(expected)}"
                 path = str(self._config.path)
                 problem = Problem(defect=Defect.BAD_FIELD, path=path, subject=name, message=message)
                 raise IncompatibleBase(str(problem), problem=problem)
@@ -84,7 +84,7 @@ class WeightMapping:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Parameters that the checkpoint has nothing for, tied ones aside: transformers would make them up."""
+        """Parameters that the checkpoint has nothing for, tied ones aside: transformers would re-initialise them."""
         held = self.parameters.keys()
         tied = self.facts.tied
         sources = {source for target, source in tied.items() if target in held}

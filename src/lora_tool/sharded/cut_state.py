@@ -71,12 +71,12 @@ def _faults(checkpoint: ShardedDir, model: CutModel) -> Iterator[Finding]:
         yield fault("LT401", model.folder, f"{one} missing", hint=COPY)
     yield from unreadable_files(model.problems)
     for path, other in model.doubled:
-        yield fault("LT405", path, f"holds what {other.name} holds, of another rank", hint=COPY)
+        yield fault("LT405", path, f"has the same content as {other.name}, of another rank", hint=COPY)
     for name, parts in model.parts.items():
         types = {part.stored.path: part.stored.dtype for part in parts}
         for path, dtype, usual in odd_ones_out(types):
             hint = "a file of another run was mixed in: copy this run's again"
-            yield fault("LT407", path, f"holds {dtype}, the other files {usual}", subject=name, hint=hint)
+            yield fault("LT407", path, f"holds {dtype}, but the other files hold {usual}", subject=name, hint=hint)
     if model.problems:
         return
     if gaps and not lost:
@@ -102,6 +102,6 @@ def _cut_short(model: CutModel) -> Iterator[Finding]:
                 yield fault("LT401", model.folder, message, subject=name, hint=COPY)
                 return
     if not known:
-        message = "says nowhere of how many ranks it is: were the last files missing, nothing would show it"
+        message = "does not say how many ranks saved it, so lora-tool cannot tell whether the last files are missing"
         hint = f"put the model's {model_config.FILE_NAME} beside the files, or compare with the base: lora-tool validate --base"
         yield fault("LT401", model.folder, message, hint=hint, severity=Severity.INFO)

@@ -45,13 +45,15 @@ class DcpState(TrainingState):
 def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:  # noqa: ARG001 - nothing points at a part
     """Return the state of the module in a folder of torch distributed checkpoints; see `training_state`.
 
-    `tag` is the sub-folder of the model; of several that may be its no one is the newest, so `or_newest` helps nothing.
+    `tag` is the sub-folder of the model. Sub-folders have no order, so `or_newest` has no effect.
     """
     # accelerate and the HF Trainer write pytorch_model_fsdp_0 and optimizer_0 side by side
     parts = [name for name in checkpoint.rank_files if not name.startswith("optimizer")] if tag is None else [tag]
     if len(parts) != 1 or parts[0] not in checkpoint.rank_files:
         listed = ", ".join(checkpoint.rank_files)
-        raise NotACheckpoint(f"{checkpoint.root}: which of these is the model's? {listed}", hint="choose: `tag=FOLDER`")
+        raise NotACheckpoint(
+            f"{checkpoint.root}: several folders may hold the model: {listed}", hint="choose: `tag=FOLDER`"
+        )
     folder = checkpoint.root / parts[0] if parts[0] != "." else checkpoint.root
     try:
         found = read_dcp(folder)
@@ -75,7 +77,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
 def _faults(found: DcpFolder) -> Iterator[Finding]:
     """Yield what is wrong with the files, hardly a value read: LT401, LT402, LT405, LT408."""
     for name in found.missing:
-        yield fault("LT401", found.folder / name, "is missing: .metadata says that it holds weights", hint=COPY)
+        yield fault("LT401", found.folder / name, "is missing, and .metadata says that it holds weights", hint=COPY)
     yield from unreadable_files(found.problems)
     yield from repeated_files(contents(found.pieces))
     if not found.problems:
@@ -88,7 +90,7 @@ def _faults(found: DcpFolder) -> Iterator[Finding]:
 
 
 def contents(pieces: Pieces) -> Iterator[tuple[Path, tuple[object, ...]]]:
-    """Yield each file and what it holds, in a form to compare; not those of a constant, which ranks may well share."""
+    """Yield each file and what it holds, in a form to compare; not those of a constant, which ranks may share."""
     held: dict[Path, list[tuple[str, StoredChunk]]] = defaultdict(list)
     for name, parts in pieces.items():
         for piece in parts:

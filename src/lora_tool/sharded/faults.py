@@ -69,13 +69,13 @@ def repeated_files(contents: Iterable[tuple[Path, Hashable]]) -> Iterator[Findin
 
 
 def frozen_left_out(path: Path, lost: Sequence[str]) -> Iterator[Finding]:
-    """LT410: yield a finding if there are parameters, `lost`, that the module has and the checkpoint has not.
+    """LT410: yield a finding if there are parameters, `lost`, that the module has and the checkpoint lacks.
 
     HF Trainer saves PEFT models with `exclude_frozen_parameters=True`; DeepSpeed before 0.9.1 never saved them.
     """
     if lost:
         more = f" and {len(lost) - 1} more were" if len(lost) > 1 else " was"
-        hint = "the adapter can still be taken out; a new head that was frozen is lost"
+        hint = "consolidate can still write the adapter; a new head that was frozen is lost"
         yield fault("LT410", path, f"`{lost[0]}`{more} frozen and not saved", hint=hint, severity=Severity.INFO)
 
 
@@ -85,10 +85,12 @@ def adapter_left_out(path: Path, names: Collection[str]) -> Iterator[Finding]:
         why = "holds no tensor"
     elif all(PREFIX in name for name in names) and not any(map(has_lora_factor, names)):
         held = f"none of its {len(names)} tensors is" if len(names) > 1 else "its one tensor is not"
-        why = f"is of a PEFT model, and {held} LoRA: `{min(names)}`"
+        why = f"holds a PEFT model, but {held} LoRA: `{min(names)}`"
     else:
         return
-    yield fault("LT416", path, f"{why}. PEFT 0.21 does so under FSDP1, whose wrappers hide the adapter from it")
+    yield fault(
+        "LT416", path, f"{why}. PEFT 0.21 saves such a file under FSDP1, whose wrappers hide the adapter from it"
+    )
 
 
 def has_lora_factor(name: str) -> bool:

@@ -1,7 +1,7 @@
 """What can be wrong with the values of a checkpoint: each byte that will be used is read once, in blocks.
 
-The zip directory holds a CRC32 of every record; nobody else compares it. Padding is read for the CRC alone, as it is
-memory that happened to be there.
+The zip directory holds a CRC32 of every record, which no other tool compares. Padding is leftover memory and is read
+for the CRC alone.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ class FileValues:
     masters: frozenset[str]
     """Names of the trained tensors."""
 
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(record.nbytes for record in self.records)
+
     def run(self, advance: Progress) -> list[Finding]:
         """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero."""
         values = _Values(sorted(self.pieces), self.masters)
@@ -72,7 +80,7 @@ def _file_faults(path: Path, records: Iterable[Record | Span], values: _Values, 
                 advance(nbytes)
             if isinstance(record, Record) and crc != record.crc:
                 message = (
-                    f"its CRC32 is {crc:08x}, the archive says {record.crc:08x}: the file was damaged after saving"
+                    f"its CRC32 is {crc:08x}, but the archive says {record.crc:08x}: the file was damaged after saving"
                 )
                 hint = f"copy the file again from where it was saved, or {ANOTHER_TAG}"
                 yield fault("LT411", path, message, subject=record.name, hint=hint)
@@ -113,10 +121,10 @@ class _Values:
     def faults(self, path: Path) -> Iterator[Finding]:
         """Yield LT412 and LT413 for what was seen."""
         for name in self._not_finite:
-            hint = "the run had diverged; take an earlier tag: lora-tool consolidate CKPT --tag T"
+            hint = "the run had diverged; use an earlier tag: lora-tool consolidate CKPT --tag T"
             yield fault("LT412", path, "holds NaN or infinity", subject=name, hint=hint)
         if self._trained and not self._nonzero:
-            yield fault("LT413", path, "every trained weight of this rank is zero: it was never written")
+            yield fault("LT413", path, "every trained weight of this rank is zero: the rank never wrote them")
 
 
 def _overlapping(pieces: list[ValuePiece], at: int, end: int) -> Iterator[ValuePiece]:

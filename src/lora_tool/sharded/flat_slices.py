@@ -1,4 +1,4 @@
-"""The shapes of tensors of which a file has nothing but their elements: FSDP1's local state dicts.
+"""The shapes of tensors whose files hold only their elements: FSDP1's local state dicts.
 
 `FullyShardedDataParallel` lays the parameters of a unit one after the other and cuts what that makes in equal parts
 (torch 2.13 `distributed/fsdp/_flat_param.py`). With LOCAL_STATE_DICT and `use_orig_params` each rank saves what it has

@@ -63,7 +63,7 @@ def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
 def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping[str, AdapterKey]) -> Heads:
     """Return the heads that `save_pretrained` would not save; `parsed` are the `parsed_keys` of the state.
 
-    `config` None is an adapter of which nothing is known.
+    `config` is None where the adapter has none.
     """
     trained = {key.module for key in parsed.values() if key.part is Part.SAVED_MODULE}
     adapted = {key.module for key in parsed.values() if key.part is Part.LORA_A and is_new_head(key.module)}
@@ -84,12 +84,12 @@ def heads_of(state: TrainingState, config: AdapterConfig | None, parsed: Mapping
             names |= held
         else:
             what = "LoRA was put on it" if module in adapted else "it was frozen"
-            faults.append(_lost(state, config, module, f"{what}, and its weights were not saved with the checkpoint"))
+            faults.append(_lost(state, config, module, f"{what}, but the checkpoint does not hold its weights"))
     not_saved = list(_not_saved(state, config, parsed))
     in_base = base is not None and any(is_new_head(name.rpartition(".")[0]) for name in base)
     has_head = adapted or plain or in_base or any(map(is_new_head, trained))
     if config is not None and not has_head and not not_saved and (kind := _classifier(config)):
-        faults.append(_lost(state, config, "score", f"{config.path} says {kind}, and the checkpoint has no head"))
+        faults.append(_lost(state, config, "score", f"{config.path} says {kind}, but the checkpoint has no head"))
     whole = tuple(sorted(module for module in plain if f"{keys.PREFIX}{module}.weight" in names))
     return Heads(names=names, whole_modules=whole, faults=(*faults, *not_saved))
 
@@ -109,8 +109,8 @@ def _not_saved(
     heads = [name for name in config.modules_to_save if is_new_head(name)]
     named = [name for name in config.modules_to_save if name not in heads]
     for module in [*named, *heads[-1:]]:
-        message = "was trained whole (`modules_to_save`), and nothing of it is in the checkpoint"
-        hint = "look for a step that was saved with it; verl leaves it out under `save_lora_only`"
+        message = "was trained whole (`modules_to_save`), but the checkpoint holds none of its tensors"
+        hint = "look for a step whose checkpoint holds it; verl leaves it out under `save_lora_only`"
         severity = Severity.ERROR if module in heads and _classifier(config) else Severity.WARNING
         yield fault("LT415", state.folder, message, subject=module, hint=hint, severity=severity)
 
@@ -148,7 +148,7 @@ def _lost(state: TrainingState, config: AdapterConfig | None, module: str, why: 
     named = config.base_model if config else None
     elsewhere = "no base model is known"
     if named:
-        missing = "is not on this disk" if _base_tensors(config) is None else "has none that fits"
+        missing = "is not on this disk" if _base_tensors(config) is None else "has none of that shape"
         elsewhere = f"the base model {named} {missing}"
     message = f"the head is lost: {why}, and {elsewhere}. Every reward would be wrong"
     hint = "look for a tag that was saved without exclude_frozen_parameters, or train again with the head in modules_to_save"

@@ -1,7 +1,7 @@
 """LT414: float32 masters against the weights that were saved together with them, which must be these, rounded.
 
 Stages 1 and 2 save both in one checkpoint; under stage 3 the HF Trainer writes gathered weights beside it. A sample of
-every rank's part is compared: it proves order, step and run of the ranks, where names and counters show nothing.
+every rank's part is compared: it proves order, step and run of the ranks, which names and counters cannot.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ class MasterRounding:
     copies: TensorTable
     """Of some of them, of the same shape, each in one piece."""
     severity: Severity
-    """What it is if they disagree: a file of which nobody knows when it was written proves less."""
+    """The severity of a difference: a file that may have been written at another time proves less."""
+
+    @property
+    def name(self) -> str:
+        return "the comparison of the optimizer's masters with the weights"
+
+    @property
+    def nbytes(self) -> int:
+        return 0
 
     def run(self, _: Progress) -> list[Finding]:
         """Return LT414 for trained tensors whose masters do not round to the weights saved with them."""
@@ -47,7 +55,7 @@ class MasterRounding:
                 count, size = min(_SAMPLE, span.nbytes // 4), copy.dtype.bits // 8
                 held = read_part(copy, at * size, count * size)
                 if not rounds_to(read_part(master, at * 4, count * 4), held, copy.dtype):
-                    message = f"does not round to the {copy.dtype} weights in {copy.path}: of another run or step"
+                    message = f"does not round to the {copy.dtype} weights in {copy.path}: it is of another run or step"
                     hint = f"copy this rank's file again, or {ANOTHER_TAG}"
                     yield fault("LT414", span.path, message, subject=name, hint=hint, severity=self.severity)
                     break

@@ -151,7 +151,9 @@ def model_of(near: tuple[Path, ...], folder: Path) -> MegatronModel:
     section = None if path is None else _section(path)
     config = _config(near)
     if section is None and config is None:
-        message = f"{folder} is Megatron's, and has no {RUN_CONFIG}: how rows of its modules are fused is not known"
+        message = (
+            f"{folder} is a checkpoint of Megatron without {RUN_CONFIG}, which says how rows of its modules are fused"
+        )
         raise UnsupportedCheckpoint(message, hint=GIVE)
     names = _names(section, config, path)
     table = _agreed(section or {}, _in_megatrons_words(config or {}), path)
@@ -167,7 +169,7 @@ def _section(path: Path) -> Mapping[str, Any]:
     """Return what `run_config.yaml` says of the model; newer ones have most of it in an inner section."""
     model = read_yaml(path).get("model")
     if not isinstance(model, Mapping):
-        raise UnsupportedCheckpoint(f"{path} has no section `model`: how rows are fused is not known", hint=GIVE)
+        raise UnsupportedCheckpoint(f"{path} has no section `model`, which says how rows are fused", hint=GIVE)
     inner = model.get("transformer")
     return {**inner, **model} if isinstance(inner, Mapping) else model
 
@@ -194,13 +196,13 @@ def _names(section: Mapping[str, Any] | None, config: Mapping[str, Any] | None, 
     of_class = next((kind for pattern, kind in _PROVIDERS if pattern.match(target.rpartition(".")[2])), None)
     kind = of_class if config is None else str(config.get("model_type"))[:_LONGEST]
     if kind is None:
-        text = f"{path}: `model._target_` is {target or 'absent'}, and what transformers calls its modules is not known here"
+        text = f"{path}: `model._target_` is {target or 'absent'}, for which lora-tool does not know transformers' module names"
         raise UnsupportedCheckpoint(text, hint=_GIVE_CONFIG)
     if kind in _OTHERS:
         return _OTHERS[kind]
     if has_tensors(kind, _LIKE_LLAMA):
         return LayerNames()
-    text = f"the model is a {kind}, and what transformers calls its modules, by Megatron's names, is not known here"
+    text = f"the model is a {kind}, for which lora-tool does not know which of transformers' modules are Megatron's"
     raise UnsupportedCheckpoint(text, hint=EXPORT)
 
 
@@ -229,13 +231,13 @@ def _agreed(section: Mapping[str, Any], config: Mapping[str, Any], path: Path | 
 def _geometry(table: Mapping[str, Any], names: LayerNames, path: Path) -> Geometry:
     for name, wanted in (("attention_output_gate", names.gated), ("gated_linear_unit", True)):
         if bool(table.get(name, wanted)) is not wanted:
-            text = f"{path}: `model.{name}` is {str(not wanted).lower()}: how its rows are fused is not read"
+            text = f"{path}: `model.{name}` is {str(not wanted).lower()}: lora-tool does not read rows that are fused that way"
             raise UnsupportedCheckpoint(text, hint=EXPORT)
     heads, hidden = _count(table, "num_attention_heads"), _count(table, "hidden_size")
     groups = _count(table, "num_query_groups") or heads
     size = _count(table, "kv_channels") or (hidden // heads if heads else 0)
     if not heads or not groups or not size or heads % groups:
-        text = f"{path}: heads {heads}, query groups {groups} and kv_channels {size} are no geometry of attention"
+        text = f"{path}: heads {heads}, query groups {groups} and kv_channels {size} do not describe attention"
         raise UnsupportedCheckpoint(text, hint=GIVE)
     return Geometry(heads=heads, groups=groups, head_dim=size, gated=names.gated)
 

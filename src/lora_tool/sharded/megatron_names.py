@@ -92,7 +92,7 @@ def _require_nothing_else(own: Mapping[str, Any], adapter: Mapping[str, Any]) ->
     """Raise `UnsupportedCheckpoint` where the base was not saved and tensors were that are not LoRA: they were trained."""
     other = next((name for name in own if name not in adapter), None)
     if other is not None and not any(re.fullmatch(rf"{_MODULE}(?:\.base_layer)?\.weight\d*", name) for name in own):
-        text = f"`{other}` was trained whole beside the LoRA, and what transformers calls it is not known here"
+        text = f"`{other}` was trained whole beside the LoRA, and lora-tool does not know transformers' name of it"
         raise UnsupportedCheckpoint(text, hint=EXPORT)
 
 
@@ -102,7 +102,7 @@ def _places(name: str, shape: tuple[int, ...], model: MegatronModel, cuts: int) 
         what = next(
             (what for pattern, what in _UNREAD if re.search(pattern, name)), "no module of a text model's layers"
         )
-        raise UnsupportedCheckpoint(f"`{name}` is of {what}: this is not read", hint=EXPORT)
+        raise UnsupportedCheckpoint(f"`{name}` is of {what}, which lora-tool does not read", hint=EXPORT)
     stack, rows, columns = _stack(name, shape, match, model)
     side = "lora_A" if match["swift"] == "A" or match["side"] == "in" else "lora_B"
     for index, layer, expert in stack:
@@ -126,7 +126,9 @@ def _stack(
         shared = not dims and match["expert"] is None
         count = model.experts if shared else dims.pop(0) if dims else 0
         if not count and match["expert"] is None:
-            raise UnsupportedCheckpoint(f"`{name}` is for all experts, and no file says how many there are", hint=GIVE)
+            raise UnsupportedCheckpoint(
+                f"`{name}` is for all experts, and no file says how many experts there are", hint=GIVE
+            )
         experts = [int(match["expert"])] if match["expert"] is not None else list(range(count))
     if dims or not layers or len(shape) < _MATRIX:
         raise UnsupportedCheckpoint(f"`{name}` has the shape {list(shape)}: expected a matrix for each layer")
@@ -147,10 +149,10 @@ def _projections(
     linear = match["attention"] or match["mlp"]
     block = "self_attn" if match["attention"] else model.names.block(match["kind"], expert)
     if block is None:
-        raise UnsupportedCheckpoint(f"`{name}` is not read: transformers' model has no such modules", hint=EXPORT)
+        raise UnsupportedCheckpoint(f"`{name}` cannot be read: transformers' model has no such modules", hint=EXPORT)
     if match["kind"] and match["kind"] == model.names.unloadable:
         raise UnsupportedCheckpoint(
-            f"`{name}` is not read: PEFT does not load LoRA on these experts of such a model",
+            f"`{name}` cannot be read: PEFT does not load LoRA on these experts of such a model",
             hint=f"merge it with Megatron-Bridge, or train again without LoRA on {match['kind']}",
         )
     gate, up, down = model.names.inner
@@ -165,7 +167,7 @@ def _projections(
         geometry = model.geometry
         if fused and rows != geometry.qkv_rows:
             gated = ", with a gate," if geometry.gated else ""
-            text = f"`{name}` has {rows} rows, {geometry.heads} heads{gated} in {geometry.groups} groups need {geometry.qkv_rows}"
+            text = f"`{name}` has {rows} rows, but {geometry.heads} heads{gated} in {geometry.groups} groups need {geometry.qkv_rows}"
             raise UnsupportedCheckpoint(text, hint=GIVE)
         for key in _PARTS[linear]:
             yield f"{block}.{called[key]}", geometry.rows(key) if fused else whole
@@ -184,5 +186,5 @@ def _require_part(name: str, part: str, linear: str, rows: int, model: MegatronM
     if part not in _PARTS[linear]:
         raise UnsupportedCheckpoint(f"`{name}`: `linear_{linear}` has no part `{part}`")
     if fused and linear == "qkv" and rows != model.geometry.count(part):
-        text = f"`{name}` has {rows} rows, the projection of the model has {model.geometry.count(part)}"
+        text = f"`{name}` has {rows} rows, but the projection of the model has {model.geometry.count(part)}"
         raise UnsupportedCheckpoint(text, hint=GIVE)

@@ -20,7 +20,7 @@ from lora_tool.sharded.faults import (
 
 
 def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone: bool) -> Iterator[Finding]:
-    """Yield what is wrong with the rank files of one save, no tensor read: LT401 to LT408, LT416.
+    """Yield what is wrong with the rank files of one save without reading tensors: LT401 to LT408, LT416.
 
     `ranks` is the number of processes that saved, `there` are those whose files are there, readable or not. `alone` is
     a file that should hold everything.
@@ -35,7 +35,7 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
         all_there = found.files and not gaps and not any(tensor.flat for tensor in found.tensors.values())
         severity = Severity.WARNING if all_there else Severity.ERROR
         one = f"file of rank {lost[0]} is missing" if len(lost) == 1 else f"files of ranks {some(lost)} are missing"
-        rest = "" if severity is Severity.ERROR else "; the other ranks have all that was in it"
+        rest = "" if severity is Severity.ERROR else "; the other ranks hold all of its content"
         message = f"the {one} ({counted(ranks, 'rank')}: 0-{ranks - 1}){rest}"
         yield fault("LT401", found.folder, message, hint=COPY, severity=severity)
     yield from unreadable_files(found.problems)
@@ -53,8 +53,8 @@ def rank_faults(found: RankFolder, *, ranks: int, there: Collection[int], alone:
 def _one_ranks_part(found: RankFolder, ranks: int) -> Iterator[Finding]:
     """LT401: yield the file that should hold everything, and holds what one rank had."""
     for file in found.files.values():
-        message = f"holds what rank {file.saved_by or 0} of {ranks} had of each tensor: nothing was gathered"
-        hint = "what the others had was never written: use an adapter beside it, or another step"
+        message = f"holds what rank {file.saved_by or 0} of {ranks} had of each tensor: the ranks were not gathered before saving"
+        hint = "the parts of the other ranks were never saved: use an adapter beside it, or another step"
         yield fault("LT401", file.path, message, hint=hint)
 
 
@@ -87,7 +87,7 @@ def _other_runs(found: RankFolder) -> Iterator[Finding]:
     hint = "files of another run or step were mixed in: copy this run's again"
     names = {file.path: tuple(file.tensors) for file in found.files.values()}
     for path, _, _ in odd_ones_out(names):
-        yield fault("LT407", path, "holds other tensors, or in another order, than the other ranks' files", hint=hint)
+        yield fault("LT407", path, "holds other tensors than the other ranks' files, or in another order", hint=hint)
     shapes = {
         file.path: tuple((name, tensor.shape) for name, tensor in sorted(file.tensors.items()))
         for file in found.files.values()
@@ -101,9 +101,11 @@ def _other_runs(found: RankFolder) -> Iterator[Finding]:
         for path, dtype, usual in odd_ones_out(types):
             if path not in told:
                 told.add(path)
-                yield fault("LT407", path, f"holds {dtype}, the other ranks' files {usual}", subject=name, hint=hint)
+                yield fault(
+                    "LT407", path, f"holds {dtype}, but the other ranks' files hold {usual}", subject=name, hint=hint
+                )
         for first, replica in tensor.replicas:
             if first.crc() != replica.crc() and replica.holder.path not in told:
                 told.add(replica.holder.path)
-                message = f"holds other values than {first.holder.path.name}, of which it is a replica"
+                message = f"is a replica of {first.holder.path.name}, but holds other values"
                 yield fault("LT407", replica.holder.path, message, subject=name, hint=hint)

@@ -64,8 +64,8 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         fault(
             "LT403",
             folder / file,
-            f"is of a run of {matches[file]['ranks']} ranks, the checkpoint is of {ranks}",
-            hint="two runs were saved into one folder: move the files of one away",
+            f"is of a run of {matches[file]['ranks']} ranks, but the checkpoint has {ranks}",
+            hint="two runs were saved into one folder: move the files of one of them away",
         )
         for file in others
     )
@@ -155,4 +155,4 @@ def _inside(checkpoint: ShardedDir, tag: str) -> Path:
 def _require_one_model(checkpoint: ShardedDir, models: Collection[str | None]) -> None:
     if len(models) > 1:
         message = f"{checkpoint.root} holds the states of {len(models)} models"
-        raise UnsupportedCheckpoint(message, hint="put the files of the one that you want into a folder of their own")
+        raise UnsupportedCheckpoint(message, hint="move the files of the one that you want into another folder")

@@ -1,4 +1,4 @@
-"""A training checkpoint of any kind as one thing: names with roles, and where their bytes are."""
+"""The state in a training checkpoint of any kind: names with roles, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainingState(abc.ABC):
     folder: Path
     """Where the rank files are: `root` or the tag's folder in it."""
     title: str
-    """One line for people: what it is, of how many ranks, at which step."""
+    """One line for people: the kind of checkpoint, the number of ranks, the step."""
     entries: Mapping[str, StateEntry]
     shared: Mapping[str, str] = field(default_factory=dict)
     """Tied tensors: other name → the name under which it is in `entries`."""
@@ -36,9 +36,9 @@ class TrainingState(abc.ABC):
     without_values: tuple[str, ...] = ()
     """Names of frozen tensors that the module has and the checkpoint has not, as far as they are known."""
     shapeless: frozenset[str] = frozenset()
-    """Names of tensors whose elements are there and whose shape is not known; that in `entries` is one dimension."""
+    """Names of tensors whose elements are there but whose shapes are unknown; in `entries` they have one dimension."""
     faults: tuple[Finding, ...] = ()
-    """What its structure has wrong."""
+    """What is wrong with its structure."""
     stamps: Mapping[Path, FileStamp]
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the manifest records about it."""
@@ -51,7 +51,7 @@ class TrainingState(abc.ABC):
         """
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
-        """Return the look at the values of `tensors`, which are some of its own, that is still to be taken."""
+        """Return the check of the values of `tensors`, some of its own, without running it."""
         masters = frozenset(name for name in tensors if self._is_trained(name))
         return check_of_files(tensors, self.records(tensors), masters=masters)
 
@@ -65,7 +65,7 @@ class TrainingState(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors, about: what is not yet looked at counts as float32."""
+        """Bytes of its tensors, roughly: tensors not read yet count as float32."""
         return sum(4 * math.prod(entry.shape) for entry in self.entries.values())
 
     @property

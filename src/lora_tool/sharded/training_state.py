@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state that the tag `tag` of a checkpoint holds; by default the one that the checkpoint points at.
 
-    Where it points at none, `or_newest` takes the newest tag. Raises `NotACheckpoint` where there is no such tag or it
-    is not clear which is meant, `UnsupportedCheckpoint` for layouts that are refused.
+    If it points at none, `or_newest` takes the newest tag. Raises `NotACheckpoint` where there is no such tag, or
+    several and no choice, `UnsupportedCheckpoint` for layouts that lora-tool refuses.
     """
     module, _, name = checkpoint.kind.state.partition(":")
     read = getattr(importlib.import_module(module), name)

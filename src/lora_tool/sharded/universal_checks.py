@@ -20,7 +20,7 @@ _BEGINNING = 4096
 
 
 def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master]) -> Iterator[Finding]:
-    """Yield what is wrong with the folders of parameters, hardly a value read: LT401, LT405, LT406, LT407, LT408."""
+    """Yield what is wrong with the folders of parameters, reading few values: LT401, LT405, LT406, LT407, LT408."""
     zero = tag.folder / FOLDER
     shapes = {name: shape for group in first.param_shapes for name, shape in group.items()}
     broken = {problem.path for problem in tag.problems}
@@ -28,18 +28,18 @@ def master_faults(tag: ZeroTag, first: ModelStates, masters: Mapping[str, Master
         master = masters.get(name)
         if master is None:
             if not any(path.startswith(f"{zero / name}/") for path in broken):
-                yield fault("LT401", zero / name / FILE, "is missing: the parameter was trained", hint=COPY)
+                yield fault("LT401", zero / name / FILE, "is missing, but the parameter was trained", hint=COPY)
         elif master.tensor.numel != math.prod(shape):
-            message = f"has {master.tensor.numel:,} elements, {list(shape)} needs {math.prod(shape):,}"
+            message = f"has {master.tensor.numel:,} elements, but {list(shape)} needs {math.prod(shape):,}"
             hint = f"it is another parameter's, or of another run: copy it again, or {ANOTHER_TAG}"
             yield fault("LT408", master.file.path, message, subject=name, hint=hint)
     known = {*first.module, *shapes, *first.shared, *(first.frozen_shapes or {})}
     for name in masters.keys() - known:
         hint = "it is of another run: remove its folder, and copy this run's again"
-        yield fault("LT407", zero / name, "is of no parameter of the module", hint=hint)
+        yield fault("LT407", zero / name, "belongs to no parameter of the module", hint=hint)
     steps = {master.file.path.parent: master.step for master in masters.values() if master.step is not None}
     for path, step, usual in odd_ones_out(steps):
-        message = f"was saved after {step:g} optimizer steps, the other parameters after {usual:g}"
+        message = f"was saved after {step:g} optimizer steps, but the other parameters after {usual:g}"
         yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {ANOTHER_TAG}")
     yield from repeated_files(
         (master.file.path, (master.tensor.shape, master.file.record(master.tensor).crc))

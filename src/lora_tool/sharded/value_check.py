@@ -13,7 +13,15 @@ from lora_tool.report import Finding, Severity
 
 
 class ValuePart(Protocol):
-    """A part of the check: plain data, which can be sent to whoever sees the same files."""
+    """A part of the check: plain data, which can be sent to any machine that sees the same files."""
+
+    @property
+    def name(self) -> str:
+        """What is looked at, for whoever reads that it failed."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it reports."""
 
     def run(self, advance: Progress) -> list[Finding]:
         """Read the values and return what is wrong with them. `advance` is called with the bytes, and may raise to stop it."""
@@ -21,14 +29,14 @@ class ValuePart(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueCheck:
-    """A look at the values of tensors that is still to be taken."""
+    """A check of the values of tensors that has not run yet."""
 
     nbytes: int
     """How many bytes it reads."""
     parts: tuple[ValuePart, ...]
-    """What may run at the same time."""
+    """Its parts, which may run at the same time."""
     ignored: tuple[str, ...] = ()
-    """Beginnings of the codes of errors that stop nothing."""
+    """Beginnings of the codes of errors that do not stop the plan."""
 
     def run(self, advance: Progress) -> list[Finding]:
         """Run all parts and return what they find, in their order. Raises what they raise."""
@@ -51,8 +59,8 @@ class ValueCheck:
 
 
 def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[Finding, ...]:
-    """Return the findings that do not stop us. Raises `FindingsFound` with the errors whose codes begin with none of
-    `ignored`.
+    """Return the findings if none of them is an error, or all errors are `ignored`, by the beginnings of their codes.
+    Raises `FindingsFound` with the other errors.
     """
     kept = tuple(found)
     errors = tuple(f for f in kept if f.severity is Severity.ERROR and not (ignored and f.code.startswith(ignored)))
@@ -60,5 +68,5 @@ def refuse_errors(found: Iterable[Finding], ignored: tuple[str, ...]) -> tuple[F
         from lora_tool.report import Report  # noqa: PLC0415 - what a whole report is made of, for errors alone
 
         codes = ",".join(sorted({error.code for error in errors}))
-        Report(findings=errors).raise_at(Severity.ERROR, hint=f'to go on all the same: `ignore="{codes}"`')
+        Report(findings=errors).raise_at(Severity.ERROR, hint=f'to continue despite these errors: `ignore="{codes}"`')
     return kept

@@ -1,6 +1,6 @@
 """What can be wrong with a DeepSpeed checkpoint, found in names, shapes and counters alone: pure generators of findings.
 
-`zero_to_fp32` accepts most of these without a word. `file_values` and `master_rounding` read the weights.
+`zero_to_fp32` accepts most of these silently. `file_values` and `master_rounding` read the weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def other_world_sizes(tag: ZeroTag) -> Iterator[Finding]:
             hint = "a run with more ranks was saved into the same folder: move its files away"
             yield fault("LT403", file.path, message, hint=hint)
         elif tag.stage and tag.optim and file.world_size not in (None, tag.world_size):
-            message = f"says that the run had {file.world_size} ranks, others say {tag.world_size}"
+            message = f"says that the run had {file.world_size} ranks, but the other files say {tag.world_size}"
             yield fault("LT403", file.path, message, hint="it is of another run: copy this run's file again")
 
 
@@ -66,7 +66,7 @@ def other_steps(tag: ZeroTag) -> Iterator[Finding]:
     by_model = {file.path: file.global_steps for file in tag.model.values() if file.global_steps is not None}
     for steps, what in ((by_optim, "optimizer steps"), (by_model, "global steps")):
         for path, step, usual in odd_ones_out(steps):
-            message = f"was saved after {step:g} {what}, the other ranks after {usual:g}"
+            message = f"was saved after {step:g} {what}, but the other ranks after {usual:g}"
             yield fault("LT406", path, message, hint=f"the checkpoint mixes two saves; {ANOTHER_TAG}")
 
 
@@ -78,7 +78,7 @@ def other_runs(tag: ZeroTag) -> Iterator[Finding]:
             message = "was written under another DeepSpeed config than the other ranks' files"
             yield fault("LT407", path, message, hint=hint)
     for path, _, _ in odd_ones_out({file.path: _layout(file) for file in tag.model.values()}):
-        yield fault("LT407", path, "lists other parameters, or in another order, than the other ranks", hint=hint)
+        yield fault("LT407", path, "lists other parameters than the other ranks, or in another order", hint=hint)
 
 
 def _layout(states: ModelStates) -> tuple[object, ...]:
@@ -93,7 +93,7 @@ def misfit_partitions(tag: ZeroTag) -> Iterator[Finding]:
         return
     for states in tag.optim.values():
         if len(states.groups) != len(first.param_shapes):
-            message = f"has {len(states.groups)} groups of masters, the shapes of {len(first.param_shapes)} are known"
+            message = f"has {len(states.groups)} groups of masters, but the model file has the shapes of {len(first.param_shapes)}"
             yield fault("LT408", states.path, message)
             return
     yield from _misfit_frozen(tag)
@@ -116,7 +116,7 @@ def _misfit_frozen(tag: ZeroTag) -> Iterator[Finding]:
             piece = states.frozen.get(name)
             need = -(-math.prod(shape) // tag.world_size)
             if piece is not None and piece.numel != need:
-                message = f"holds {piece.numel:,} elements of frozen `{name}`, {need:,} are this rank's part"
+                message = f"holds {piece.numel:,} elements of frozen `{name}`, but this rank's part is {need:,}"
                 yield fault("LT408", states.path, message)
                 break
 
@@ -147,16 +147,14 @@ def stale_latest(
     newest = max(steps, key=steps.__getitem__, default=None)
     choose = f"lora-tool consolidate {shlex.quote(str(root))} --tag"
     if latest is None and len(tags) > 1:
-        message = f"there is no file `{pointer}`, and several tags: {', '.join(tags)}"
+        message = f"the folder has several tags and no file `{pointer}`: {', '.join(tags)}"
         yield fault("LT409", root, message, hint=f"choose one: {choose} T", severity=Severity.WARNING)
     elif latest is not None and latest not in tags:
-        message = f"`{pointer}` names {latest}, which is not there; there is: {', '.join(tags)}"
-        yield fault("LT409", root, message, hint=f"copy that tag too, or choose one that is there: {choose} T")
+        message = f"`{pointer}` names {latest}, which does not exist; the folder has: {', '.join(tags)}"
+        yield fault("LT409", root, message, hint=f"copy that tag too, or choose one that exists: {choose} T")
     elif latest in steps and newest is not None and steps[newest] > steps[latest]:
-        message = (
-            f"`{pointer}` names {latest}, but {newest} is newer: was its saving interrupted, or the file restored?"
-        )
-        yield fault("LT409", root, message, hint=f"to take it: {choose} {newest}", severity=Severity.WARNING)
+        message = f"`{pointer}` names {latest}, but {newest} is newer: the save of {newest} may have been interrupted, or `{pointer}` restored"
+        yield fault("LT409", root, message, hint=f"to use {newest}: {choose} {newest}", severity=Severity.WARNING)
 
 
 def frozen_unknown(tag: ZeroTag) -> Iterator[Finding]:
@@ -167,8 +165,6 @@ def frozen_unknown(tag: ZeroTag) -> Iterator[Finding]:
     """
     first = tag.first
     if first and tag.stage >= 2 and first.frozen_shapes is None and not any(map(has_lora_factor, first.module)):  # noqa: PLR2004 - the stage
-        message = (
-            "was saved with exclude_frozen_parameters: any weights that were frozen are missing, and no file names them"
-        )
-        hint = "take what is missing from the model that the run began with"
+        message = "was saved with exclude_frozen_parameters: frozen weights are missing, and no file lists their names"
+        hint = "the model that the run began with has them"
         yield fault("LT410", first.path, message, hint=hint, severity=Severity.WARNING)

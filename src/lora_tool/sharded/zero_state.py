@@ -30,7 +30,7 @@ class ZeroState(TrainingState):
         return assemble(self.tag, self.entries, wanted)
 
     def value_check(self, tensors: TensorTable) -> ValueCheck:
-        """Return the look at the values of `tensors`, and at the weights that were saved with the masters."""
+        """Return the check of the values of `tensors`, and of the weights that were saved with the masters."""
         of_files = TrainingState.value_check(self, tensors)
         trained = {name: tensor for name, tensor in tensors.items() if self.entries[name].role is Role.TRAINED}
         rounding = master_rounding(self.root, self.tag, trained)

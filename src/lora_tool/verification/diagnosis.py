@@ -1,18 +1,21 @@
-"""What is wrong with a merged tensor that is not W + ΔW: not merged, merged twice, scaled, transposed, or another's."""
+"""What is wrong with a merged tensor that is not W + ΔW: not merged, merged twice, scaled, transposed, misread, or another's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lora_tool.actions import TensorAction, Verdict
+from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plan.core.ops import LowRank
 from lora_tool.plan.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.bounds import sixteen_bit_bound, working_type
-from lora_tool.verification.elements import Array, Files, Rows, decode, half_ulps, rows_and_columns
+from lora_tool.verification.elements import FLOATS, Array, Files, Rows, decode, half_ulps, rows_and_columns
+from lora_tool.verification.misreadings import Misreading, misreadings
 from lora_tool.verification.pieces import Compared, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer, why_not
 from lora_tool.verification.tally import Tally
@@ -37,7 +40,9 @@ def evidence_of(step: Step, seen: Sequence[tuple[Compared, Tally]], files: Files
     verdict, factor, reason = Verdict.RIGHT, total.factor, ""
     if wrong:
         found = [_diagnose(part, tally, files) for part, tally in wrong]
-        verdict, factor = found[0] if len({each for each, _ in found}) == 1 else (Verdict.DIFFERENT, None)
+        alike = len({(each.verdict, each.reason) for each in found}) == 1
+        first = found[0] if alike else _Diagnosis(Verdict.DIFFERENT)
+        verdict, factor, reason = first.verdict, first.factor, first.reason
         changed = [part for part, _ in seen if not part.copied]
         if verdict is Verdict.UNCHANGED and len(wrong) < len(changed):
             verdict = Verdict.DIFFERENT  # some of its experts carry the adapter
@@ -71,15 +76,25 @@ def _why_unknown(part: Compared, tally: Tally) -> str | None:
     return None if part.copied else why_not(part.op) or tally.unknown
 
 
-def _diagnose(part: Compared, tally: Tally, files: Files) -> tuple[Verdict, float | None]:
-    """Return what became of a part with values outside its bound, and the factor of ΔW in it where that tells."""
+@dataclass(frozen=True, slots=True)
+class _Diagnosis:
+    """What became of a part; the factor of ΔW in it, and how it was misread, where those tell."""
+
+    verdict: Verdict
+    factor: float | None = None
+    reason: str = ""
+
+
+def _diagnose(part: Compared, tally: Tally, files: Files) -> _Diagnosis:
+    """Return what became of a part with values outside its bound."""
     op, stored = part.op, part.stored
     if part.copied:
-        return Verdict.DIFFERENT, None
-    if not isinstance(op, LowRank):
-        return (Verdict.UNCHANGED if not tally.moved and not op.keeps_values else Verdict.DIFFERENT), None
-    if not tally.moved:
-        return Verdict.UNCHANGED, 0.0
+        return _Diagnosis(Verdict.DIFFERENT)
+    if not tally.moved and not op.keeps_values:
+        return _Diagnosis(Verdict.UNCHANGED, 0.0 if isinstance(op, LowRank) else None)
+    how = _misread(part, files)
+    if how or not isinstance(op, LowRank):
+        return _Diagnosis(Verdict.MISREAD if how else Verdict.DIFFERENT, reason=how)
     rows = _a_sample(part)
     wide = working_type(op, stored.dtype)
     recomputer = Recomputer(files)
@@ -101,15 +116,47 @@ def _diagnose(part: Compared, tally: Tally, files: Files) -> tuple[Verdict, floa
             noise = float(np.linalg.norm(half)) * _ROUNDING / math.sqrt(half.size)
             doubt = 4 * noise / max(float(np.linalg.norm(expected.change)), 1e-300)
             if abs(factor - 1) > max(_AS_ASKED, doubt) and explains(expected.change, factor):
-                return Verdict.SCALED, factor
+                return _Diagnosis(Verdict.SCALED, factor)
         turned = recomputer.transposed_change(op, rows)
         if turned is not None:
             share = _projected(moved, turned.astype(wide))
             if share is not None and abs(share - 1) < 0.25 and explains(turned.astype(wide), 1.0):  # noqa: PLR2004
-                return Verdict.TRANSPOSED, factor
+                return _Diagnosis(Verdict.TRANSPOSED, factor)
     wrong = tally.outside > tally.compared // 2
     unrelated = tally.cosine is not None and abs(tally.cosine) < _UNRELATED
-    return (Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT), factor
+    return _Diagnosis(Verdict.UNRELATED if wrong and unrelated else Verdict.DIFFERENT, factor)
+
+
+def _misread(part: Compared, files: Files) -> str:
+    """Return how the base's quantised weight was read wrongly, where that gives the values of the part; "" elsewhere."""
+    op, stored = part.op, part.stored
+    encoding = encoding_of(op.source)
+    if encoding is None:
+        return ""
+    rows = _a_sample(part)
+    wide = working_type(op, stored.dtype)
+    expected = Recomputer(files).whole(op, rows, wide)
+    values = decode(files.rows(stored, rows), stored.dtype, wide).reshape(expected.base.shape)
+    unit = 4 * max(FLOATS[stored.dtype].roundoff, FLOATS[op.source.dtype].roundoff)
+    adds = bool(expected.change.any())
+    for one in misreadings(encoding):
+        with np.errstate(all="ignore"):  # values that are wrong may be beyond all bounds
+            base = files.matrix(op.source, rows, wide, one.decode)
+            read = [(base, expected.change, adds), (base, 0 * expected.change, False)]
+            if one.columns is not None:
+                read += [(each, one.columns(expected.change), True) for each in (base, expected.base) if adds]
+            for weight, change, added in read:
+                room = unit * (np.abs(weight) + np.abs(change))
+                if float(np.mean(np.abs(values - weight - change) <= room)) >= _EXPLAINED:
+                    return _how_misread(one, f"the base's {encoding}", added=added, without=adds and not added)
+    return ""
+
+
+def _how_misread(one: Misreading, weight: str, *, added: bool, without: bool) -> str:
+    if one.unscaled and added:
+        return f"is ΔW added to the codes of {weight}: its scales were not applied"
+    what = "is ΔW added to" if added else "is"
+    return f"{what} {weight} misread: {one.what}" + (", and ΔW is not in it" if without else "")
 
 
 def _projected(moved: Array, change: Array) -> float | None:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.stored import fill
 from lora_tool.tensors import DType, StoredTensor
 from lora_tool.verification.dequantised import dequantised_again
+
+if TYPE_CHECKING:
+    from lora_tool.formats.stored import Decode
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -94,18 +97,20 @@ class Files(OpenFiles):
         fill(out.data, tensor, start, self.read_exactly, dequantised_again)
         return out
 
-    def rows(self, tensor: StoredTensor, rows: Rows) -> Bytes:
-        """Return the bytes of the ranges of rows, one after the other."""
+    def rows(self, tensor: StoredTensor, rows: Rows, decode: Decode = dequantised_again) -> Bytes:
+        """Return the bytes of the ranges of rows, one after the other; `decode` makes numbers of quantised ones."""
         row_bytes = rows_and_columns(tensor.shape)[1] * tensor.dtype.bits // 8
         out = np.empty(sum(last - first for first, last in rows) * row_bytes, np.uint8)
         at = 0
         for first, last in rows:
             nbytes = (last - first) * row_bytes
-            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly, dequantised_again)
+            fill(out[at : at + nbytes].data, tensor, first * row_bytes, self.read_exactly, decode)
             at += nbytes
         return out
 
-    def matrix(self, tensor: StoredTensor, rows: Rows | None, wide: np.dtype[Any]) -> Array:
+    def matrix(
+        self, tensor: StoredTensor, rows: Rows | None, wide: np.dtype[Any], dequantise: Decode = dequantised_again
+    ) -> Array:
         """Return ranges of rows (all without `rows`) as numbers, [rows, columns]."""
         height, width = rows_and_columns(tensor.shape)
-        return decode(self.rows(tensor, rows or [(0, height)]), tensor.dtype, wide).reshape(-1, width)
+        return decode(self.rows(tensor, rows or [(0, height)], dequantise), tensor.dtype, wide).reshape(-1, width)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
-from lora_tool.actions import TensorAction, Verdict
-from lora_tool.cores import available_cores
+from lora_tool.actions import TensorAction
 from lora_tool.plan.algebra.provenance import ExtractInputs
-from lora_tool.plan.algebra.terms import Factors
+from lora_tool.plan.algebra.terms import Factors, Term
 from lora_tool.plan.core.ops import Copy
 from lora_tool.plan.core.steps import Step
 from lora_tool.progress import Progress
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.elements import FLOATS, Files
 from lora_tool.verification.pieces import row_blocks
+from lora_tool.verification.products import evidence_of_each, evidence_of_factors
 
 _DOUBLE = np.dtype(np.float64)
 _TOLD = 1e-3
@@ -42,20 +40,14 @@ def check_extracted(
     It is named by the written lora_B. Raises `OSError`, `SourceChanged`.
     """
     told = inputs.residuals
-    with Files() as files, threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as pool:
-
-        def one(factors: Factors) -> TensorEvidence:
-            found = _evidence(factors, inputs, told, files)
-            progress(sum(part.nbytes for part in (*factors.a_parts, *factors.b_parts)))
-            return found
-
-        return {found.name: found for found in pool.map(one, made)}
+    pairs = ((factors, factors.terms[0]) for factors in made)
+    return evidence_of_each(pairs, lambda pair, files: _evidence(*pair, inputs, told, files), progress)
 
 
-def _evidence(factors: Factors, inputs: ExtractInputs, told: Mapping[str, float], files: Files) -> TensorEvidence:
-    (term,) = factors.terms
+def _evidence(
+    factors: Factors, term: Term, inputs: ExtractInputs, told: Mapping[str, float], files: Files
+) -> TensorEvidence:
     ours, theirs = (model.tensors.get(f"{factors.module}.weight") for model in (inputs.model, inputs.base))
-    numel = term.a.spec.numel + term.b.spec.numel
     reason, share = "", None
     if ours is None or theirs is None or factors.module not in told:
         reason = "has LoRA on a module that the two models do not both have, or that the manifest does not name"
@@ -75,14 +67,4 @@ def _evidence(factors: Factors, inputs: ExtractInputs, told: Mapping[str, float]
         share = found / norm if norm else 0.0
         if not found <= allowed:
             reason = f"ΔW is {found:.6g} away from W₁ - W₀, {told[factors.module]:.6g} was told"
-    return TensorEvidence(
-        name=term.b.name,
-        action=TensorAction.COMPUTED,
-        verdict=Verdict.DIFFERENT if reason else Verdict.RIGHT,
-        compared=numel,
-        numel=numel,
-        wrong=numel if reason else 0,
-        distance=share,
-        rank=term.rank,
-        reason=reason,
-    )
+    return evidence_of_factors(term, reason, share)

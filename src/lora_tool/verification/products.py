@@ -9,7 +9,7 @@ Gram matrices and eigenvalues, which wrote the adapter, are not used.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -60,14 +60,40 @@ def check_products(
     """
     written = {each.module: each for each in made}
     pairs = [(each, written[each.module].terms[0]) for each in sums if each.module in written]
+    share = 0.0 if least is None else least
+    return evidence_of_each(pairs, lambda pair, files: _evidence(*pair, files, least=share, exact=exact), progress)
+
+
+def evidence_of_each(
+    modules: Iterable[tuple[Factors, Term]],
+    evidence: Callable[[tuple[Factors, Term], Files], TensorEvidence],
+    progress: Progress,
+) -> dict[str, TensorEvidence]:
+    """Return the evidence of every module by its name, found in parallel; each has its written factors last."""
     with Files() as files, threadpool_limits(limits=1, user_api="blas"), ThreadPoolExecutor(available_cores()) as pool:
 
         def one(pair: tuple[Factors, Term]) -> TensorEvidence:
-            found = _evidence(*pair, files, least=0.0 if least is None else least, exact=exact)
+            found = evidence(pair, files)
             progress(pair[1].a.nbytes + pair[1].b.nbytes)
             return found
 
-        return {found.name: found for found in pool.map(one, pairs)}
+        return {found.name: found for found in pool.map(one, modules)}
+
+
+def evidence_of_factors(written: Term, reason: str, distance: float | None) -> TensorEvidence:
+    """Return the evidence of the factors that were written: they are wrong for a `reason`, right without one."""
+    numel = written.a.spec.numel + written.b.spec.numel
+    return TensorEvidence(
+        name=written.b.name,
+        action=TensorAction.COMPUTED,
+        verdict=Verdict.DIFFERENT if reason else Verdict.RIGHT,
+        compared=numel,
+        numel=numel,
+        wrong=numel if reason else 0,
+        distance=distance,
+        rank=written.rank,
+        reason=reason,
+    )
 
 
 def _evidence(factors: Factors, written: Term, files: Files, *, least: float, exact: bool) -> TensorEvidence:
@@ -85,18 +111,7 @@ def _evidence(factors: Factors, written: Term, files: Files, *, least: float, ex
         reason = f"keeps {1 - share**2:.4%} of ‖ΔW‖², and was to keep {least:.4%}"
     else:
         reason = ""
-    numel = written.a.spec.numel + written.b.spec.numel
-    return TensorEvidence(
-        name=written.b.name,
-        action=TensorAction.COMPUTED,
-        verdict=Verdict.DIFFERENT if reason else Verdict.RIGHT,
-        compared=numel,
-        numel=numel,
-        wrong=numel if reason else 0,
-        distance=None if found is None else share,
-        rank=written.rank,
-        reason=reason,
-    )
+    return evidence_of_factors(written, reason, None if found is None else share)
 
 
 def difference(factors: Factors, written: Term, files: Files, *, exact: bool) -> Difference:

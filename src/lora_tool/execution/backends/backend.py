@@ -1,4 +1,4 @@
-"""What a backend of arithmetic is, and how one refuses what must not be written."""
+"""The interface of an arithmetic backend, and the errors for values that must not be written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lora_tool.plan.core.ops import Precision
 
 
 class Backend(Protocol):
-    """One worker's arithmetic, with the buffers that it uses again: not shared between threads."""
+    """One worker's arithmetic, with buffers that it reuses: do not share it between threads."""
 
     whole_tensors: ClassVar[bool]
-    """Whether its bits depend on the shape of what it is given: then every unit is a whole tensor."""
+    """Whether its bits depend on the shapes that it is given; then every unit is a whole tensor."""
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         """Compute with `precision` from the files of `sources`, until `stopped` says that the run has failed."""
@@ -25,8 +25,8 @@ class Backend(Protocol):
     def run(self, unit: ComputeUnit, out: int) -> DeltaRetention | None:
         """Compute the unit and write it to the descriptor `out`, at byte `unit.begin`.
 
-        Return what rounding left of the change, on a sample; None where nothing is changed. Raises `ExecutionError` on
-        NaN, infinity and overflow, `SourceChanged` where an input ends early.
+        Return, from a sample, how much of the change survives rounding; None for a unit without a change. Raises
+        `ExecutionError` on NaN, infinity and overflow, `SourceChanged` where an input ends early.
         """
 
     @staticmethod
@@ -38,8 +38,8 @@ def refuse_nonfinite(unit: ComputeUnit) -> NoReturn:
     """Raise `ExecutionError`: the unit's output would hold NaN or infinity."""
     names = ", ".join(tensor.name for tensor in unit.op.inputs)
     raise ExecutionError(
-        f"`{unit.out.name}` would hold NaN or infinity; it is made of {names}",
-        hint="lora-tool validate --deep ADAPTER BASE shows which of them is not finite",
+        f"`{unit.out.name}` would hold NaN or infinity; it is computed from {names}",
+        hint="lora-tool validate --deep ADAPTER BASE names the tensor that is not finite",
     )
 
 

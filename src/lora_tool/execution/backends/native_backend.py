@@ -1,4 +1,4 @@
-"""The arithmetic of `--precision float32`, compiled: a block of rows is read, changed where it lies, and written."""
+"""The arithmetic of `--precision float32`, compiled: read a block of rows, change it in place, and write it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lora_tool.tensors import DType, StoredTensor
 
 
 class NativeBackend(NumpyBackend):
-    """See `Backend`. Blocks that the kernel flags go to numpy, which names what is wrong; so does what it cannot do."""
+    """See `Backend`. Numpy computes what the kernel cannot, and computes again what it flags, to name what is wrong."""
 
     def __init__(self, sources: Sources, precision: Precision, stopped: Callable[[], bool]) -> None:
         super().__init__(sources, precision, stopped)
         found = kernel()
         if found is None:
-            raise AssertionError("no kernel: `backend_for` chooses another backend then")
+            raise AssertionError("no kernel: `backend_for` should have chosen another backend")
         self._kernel = found
         self._rights: dict[int, tuple[StoredTensor, int, Array]] = {}
 

@@ -42,11 +42,11 @@ BLOCK_WEIGHTS = 1 << 19
 last-level cache (measured best of 2^17 … 2^21)."""
 
 _WIDER = 4
-"""How many times smaller blocks of factors are: they are made in float64, from wider ones."""
+"""Blocks of factors are this many times smaller: they are computed in float64, from more values."""
 _STRIP, _TALL = 1 << 11, 1 << 10
-"""Columns of A's, and rows of B's, that are widened at a time: factors are narrow, and a block of a product is not."""
+"""Columns of A's, and rows of B's, that are widened at a time, to bound the memory of a product."""
 _LEAST_ROWS = 16
-"""A product of one or few rows goes through another BLAS routine, slower and of other bits."""
+"""BLAS multiplies fewer rows with another routine, which is slower and gives other bits."""
 
 _ALIGNMENT = 64
 """Of buffers, in bytes: a cache line, and the widest vector."""

@@ -1,7 +1,7 @@
 """The compiled kernel: found beside this file, tested once, and called with addresses. `merge.c` says what it computes.
 
-It is there where a C compiler was when lora-tool was installed. `LORA_TOOL_KERNEL` says whether it is used: `auto` where
-it can be, `off`, `require`, or one of its levels.
+It exists if lora-tool was installed where a C compiler is. `LORA_TOOL_KERNEL` says whether it is used: `auto` (if
+possible), `off`, `require`, or one of its levels.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Term(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The kernel at one level. Calls give the interpreter lock away, and are safe from several threads."""
+    """The kernel at one level. Calls release the interpreter lock and are safe from several threads."""
 
     level: Level
     rows: int
@@ -90,21 +90,42 @@ class Kernel:
         flagged: int = self.library.lora_tool_convert(self.level.number, source, types[0], out, types[1], count)
         return flagged == 0
 
+    def dequantise(
+        self,
+        out: int,
+        codes: tuple[int, int],
+        table: tuple[int, int],
+        scales: tuple[int, int],
+        size: tuple[int, int],
+        *,
+        group: int,
+        again: float,
+    ) -> None:
+        """Write what codes stand for at `out`, float32, of `size` rows and columns.
+
+        `codes` and `scales` are addresses with what a row is after the one before; `table` is that of the numbers that
+        a byte stands for, and how many of them it has. Each scale is for `group` columns.
+        """
+        self.library.lora_tool_dequantise(
+            out, codes[0], table[0], table[1] - 1, scales[0], again, *size, group, codes[1], scales[1]
+        )
+
     def __str__(self) -> str:
         return f"kernel {VERSION} ({self.level})"
 
 
 def kernel() -> Kernel | None:
-    """Return the kernel as `LORA_TOOL_KERNEL` asks for it, None where numpy is to compute.
+    """Return the kernel that `LORA_TOOL_KERNEL` chooses, None if numpy is to compute.
 
-    Raises `WrongValue` for a word that it cannot be, `ExecutionError` where what is asked for is not there.
+    Raises `WrongValue` for an unknown value of `LORA_TOOL_KERNEL`, `ExecutionError` if this machine lacks the kernel or
+    the level that it requires.
     """
     return asked_for(os.environ.get(VARIABLE) or "auto", FILE)
 
 
 @lru_cache
 def asked_for(asked: str, file: Path) -> Kernel | None:
-    """Return what `kernel` does, from this library."""
+    """Return the kernel in the library `file` that the value `asked` chooses; see `kernel`."""
     word = asked.lower()
     if word not in (*_OTHER_CHOICES, *Level):
         raise wrong_value(VARIABLE, asked, [*_OTHER_CHOICES, *map(str, Level)])
@@ -115,21 +136,23 @@ def asked_for(asked: str, file: Path) -> Kernel | None:
         return found[0] if found else None
     if why_not is not None:
         raise ExecutionError(
-            f"{VARIABLE}={asked}, and the compiled kernel cannot be used: {why_not}",
-            hint=f"install lora-tool again where a C compiler is, or unset {VARIABLE}: numpy computes then",
+            f"{VARIABLE}={asked}, but the compiled kernel cannot be used: {why_not}",
+            hint=f"install lora-tool again on a machine with a C compiler, or unset {VARIABLE} to compute with numpy",
         )
     if word == "require":
         return found[0]
     level = next((one for one in found if one.level == word), None)
     if level is None:
         has = ", ".join(str(one.level) for one in found)
-        raise ExecutionError(f"{VARIABLE}={asked}: this processor has {has}", hint=f"choose one, or unset {VARIABLE}")
+        raise ExecutionError(
+            f"{VARIABLE}={asked}: this processor supports {has}", hint=f"choose one of these, or unset {VARIABLE}"
+        )
     return level
 
 
 @lru_cache
 def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
-    """Return the kernel at each level of this processor, the fastest first, or none and the reason."""
+    """Return the kernel at each level that this processor supports, the fastest first; or none, with the reason."""
     if not file.exists():
         return (), "it was not built when lora-tool was installed"
     try:
@@ -138,7 +161,7 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
     except (OSError, AttributeError) as error:
         return (), f"{file.name} cannot be loaded: {error}"
     if version != VERSION:
-        return (), f"{file.name} is of version {version}, and {VERSION} is needed"
+        return (), f"{file.name} has version {version}, but version {VERSION} is needed"
     levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
     found = tuple(
         Kernel(level=level, rows=rows, columns=library.lora_tool_columns(level.number), library=library)
@@ -147,7 +170,7 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
     )
     wrong = [str(one.level) for one in found if checksum(one) != CHECKSUM]
     if wrong:
-        return (), f"{file.name} computes other bits than it should at {', '.join(wrong)}: a fault of its compiler?"
+        return (), f"{file.name} gives wrong results at {', '.join(wrong)}; its compiler may be faulty"
     return found, None
 
 
@@ -163,6 +186,8 @@ def _declared(library: Any) -> Any:  # noqa: ANN401 - ctypes gives functions by 
     library.lora_tool_pack.restype = None
     library.lora_tool_merge.argtypes = [number, pointer, number, pointer, number, size, size, pointer, size]
     library.lora_tool_convert.argtypes = [number, pointer, number, pointer, number, size]
+    library.lora_tool_dequantise.argtypes = [pointer, pointer, pointer, number, pointer, ctypes.c_float, *[size] * 5]
+    library.lora_tool_dequantise.restype = None
     library.lora_tool_sources.restype = ctypes.c_char_p
     return library
 

@@ -29,7 +29,9 @@ def int8(parts: Parts, name: str, largest: StoredTensor) -> Encoding:
     parts.needed(name, codes, (DType.F32,), codes.shape[0])
     layout = parts.tensors.get(f"{module}.weight_format")
     if layout is not None and any(read_part(layout, 0, min(layout.nbytes, _MATRIX))):
-        raise LayoutError(layout, "says that int8 is not stored row by row, which is not read", is_fault=False)
+        raise LayoutError(
+            layout, "says that int8 is not stored row by row; lora-tool does not read that layout", is_fault=False
+        )
     spec = TensorSpec(name=codes.name, dtype=DType.F32, shape=codes.shape)
     return BnbInt8(spec=spec, codes=codes, label="int8 of bitsandbytes", largest=largest, record=layout)
 
@@ -41,8 +43,8 @@ def four_bits(parts: Parts, name: str, state: StoredTensor) -> Encoding:
     shape, block, dtype = said.get("shape"), said.get("blocksize"), _TYPES.get(str(said.get("dtype")))
     sizes = tuple(shape) if isinstance(shape, list) else ()
     sound = len(sizes) == _MATRIX and all(type(n) is int and n > 0 for n in sizes)
-    if not sound or dtype is None or type(block) is not int or block < 1:
-        raise LayoutError(state, "says no shape, blocksize and dtype of a matrix")
+    if not sound or dtype is None or type(block) is not int or block < 1 or block % 2:
+        raise LayoutError(state, "does not give the shape, blocksize and dtype of a matrix")
     size = math.prod(sizes)
     codes = parts.tensors.get(weight)
     if codes is None or codes.nbytes != -(-size // 2):
@@ -68,7 +70,7 @@ def _scales(
         return scales, False
     block, offset = said.get("nested_blocksize"), said.get("nested_offset")
     if type(block) is not int or block < 1 or not isinstance(offset, int | float):
-        raise LayoutError(codes, "says no nested_blocksize and nested_offset")
+        raise LayoutError(codes, "does not give nested_blocksize and nested_offset")
     return NestedScales(
         codes=scales,
         levels=parts.needed(f"{weight}.nested_quant_map", codes, (DType.F32,), 256),

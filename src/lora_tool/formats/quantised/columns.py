@@ -32,11 +32,11 @@ def columns(parts: Parts, table: Mapping[str, Any], name: str, codes: StoredTens
     is_awq = table.get("quant_method") == "awq"
     bits = table.get("bits", _AWQ_BITS)
     if type(bits) is not int or bits not in ((_AWQ_BITS,) if is_awq else (2, 4, 8)):
-        raise LayoutError(codes, f"has codes of {bits} bits, which are not read", is_fault=False)
+        raise LayoutError(codes, f"has codes of {bits} bits, which lora-tool does not read", is_fault=False)
     kind = table.get("version" if is_awq else "checkpoint_format")
     known = (None, "gemm", "GEMM") if is_awq else tuple(_ADDED)
     if kind not in known:
-        raise LayoutError(codes, f"is packed as {kind}, which is not read", is_fault=False)
+        raise LayoutError(codes, f"is packed as {kind}, which lora-tool does not read", is_fault=False)
     each = _WORD // bits
     scales = parts.needed(f"{module}.scales", codes, _SCALES)
     zeros = parts.needed(f"{module}.qzeros", codes, (DType.I32,))

@@ -89,11 +89,13 @@ def read_quantised(tensors: TensorTable, table: Mapping[str, Any]) -> QuantisedW
     for tensor in lone:
         if _is_narrow(tensor):
             if tensor.dtype in _READ:
-                raise LayoutError(tensor, f"is {tensor.dtype}, and there is no scale for it")
-            raise LayoutError(tensor, f"is {tensor.dtype}, and codes of that type are not read", is_fault=False)
+                raise LayoutError(tensor, f"is {tensor.dtype}, but has no scale")
+            raise LayoutError(
+                tensor, f"is {tensor.dtype}, and lora-tool does not read codes of that dtype", is_fault=False
+            )
     for tensor in lone:
         if tensor.name.endswith(_PARTS):
-            raise LayoutError(tensor, "is a part of a quantised weight, and the others are not there")
+            raise LayoutError(tensor, "is a part of a quantised weight whose other parts are missing")
     return QuantisedWeights(weights=found, calibrated=calibrated)
 
 
@@ -163,10 +165,12 @@ class _Layouts(Parts):
         names += [f"{module}.scale", f"{module}.qscale_weight"] if module != name else []
         scales = next((self.tensors[each] for each in names if each in self.tensors), None)
         if scales is None:
-            raise LayoutError(codes, f"is {codes.dtype}, and there is no scale for it: {names[0]}")
+            raise LayoutError(codes, f"is {codes.dtype}, but has no scale `{names[0]}`")
         if f"{name}_zero_point" in self.tensors:
             raise LayoutError(
-                codes, f"has `{name}_zero_point`: codes of 8 bits with a zero of their own are not read", is_fault=False
+                codes,
+                f"has `{name}_zero_point`: lora-tool does not read codes of 8 bits with a zero point",
+                is_fault=False,
             )
         if scales.dtype not in (*_SCALES, *_POWERS):
             raise LayoutError(scales, f"is {scales.dtype}; expected floats or powers of two (E8M0)")
@@ -214,7 +218,9 @@ class _Layouts(Parts):
         weight = name.removesuffix("_packed")
         if f"{weight}_g_idx" in self.tensors:
             raise LayoutError(
-                codes, f"has `{weight}_g_idx`: weights in the order of their activations are not read", is_fault=False
+                codes,
+                f"has `{weight}_g_idx`: lora-tool does not read weights in the order of their activations",
+                is_fault=False,
             )
         said = self.needed(f"{weight}_shape", codes, (DType.I64, DType.I32), _MATRIX)
         shape = _integers(said)

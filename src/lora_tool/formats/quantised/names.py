@@ -34,7 +34,7 @@ def full_precision_name(name: str) -> str | None:
 
 
 def quantised_by_name(name: str) -> str:
-    """Return the end of a sentence about a model of this name that is not here; "" where it says nothing."""
+    """Return the end of a sentence about a missing model: that its name says it is quantised; else ""."""
     better = full_precision_name(hub_id_of(name) or "")
     return f"; by its name it is quantised, and {better} is the model that it was made from" if better else ""
 
@@ -57,7 +57,7 @@ def require_read(config: ModelConfig, hub_id: str | None) -> None:
     """
     if config.quantization not in READ_METHODS:
         raise UnsupportedAdapter(
-            f"{hub_id or config.path}: the base is quantised ({quantised_as(config)}), and that format is not read",
+            f"{hub_id or config.path}: the base is quantised ({quantised_as(config)}), and lora-tool does not read that format",
             hint=give_full_precision(hub_id, config, config.path.parent),
         )
 

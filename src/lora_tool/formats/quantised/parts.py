@@ -6,7 +6,7 @@ from lora_tool.tensors import DType, StoredTensor, TensorTable
 
 
 class LayoutError(Exception):
-    """A quantised weight is not stored as its format says, or in a way that is not read: its tensor, and why.
+    """A quantised weight breaks its format, or is stored in a way that lora-tool does not read: its tensor, and why.
 
     `is_fault` where the format has no such weight.
     """
@@ -27,7 +27,7 @@ class Parts:
         """Return the tensor `name`, a part of the weight that `of` is another part of."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise LayoutError(of, f"is a part of a quantised weight, and `{name}` is not there")
+            raise LayoutError(of, f"is a part of a quantised weight, but its other part `{name}` is missing")
         if tensor.dtype not in dtypes:
             wanted = " or ".join(map(str, dtypes))
             raise LayoutError(tensor, f"is {tensor.dtype}; expected {wanted}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from lora_tool.adapter.mlx import MLX_WEIGHTS
 from lora_tool.adapter.support import AS_PLAIN_LORA, refusals_of_config
 from lora_tool.adapter.view import AdapterView, view_of
 from lora_tool.architectures.heads import PEFT_CLASSIFIERS, head_of
@@ -13,12 +14,12 @@ from lora_tool.display import counted
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.adapter_config import FILE_NAME, INITS_RECOMPUTED
 from lora_tool.formats.files import json_bytes, parse_json
-from lora_tool.keys import split_layer
 from lora_tool.plan.algebra.factor_steps import bias_steps, exact_type
+from lora_tool.plan.algebra.mlx_form import common_scale, mlx_config, mlx_steps, rope_notes, unscaled
 from lora_tool.plan.algebra.peft_config import config_of_sum
 from lora_tool.plan.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plan.algebra.serving_forms import FORMS, ServingForm, in_the_way
-from lora_tool.plan.algebra.serving_steps import mlx_steps, padded_steps
+from lora_tool.plan.algebra.serving_steps import padded_steps
 from lora_tool.plan.algebra.terms import Factors, factors_of_sum
 from lora_tool.plan.algebra.turning import Ranks, Turned, turned_to
 from lora_tool.plan.algebra.whole import whole_tensors
@@ -30,9 +31,8 @@ from lora_tool.rules.merging import MergeJudge
 from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
-_MLX_WEIGHTS = "adapters.safetensors"
 _NOTHING_LOST = 1e-13
-"""A share of ‖ΔW‖² that float64 cannot tell from zero."""
+"""A share of ‖ΔW‖² that float64 cannot distinguish from zero."""
 
 
 def plan_prepare(
@@ -47,12 +47,12 @@ def plan_prepare(
 ) -> Plan:
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
-    Scalings are put into B, so that rsLoRA and patterns of alpha need not be understood; ranks are padded with zeros to
-    one, but for PEFT; targets are plain names; for MLX-LM the factors are transposed, under its names. `max_rank` is the
-    rank that the server takes at most: modules of a higher one get it where nothing is lost, or with `approximate`, as
-    near as any adapter of that rank is. `base` given, the rules compare the adapter with it, and the new config names
-    it. `dtype` None is float32, and the adapter's own type where nothing is rounded. `ignore` are codes of rules. Raises
-    `FindingsFound`, and `UnsupportedAdapter` for what the server has no exact form for, by name.
+    Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
+    with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
+    the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
+    with `approximate`, to the best approximation. The rules compare the adapter with a given `base`, and the new config
+    names it. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are codes of
+    rules. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
     server = Server(server)
     kind = None if dtype is None else float_type(dtype)
@@ -74,6 +74,9 @@ def plan_prepare(
     }
     one = max(ranks.values()) if form.one_rank else None
     _require_one_form_of_experts(view, ranks, fused, one)
+    # turning a module to a lower rank puts its scaling into the factors
+    scale = common_scale(sums) if form.mlx and not turned.matrices else 1.0
+    sums = tuple(unscaled(each, scale) for each in sums) if scale != 1 else sums
     out = kind or exact_type(sums, turned=bool(turned.matrices))
     steps: list[Step] = []
     for each in sums:
@@ -90,12 +93,12 @@ def plan_prepare(
         (opened,),
         (1.0,),
         (*steps, *whole.steps),
-        _mlx_config(sums, one or 1) if form.mlx else config if form.whole else _served(config, view, one, plain),
+        mlx_config(sums, one or 1, scale) if form.mlx else config if form.whole else _served(config, view, one, plain),
         dropped=whole.dropped,
         findings=report.findings,
-        notes=_notes(view, form, sums, turned.ranks, one, model),
+        notes=_notes(view, form, sums, turned.ranks, one, scale, model),
         ranks=turned.ranks,
-        filename=_MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
+        filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         manifest={
             "operation": "prepare",
             "for": server.value,
@@ -114,8 +117,8 @@ def _require_form(view: AdapterView, form: ServingForm) -> None:
         raise UnsupportedAdapter(f"{config.path}: {refusal.text}", hint=refusal.hint)
     if config.init_lora_weights in INITS_RECOMPUTED:
         raise UnsupportedAdapter(
-            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT takes the untrained factors out of the "
-            "base first, and a server does not",
+            f"{config.path}: `init_lora_weights` {config.init_lora_weights}: PEFT subtracts the untrained factors from "
+            "the base first, but a server does not",
             hint=AS_PLAIN_LORA,
         )
     found = list(in_the_way(view, form))
@@ -126,11 +129,11 @@ def _require_form(view: AdapterView, form: ServingForm) -> None:
         found.append("LoRA on convolutions")
     if found:
         raise UnsupportedAdapter(
-            f"{config.path}: {form.name} has no exact form for it: {'; '.join(found)}",
+            f"{config.path}: {form.name} has no exact form for {'; '.join(found)}",
             hint=f"merge it, and serve the model: lora-tool merge {root}",
         )
     if not view.layers:
-        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers: there is nothing to prepare")
+        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers, so there is nothing to prepare")
 
 
 def _target(view: AdapterView, factors: Factors) -> str:
@@ -148,13 +151,13 @@ def _require_one_form_of_experts(
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
     if fused and patterns:
         raise UnsupportedAdapter(
-            f"{view.config.path}: `{patterns[0]}` beside fused experts (`target_parameters`), which it may mean, too",
+            f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
             hint="merge it, and serve the model: lora-tool merge ADAPTER",
         )
     for module in sorted(fused):
         if one is not None and ranks[module] != one:
             raise UnsupportedAdapter(
-                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, other modules have {one}: the "
+                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, but other modules have {one}: the "
                 "factors of fused experts lie interleaved and cannot be padded",
                 hint="merge it, and serve the model: lora-tool merge ADAPTER",
             )
@@ -170,9 +173,9 @@ def _within(
     if lost and not approximate:
         worst = min(lost, key=lambda each: each.kept)
         raise UnsupportedAdapter(
-            f"{view.config.path}: `{worst.module}` has rank {worst.before}, and keeps {worst.kept:.2%} of ‖ΔW‖² at rank "
-            f"{asked.rank}; so do {len(lost) - 1} others, or more of it",
-            hint=f"--approximate takes the nearest; all of it needs a server that takes rank {max(e.before for e in lost)}",
+            f"{view.config.path}: `{worst.module}` has rank {worst.before} and would keep {worst.kept:.2%} of ‖ΔW‖² at rank "
+            f"{asked.rank}, the least of {counted(len(lost), 'module')}",
+            hint=f"--approximate writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
         )
     return turned
 
@@ -195,45 +198,21 @@ def _served(config: SideFile, view: AdapterView, rank: int | None, sums: Sequenc
     return SideFile(filename=FILE_NAME, content=json_bytes(raw, indent=2, sort_keys=True), reason=config.reason)
 
 
-def _mlx_config(sums: Sequence[Factors], rank: int) -> SideFile:
-    """Return what `mlx_lm.tuner.utils.load_adapters` reads: it puts LoRA on these modules of the last `num_layers`."""
-    layers = [split_layer(each.module)[0] for each in sums]
-    last = max((layer for layer in layers if layer is not None), default=-1)
-    keys = sorted({_in_layer(each.module) for each in sums})
-    parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": keys}
-    content = {"fine_tune_type": "lora", "num_layers": last + 1, "lora_parameters": parameters}
-    return SideFile(filename=FILE_NAME, content=json_bytes(content, indent=2), reason="written for MLX-LM")
-
-
-def _in_layer(module: str) -> str:
-    """Return a module's path inside its layer, which MLX-LM knows it by; outside of layers its whole path."""
-    number, _ = split_layer(module)
-    return module if number is None else module.partition(f".{number}.")[2]
-
-
-def _rope(base: ModelDir | None) -> Iterator[str]:
-    """Yield what of the base's config MLX-LM does not find where newer versions of transformers write it."""
-    raw = base.config.raw if base and base.config else {}
-    inner = raw.get("rope_parameters")
-    if isinstance(inner, dict) and "rope_theta" in inner and "rope_theta" not in raw:
-        yield f'mlx-lm reads "rope_theta" at the top of config.json, where {base and base.root} does not have it: add it'
-
-
 def _notes(
     view: AdapterView,
     form: ServingForm,
     sums: Sequence[Factors],
     ranks: Sequence[ModuleRank],
     one: int | None,
+    scale: float,
     base: ModelDir | None,
 ) -> Iterator[str]:
-    shape = f"rank {one}, alpha {one}" if one is not None else "scaling 1"
+    scaling = f"scale {scale:g}" if form.mlx else f"alpha {one}"
+    shape = f"rank {one}, {scaling}" if one is not None else "scaling 1"
     yield f"preparing {view.adapter.root} for {form.name}: {counted(len(sums), 'module')}, {shape}"
     if ranks:
         yield from rank_lines(ranks)
     if form.mlx:
-        yield from _rope(base)
+        yield from rope_notes(base)
     if form is FORMS[Server.VLLM] and view.saved:
-        yield (
-            "vLLM takes the head on a base that is a classifier itself, whose rewards it replaces: --reward-base writes one"
-        )
+        yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

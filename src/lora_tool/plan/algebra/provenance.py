@@ -1,20 +1,23 @@
-"""What a computed adapter was made from, by its manifest: so that it can be computed again."""
+"""What a computed adapter was made from, as its manifest says, so that verify can compute it again."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lora_tool.adapter.mlx import MlxAdapter, is_mlx, read_mlx
 from lora_tool.adapter.view import FACTORS
 from lora_tool.checkpoint import AdapterDir, ModelDir, open_checkpoint, open_model, require_whole
+from lora_tool.checkpoint.folders import read_folder
 from lora_tool.errors import CheckpointError, NotACheckpoint
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.formats.manifest import Manifest, read_manifest
+from lora_tool.formats.weights import Weights
 from lora_tool.keys import Part
 from lora_tool.plan.core.manifest import input_name
 from lora_tool.sources import Reference, open_adapter_at, opened_adapter, opened_model, resolve
@@ -29,6 +32,8 @@ class SumInputs:
     """An adapter that is a sum, and the adapters that it was computed from, with their weights."""
 
     made: AdapterDir
+    stored: Weights
+    """Its tensors as they are on the disk, where MLX-LM's have other names and shapes."""
     manifest: Manifest
     adapters: tuple[AdapterDir, ...]
     weights: tuple[float, ...]
@@ -60,31 +65,52 @@ def find_sum(folder: Reference, adapters: Sequence[Reference] = ()) -> SumInputs
 
     Raises `NotACheckpoint` for an input that is not there any more, and as `open_checkpoint`.
     """
-    found = _computed(folder, _SUMS)
+    found = _computed(folder, _is_sum)
     if found is None:
         return None
-    made, manifest = found
+    made, stored, manifest = found
     recorded = tuple(_recorded(manifest))
     opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
     if len(opened) != len(recorded):
         raise NotACheckpoint(
-            f"{made.root} was computed from {len(recorded)} adapters, {len(opened)} were given",
+            f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
             hint="give them in their order: --adapter A --adapter B",
         )
-    return SumInputs(made=made, manifest=manifest, adapters=opened, weights=tuple(map(_weight, recorded)))
+    return SumInputs(
+        made=made, stored=stored, manifest=manifest, adapters=opened, weights=tuple(map(_weight, recorded))
+    )
 
 
-def _computed(folder: Reference, operations: Collection[str]) -> tuple[AdapterDir, Manifest] | None:
-    """Return the adapter in the folder and its manifest, where that says that one of the operations wrote it."""
-    made = open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
+def _computed(folder: Reference, wrote: Callable[[Manifest], bool]) -> tuple[AdapterDir, Weights, Manifest] | None:
+    """Return the adapter in the folder, its weights as they are there, and its manifest, where that is one of what `wrote` knows."""
+    mlx = _of_mlx(folder)
+    made = mlx.adapter if mlx else open_checkpoint(folder) if isinstance(folder, str | os.PathLike) else folder
     path = made.root / manifest_format.FILE_NAME
     if not isinstance(made, AdapterDir) or not path.is_file():
         return None
     manifest = read_manifest(path)
-    if manifest.raw.get("operation") not in operations:
+    if not wrote(manifest):
         return None
     require_whole(made)
-    return made, manifest
+    return made, mlx.stored if mlx else made.weights, manifest
+
+
+def _of_mlx(folder: Reference) -> MlxAdapter | None:
+    """Return the adapter of a folder that was written for MLX-LM; None of any other."""
+    path = Path(folder) if isinstance(folder, str | os.PathLike) else None
+    if path is None or not (path / manifest_format.FILE_NAME).is_file() or not is_mlx(read_folder(path)):
+        return None
+    return read_mlx(path)
+
+
+def _is_sum(manifest: Manifest) -> bool:
+    """Return whether it tells of a sum of adapters; `convert --to mlx` writes one of one adapter."""
+    operation = manifest.raw.get("operation")
+    return operation in _SUMS or (operation, manifest.raw.get("to")) == ("convert", "mlx")
+
+
+def _is_extracted(manifest: Manifest) -> bool:
+    return manifest.raw.get("operation") == "extract"
 
 
 def _recorded(manifest: Manifest) -> Iterator[Mapping[str, Any]]:
@@ -119,7 +145,7 @@ def _opened(
         return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
     except CheckpointError as error:
         raise NotACheckpoint(
-            f"{made.root} was {how} from {hub_id or entry.get('path')}, which is not there any more: {error}", hint=hint
+            f"{made.root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
         ) from error
 
 
@@ -128,6 +154,7 @@ class ExtractInputs:
     """An adapter that was extracted, and the two models that it is the difference of."""
 
     made: AdapterDir
+    stored: Weights
     manifest: Manifest
     model: ModelDir
     base: ModelDir
@@ -168,9 +195,11 @@ def find_extracted(folder: Reference, base: Reference | None = None) -> ExtractI
 
     Raises `NotACheckpoint` for a model that is not there any more, and as `open_checkpoint`.
     """
-    found = _computed(folder, ("extract",))
+    found = _computed(folder, _is_extracted)
     if found is None:
         return None
-    made, manifest = found
+    made, stored, manifest = found
     first = _model(manifest.input("base"), made) if base is None else opened_model(base)
-    return ExtractInputs(made=made, manifest=manifest, model=_model(manifest.input("model"), made), base=first)
+    return ExtractInputs(
+        made=made, stored=stored, manifest=manifest, model=_model(manifest.input("model"), made), base=first
+    )

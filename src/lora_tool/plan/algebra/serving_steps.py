@@ -1,4 +1,4 @@
-"""The steps that write one module's factors for a server: scaled into B, padded with zeros, for MLX-LM transposed."""
+"""The steps that write one module's factors for a server: scaled into B, padded with zeros."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from lora_tool.plan.algebra.factor_steps import factor_ops, part_names, step_of
 from lora_tool.plan.algebra.terms import Factors
 from lora_tool.plan.core.factor_ops import Beside, Columns, Mix, SmallMatrix
 from lora_tool.plan.core.operation import rows_of
-from lora_tool.plan.core.ops import Assemble, Op, RowOp, copied_as, row_ops
+from lora_tool.plan.core.ops import Assemble, Op, row_ops
 from lora_tool.plan.core.steps import Step
-from lora_tool.tensors import DType, StoredTensor, TransposedSpan
+from lora_tool.tensors import DType, StoredTensor
 
 
 def padded_steps(
@@ -29,44 +29,6 @@ def padded_steps(
     yield step_of(f"{PREFIX}{factors.module}.{b}", dtype, (factors.out, rank, *factors.outer), across)
 
 
-def mlx_steps(
-    factors: Factors, dtype: DType, turned: tuple[SmallMatrix, SmallMatrix] | None, rank: int
-) -> Iterator[Step]:
-    """Yield the steps that write lora_a, [in, rank], and lora_b, [rank, out], of zeros beyond the factors' rank."""
-    (term,) = factors.terms
-    missing = rank - (turned[0].columns if turned else factors.rank)
-    a, b = transposed(term.a), transposed(term.b)
-    if turned:
-        down: Op = Mix(parts=(a,), matrix=_padded(turned[1], missing))
-        up: RowOp = Mix(parts=(b,), matrix=turned[0], below=True)
-    else:
-        unchanged = not missing and a.dtype is dtype
-        down = copied_as(dtype, a) if unchanged else Beside(parts=(Columns(tensor=a, count=term.rank),), zeros=missing)
-        up = (
-            copied_as(dtype, b)
-            if term.scale == 1
-            else Beside(parts=(Columns(tensor=b, count=factors.out, scale=term.scale),))
-        )
-    below: Op = Assemble(parts=(up, *zero_rows(b, missing))) if missing else up
-    yield step_of(f"{factors.module}.lora_a", dtype, (factors.width, rank), down)
-    yield step_of(f"{factors.module}.lora_b", dtype, (rank, factors.out), below)
-
-
-def transposed(tensor: StoredTensor) -> StoredTensor:
-    """Return the transposed of a matrix that is one span of a file."""
-    rows, columns = tensor.shape
-    (span,) = tensor.spans
-    turned = TransposedSpan(
-        path=span.path,
-        offset=span.offset,
-        nbytes=span.nbytes,
-        rows=columns,
-        columns=rows,
-        itemsize=tensor.dtype.bits // 8,
-    )
-    return StoredTensor(spec=replace(tensor.spec, shape=(columns, rows)), spans=(turned,))
-
-
 def zero_rows(like: StoredTensor, count: int) -> Iterator[Beside]:
     """Yield operations that make `count` rows of zeros, as wide as `like`."""
     while count:
@@ -77,7 +39,7 @@ def zero_rows(like: StoredTensor, count: int) -> Iterator[Beside]:
 
 def _wider(factors: Factors, op: Op, zeros: int, turned: tuple[SmallMatrix, SmallMatrix] | None) -> Op:
     if turned:
-        return Mix(parts=factors.b_parts, matrix=_padded(turned[0], zeros))
+        return Mix(parts=factors.b_parts, matrix=padded(turned[0], zeros))
     if isinstance(op, Beside):
         return replace(op, zeros=zeros)
     return Beside(
@@ -85,6 +47,6 @@ def _wider(factors: Factors, op: Op, zeros: int, turned: tuple[SmallMatrix, Smal
     )
 
 
-def _padded(matrix: SmallMatrix, columns: int) -> SmallMatrix:
+def padded(matrix: SmallMatrix, columns: int) -> SmallMatrix:
     """Return the matrix with so many columns of zeros more."""
     return matrix if not columns else SmallMatrix.of([[*row, *[0.0] * columns] for row in matrix.values.tolist()])

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import enum
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from lora_tool import keys
 from lora_tool.actions import TensorAction
 from lora_tool.adapter.view import view_of
 from lora_tool.architectures.module_names import module_names
 from lora_tool.checkpoint import ADAPTER_WEIGHTS, AdapterDir, ModelDir, require_whole
-from lora_tool.choices import Choice, codes
+from lora_tool.choices import codes
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.fingerprint import fingerprint
 from lora_tool.plan.adapter.config_file import config_file
+from lora_tool.plan.convert.forms import AdapterForm
 from lora_tool.plan.convert.peft_names import PeftNames, peft_names
+from lora_tool.plan.convert.to_mlx import plan_to_mlx
 from lora_tool.plan.convert.value_head import ValueHead, value_head_of, with_score
 from lora_tool.plan.core.manifest import describe_input
 from lora_tool.plan.core.ops import Precision, copied_as
@@ -29,23 +31,16 @@ from lora_tool.sources import source_of
 from lora_tool.tensors import FileStamp
 
 _JUDGED = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
-"""What decides whether PEFT loads an adapter, with nothing missing and nothing left over."""
+"""The rules that decide whether PEFT loads an adapter without missing or unexpected tensors."""
 _BESIDE = "LT222"
-"""What is said of weights that stay beside the adapter."""
-
-
-@enum.unique
-class AdapterForm(Choice):
-    """The form that an adapter is converted to."""
-
-    PEFT = "peft"
-    """The names that PEFT loads."""
+"""The rule that reports weights beside the adapter."""
 
 
 def plan_convert(
     adapter: AdapterDir,
     *,
     to: AdapterForm | str,
+    rebuilt: Mapping[str, Any] | None = None,
     base: ModelDir | None = None,
     why_no_base: str = NO_BASE,
     reward: bool = False,
@@ -54,14 +49,17 @@ def plan_convert(
     """Return the plan that writes `adapter` in the form `to`, from headers alone; nothing is written.
 
     "peft": wrappers, prefixes and adapter names in the tensors' names become what PEFT loads; every tensor keeps its
-    bytes. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
+    values. An adapter of another program is given as PEFT has it, with the fields of PEFT's config in `rebuilt`.
+    "mlx": what MLX-LM reads, every tensor with its values, transposed. `base` is the model that the adapter was trained on: where names have lost a prefix its modules tell which;
     None where it is not at hand, and `why_no_base` says why. With `reward` the value head beside the adapter of a
     causal LM becomes the score head of a classifier. The rules judge the adapter under its new names; `ignore`
-    are codes to go on in spite of. Raises `FindingsFound` for what they call an error, `UnsupportedAdapter` for names
+    are codes whose errors do not refuse the adapter. Raises `FindingsFound` for the other errors, `UnsupportedAdapter` for names
     that fit two readings, `CheckpointError` where a file is broken, `UnknownRule`, `WrongValue`.
     """
     form, ignored = AdapterForm(to), codes(ignore)
     require_whole(adapter)
+    if form is AdapterForm.MLX:
+        return plan_to_mlx(adapter, base, ignore=ignored)
     view = view_of(adapter)
     model = (
         None if base is None or base.config is None else module_names(base.config, base.tensors, view.config.task_type)
@@ -74,8 +72,10 @@ def plan_convert(
     report = _judged(adapter, named, Judge(rules=chosen(_JUDGED, ignored), base=base, why_no_base=why_no_base))
     report.raise_at(Severity.ERROR)
     steps = tuple(_steps(named))
-    side_files = (config_file(named.config, named.changes, named.why), *_beside(adapter))
+    side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))
     renamed = sum(step.out.name != step.op.source.name for step in steps)
+    notes = f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed"
+    notes += ", all transposed" if all(step.op.source.is_transposed for step in steps) else ""
     return Plan(
         shards=(Shard(filename=ADAPTER_WEIGHTS, steps=steps),),
         side_files=side_files,
@@ -91,7 +91,7 @@ def plan_convert(
         precision=Precision.FLOAT32,
         findings=report.findings,
         notes=(
-            f"{form} from adapter {adapter.root}, {renamed} of {len(steps)} tensors renamed",
+            notes,
             *([] if head is None else [_constant(head)]),
             *([] if model else [f"not compared with the modules of its base: {_why_not_compared(base, why_no_base)}"]),
         ),
@@ -110,22 +110,24 @@ def plan_convert(
 
 
 def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None) -> str:
-    """Return what settles how names are meant."""
+    """Return the hint for names that fit two readings."""
     if config.task_type is None and base is not None:
-        return f'write what it was trained for into {config.path.name}: "task_type": "CAUSAL_LM"'
+        return f'write the task of the training into {config.path.name}: "task_type": "CAUSAL_LM"'
     return f"give the model that it was trained on: lora-tool convert {shlex.quote(str(adapter.root))} --to peft --base MODEL"
 
 
 def _why_not_compared(base: ModelDir | None, why_no_base: str) -> str:
     kind = base.config.model_type if base is not None and base.config is not None else None
-    return why_no_base if base is None else f"no table knows those of a {kind or 'model without a type'}"
+    return (
+        why_no_base if base is None else f"lora-tool has no table of the modules of a {kind or 'model without a type'}"
+    )
 
 
 def _constant(head: ValueHead) -> str:
     without = (
-        f", without its bias: every reward is {head.constant:.9g} less than the value head's" if head.constant else ""
+        f", without its bias: every reward is {head.constant:.9g} lower than the value head's" if head.constant else ""
     )
-    return f"the score head is that of {head.name}{without}"
+    return f"the score head comes from {head.name}{without}"
 
 
 def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
@@ -146,7 +148,8 @@ def _steps(named: PeftNames) -> Iterator[Step]:
     for new, tensor in named.tensors.items():
         op = copied_as(tensor.dtype, tensor)
         reason = "copied" if new == tensor.name else f"renamed, saved as {tensor.name}"
-        yield Step(out=replace(tensor.spec, name=new), op=op, action=TensorAction.COPIED, reason=reason)
+        action = TensorAction.COPIED if op.is_copy else TensorAction.CAST
+        yield Step(out=replace(tensor.spec, name=new), op=op, action=action, reason=reason)
 
 
 def _beside(adapter: AdapterDir) -> Iterator[SideFile]:

@@ -7,28 +7,18 @@ shards of qkv_proj"), so that a set in which one becomes plain becomes plain as 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lora_tool.architectures.ends import MATRIX, is_input, is_output
+from lora_tool.architectures.fused_layers import EXPERTS
 from lora_tool.checkpoint import ModelDir
 from lora_tool.errors import UnsupportedAdapter
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import encoding_of
 
 _TABLE = "quantization_config"
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("query", "key", "value"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_qkvz", "in_proj_ba"),
-)
-"""Layers that servers fuse."""
-_EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.")
 _LISTS = {
     "bitsandbytes": ("llm_int8_skip_modules",),
     "compressed-tensors": ("ignore",),
@@ -36,22 +26,6 @@ _LISTS = {
     "fp8": ("ignored_layers", "modules_to_not_convert"),
 }
 """`quant_method` → what the list of plain modules may be called; the last is what it is called where there is none."""
-
-
-def together(names: Collection[str], quantised: Iterable[str]) -> frozenset[str]:
-    """Return `names` with all `quantised` weights that are fused with one of them, or are experts of the same layer."""
-    sets = {key for name in names for key in _sets(name)}
-    return frozenset(names) | {name for name in quantised if not sets.isdisjoint(_sets(name))}
-
-
-def _sets(name: str) -> set[str]:
-    """Return names for the sets that a weight is fused in."""
-    experts = _EXPERTS.match(name)
-    if experts:
-        return {experts["experts"]}
-    module = name.removesuffix(".weight")
-    above, _, leaf = module.rpartition(".")
-    return {f"{above}.{' '.join(fused)}" for fused in _FUSED if leaf in fused}
 
 
 def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]) -> ModelConfig:
@@ -64,15 +38,15 @@ def with_plain_modules(stored: ModelDir, plain: ModelDir, names: Collection[str]
     keys = _LISTS.get(config.quantization or "")
     if keys is None or not isinstance(table, dict):
         raise UnsupportedAdapter(
-            f"{config.path}: {config.quantization or 'this way of quantising'} has no list of plain modules that loaders "
-            "would respect",
+            f"{config.path}: {config.quantization or 'this way of quantising'} has no list of plain modules that "
+            "loaders respect",
             hint='`store="all-16bit"` writes plain weights throughout',
         )
     key = next((name for name in keys if table.get(name)), keys[-1])
     listed = table.get(key)
     held = listed if listed and isinstance(listed, list) else _plain_matrices(plain)
-    experts = sorted({found["experts"] for found in map(_EXPERTS.match, names) if found})
-    modules = sorted(name.removesuffix(".weight") for name in names if not _EXPERTS.match(name))
+    experts = sorted({found["experts"] for found in map(EXPERTS.match, names) if found})
+    modules = sorted(name.removesuffix(".weight") for name in names if not EXPERTS.match(name))
     if key == "ignore":
         experts = [f"re:{re.escape(each)}\\..*" for each in experts]
     added = [each for each in (*modules, *experts) if each not in held]

@@ -84,7 +84,7 @@ def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:
     if isinstance(subject, RunSubject) or folder.trainer is None or not folder.is_numbered:
         return f"use an earlier checkpoint; {otherwise}"
     command = shlex.join(["lora-tool", "validate", str(folder.root.parent)])
-    return f"find the last checkpoint that is whole: {command}; {otherwise}"
+    return f"find the last complete checkpoint: {command}; {otherwise}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # without slots: what is asked twice is kept
@@ -102,11 +102,23 @@ class ModelSubject(Subject):
     """What transformers, where a merge asked it, found that config and weights contradict each other in."""
 
     @cached_property
+    def plain(self) -> ModelDir:
+        """The model with a matrix for each quantised weight; as it is stored where those are not read."""
+        from lora_tool.checkpoint.quantised import as_matrices  # noqa: PLC0415 - for models alone
+
+        return as_matrices(self.checkpoint)
+
+    @property
+    def matrices(self) -> TensorTable:
+        """The tensors, with a matrix for each quantised weight."""
+        return self.plain.tensors
+
+    @cached_property
     def class_tensors(self) -> ModelTensors | None:
         """The tensors beside those of the model's class; None where headers cannot tell them."""
         from lora_tool.architectures.model_tensors import model_tensors  # noqa: PLC0415 - for models alone
 
-        return None if self._config is None else model_tensors(self._config, self.tensors)
+        return None if self._config is None else model_tensors(self._config, self.matrices)
 
     @cached_property
     def odd_tensors(self) -> tuple[OddTensor, ...]:
@@ -124,7 +136,7 @@ class ModelSubject(Subject):
         """What says that embeddings or output layer of a class that no table knows are lost; None if they are there."""
         from lora_tool.architectures.layers import is_regular, lost_end  # noqa: PLC0415 - for models alone
 
-        config = self.checkpoint.config
+        config = self.plain.config
         if config is None or self.class_tensors is not None or self.expected or not is_regular(config):
             return None
         return lost_end(config, self.shapes)
@@ -149,14 +161,14 @@ class ModelSubject(Subject):
 
     @property
     def _config(self) -> ModelConfig | None:
-        """The config, where it and the weights can be believed."""
+        """The config, where it and the weights can be believed, without what it says of quantised ones that are read."""
         config = self.checkpoint.config
-        return config if config is not None and not config.problems and self.tensors else None
+        return self.plain.config if config is not None and not config.problems and self.tensors else None
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor."""
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
+        """The shape of each tensor, of what quantised weights stand for."""
+        return {name: tensor.shape for name, tensor in self.matrices.items()}
 
     @property
     def expected(self) -> Mapping[str, TensorSpec] | None:

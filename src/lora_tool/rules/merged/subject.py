@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lora_tool.actions import TensorAction, Verdict
 from lora_tool.checkpoint import MERGED_MODEL
+from lora_tool.formats.quantised.encodings import encoding_of, parts
 from lora_tool.rules.engine.registry import Need
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.merged.expected import Expected
@@ -52,9 +54,9 @@ class MergedSubject(ModelSubject):
         if self.planned is None and needs & {Need.PLAN, Need.COMPARED, Need.RECOMPUTED}:
             return self.why_no_plan
         if not self.evidence and needs & {Need.COMPARED, Need.RECOMPUTED}:
-            return "the values were not compared: lora-tool verify does"
+            return "the values were not compared; lora-tool verify compares them"
         if not self.recomputed and Need.RECOMPUTED in needs:
-            return "the merged values were not computed again: lora-tool verify does"
+            return "the merged values were not computed again; lora-tool verify computes them"
         return None
 
     def merged(self) -> Iterator[TensorEvidence]:
@@ -64,6 +66,12 @@ class MergedSubject(ModelSubject):
     def kept(self) -> Iterator[TensorEvidence]:
         """Yield the evidence of the base's tensors that the adapter leaves alone."""
         return (found for found in self.evidence.values() if found.action in _KEPT)
+
+    @cached_property
+    def quantised_parts(self) -> Mapping[str, str]:
+        """Tensor on disk → the quantised weight that it is a part of."""
+        found = [each for tensor in self.matrices.values() if (each := encoding_of(tensor)) is not None]
+        return {part.name: each.spec.name for each in found for part in parts(each)}
 
     @property
     def carries_nothing(self) -> bool:
@@ -83,7 +91,7 @@ class MergedSubject(ModelSubject):
         if self.base_name is None:
             return False
         kept = tuple(self.kept())
-        other = sum(found.verdict is not Verdict.RIGHT for found in kept)
+        other = sum(found.verdict not in (Verdict.RIGHT, Verdict.MISREAD) for found in kept)
         return other >= _SEVERAL and 2 * other > len(kept)
 
 

@@ -21,27 +21,27 @@ _SUB_BYTE = 8
 
 @rule("LT317", Severity.ERROR, on=ModelSubject, needs=_CLASS)
 def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
-    """A tensor does not have the shape that the config gives it.
+    """A tensor's shape does not match the config.
 
-    What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for the model types that
-    are stored as they are in memory, and compares. Of other types it looks at the width of the embeddings and of a
-    `score` head, and for a tensor that has another shape in one layer than in those that are otherwise like it; a merge
-    asks transformers besides.
+    What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for model types that have
+    the same tensors on disk and in memory, and compares. For other types it checks the width of the embeddings and of a
+    `score` head, and looks for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge
+    also asks transformers.
 
-    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` the tensor is
-    random.
+    Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it
+    re-initialises the tensor at random.
 
-    Example: `score.weight` is [1, 24], and `hidden_size` is 16: the head was trained on another model. A GPT-2 whose
-    Conv1D weights, [in, out], were merged as [out, in].
+    Example: `score.weight` is [1, 24], but `hidden_size` is 16: the head was trained on another model. Or a merge wrote
+    GPT-2's Conv1D weights, which are [in, out], as [out, in].
 
-    What to do: Merge again with the base that the adapter was trained on, or copy config and weights together.
+    What to do: Merge again with the base that the adapter was trained on, or copy config and weights from one place.
     """
     if (wrong := subject.contradiction) is not None:
         yield Fault(subject=wrong.subject, message=wrong.message, path=wrong.path)
         return
     known = subject.class_tensors
     shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
-    tensors = subject.tensors
+    tensors = subject.matrices
     vocabulary = vocabulary_without_rows(subject) is not None
     for name, wanted in shapes.items():
         tensor = tensors[name]
@@ -53,12 +53,12 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         if not rank and (not differ or (vocabulary and differ == [size])):
             continue  # of a vocabulary of another size LT310 tells
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
-        message = f"is {list(tensor.shape)}, the config means [{shown}]"
+        message = f"is {list(tensor.shape)}, but the config means [{shown}]"
         yield Fault(subject=name, message=message, path=str(tensor.path))
     for name, shape, other in subject.odd_tensors:
         if name in tensors and name not in (subject.expected or {}):
             tensor = tensors[name]
-            message = f"is {list(tensor.shape)}, in layer {other} it is {list(shape)}"
+            message = f"is {list(tensor.shape)}, but {list(shape)} in layer {other}"
             yield Fault(subject=name, message=message, path=str(tensor.path))
 
 
@@ -66,35 +66,35 @@ def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]
     """Return the shapes of what is as wide as the hidden states: the embeddings, where none of them is, and the score
     head that transformers gives every decoder.
     """
-    config, inputs = subject.checkpoint.config, embedding_rows(subject.tensors)
+    config, inputs = subject.plain.config, embedding_rows(subject.matrices)
     if config is None or config.custom_code or config.quantization:
         return {}
     text = config.raw.get("text_config")
     table = text if isinstance(text, dict) else config.raw
     width = next((table[name] for name in _WIDTHS if type(table.get(name)) is int), None)
     classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures)
-    heads = {_SCORE} & subject.tensors.keys() if classifies else set()
-    lost = [] if any(subject.tensors[name].shape[1] == width for name in inputs) else [*inputs]
+    heads = {_SCORE} & subject.matrices.keys() if classifies else set()
+    lost = [] if any(subject.matrices[name].shape[1] == width for name in inputs) else [*inputs]
     return {} if width is None else dict.fromkeys((*lost, *heads), (None, width))
 
 
 def _said_by_the_ledger(subject: ModelSubject, name: str) -> bool:
     """Whether the folder's ledger, or the plan of its merge, has another shape for the tensor: LT604 tells."""
     spec = (subject.expected or {}).get(name)
-    return spec is not None and spec.shape != subject.tensors[name].shape
+    return spec is not None and spec.shape != subject.matrices[name].shape
 
 
 @rule("LT318", Severity.ERROR, on=ModelSubject, needs=_CLASS)
 def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor that the model's class has is missing.
 
-    What it does: Compares the names in the weights with those that the class in `config.json` has, for the model types
-    that are stored as they are in memory: what is there under every config, and what comes together, as the biases of
-    one attention. A tied output layer may be absent. Of other types it looks for what one layer lacks and those that
-    are otherwise like it have, for embeddings, an output layer and the last norm, and for a projection that no layer
-    has beside those that go with it.
+    What it does: Compares the names in the weights with those of the class in `config.json`, for model types that have
+    the same tensors on disk and in memory: tensors that every config has, and tensors that come together, such as the
+    biases of one attention. A tied output layer may be absent. For other types it looks for tensors that one layer
+    lacks and otherwise similar layers have, for embeddings, an output layer and the last norm, and for a projection
+    that is missing in every layer beside its companions.
 
-    Why it matters: transformers initialises what is missing at random, on every load anew, with a log line only.
+    Why it matters: transformers re-initialises missing tensors at random on every load, with only a log line.
 
     Example: A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
 
@@ -109,14 +109,20 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     said = {*(subject.expected or {}), *_head_of_the_class(subject)}
     what = known.class_name or "every class of this model type"
     for name, more in _by_layer(name for name in known.missing if name not in said):
-        yield Fault(subject=name, message=f"is not in the weights{more}; {what} has it: it would be random")
+        yield Fault(
+            subject=name,
+            message=f"is not in the weights{more}, but {what} has it: transformers would initialise it at random",
+        )
 
 
 def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
     expected = subject.expected or {}
     for name, _, other in subject.odd_tensors:
-        if name not in subject.tensors and name not in expected:
-            yield Fault(subject=name, message=f"is not in the weights; layer {other} has it: it would be random")
+        if name not in subject.matrices and name not in expected:
+            yield Fault(
+                subject=name,
+                message=f"is not in the weights, but layer {other} has it: transformers would initialise it at random",
+            )
     for message in (*([subject.lost_end] if subject.lost_end else []), *subject.lost_everywhere):
         yield Fault(message=message)
 
@@ -126,8 +132,8 @@ def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
     known = subject.class_tensors
     if known is None or not (known.class_name or "").endswith("ForSequenceClassification"):
         return frozenset()
-    heads = [name for name in (*subject.tensors, *known.missing) if head_of(name.rpartition(".")[0])]
-    return frozenset() if any(name in subject.tensors for name in heads) else frozenset(heads)
+    heads = [name for name in (*subject.matrices, *known.missing) if head_of(name.rpartition(".")[0])]
+    return frozenset() if any(name in subject.matrices for name in heads) else frozenset(heads)
 
 
 def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -138,16 +144,18 @@ def _by_layer(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 @rule("LT319", Severity.WARNING, on=ModelSubject, needs=_CLASS)
 def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
-    """A tensor that the model's class has no place for.
+    """A tensor that the model's class does not have.
 
-    What it does: Compares the names in the weights with those that the class in `config.json` may have, for the model
-    types that are stored as they are in memory. What another class of the same type has, as an `lm_head`, is noted.
+    What it does: Compares the names in the weights with those that the class in `config.json` may have, for model types
+    that have the same tensors on disk and in memory. A tensor of another class of the type, such as an `lm_head`, is
+    reported as info.
 
-    Why it matters: transformers leaves it out on loading, with a log line only. What was trained there is lost.
+    Why it matters: transformers ignores it on loading, with only a log line, and its training is lost.
 
-    Example: `v_head.summary.weight` of a PPO trainer; layers 24 to 27, where `num_hidden_layers` is 24.
+    Example: `v_head.summary.weight` of a PPO trainer; or layers 24 to 27, although `num_hidden_layers` is 24.
 
-    What to do: Set `architectures` and `config.json` to the model that was trained, or leave the tensor out.
+    What to do: Set `architectures` and the other fields of `config.json` to those of the trained model, or remove the
+    tensor.
     """
     known = subject.class_tensors
     if known is None:
@@ -156,5 +164,5 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     for severity, names in ((Severity.WARNING, known.unexpected), (Severity.INFO, known.of_other_classes)):
         mine = [n for n in names if (expected is None or n in expected) and "lora_" not in n and "base_layer" not in n]
         for name, more in _by_layer(mine):
-            message = f"has no place in {known.class_name}{more}: transformers leaves it out"
-            yield Fault(subject=name, message=message, path=str(subject.tensors[name].path), severity=severity)
+            message = f"is not a tensor of {known.class_name}{more}: transformers ignores it"
+            yield Fault(subject=name, message=message, path=str(subject.matrices[name].path), severity=severity)

@@ -1,0 +1,33 @@
+"""Planning an adapter's tensors as MLX-LM reads them, every value as it is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lora_tool.checkpoint import AdapterDir, ModelDir
+from lora_tool.errors import UnsupportedAdapter
+from lora_tool.plan.algebra.plan_prepare import plan_prepare
+from lora_tool.plan.core.ops import row_ops
+from lora_tool.plan.core.plan import Plan
+from lora_tool.rules.engine.subjects import Server
+
+
+def plan_to_mlx(adapter: AdapterDir, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
+    """Return the plan that writes an adapter as MLX-LM reads it, with every value as it is: for one rank and one scaling.
+
+    Raises `UnsupportedAdapter` where modules have several, and as `plan_prepare`.
+    """
+    plan = plan_prepare(adapter, Server.MLX, base=base, ignore=ignore)
+    changed = [
+        step for shard in plan.shards for step in shard.steps if not all(part.keeps_values for part in row_ops(step.op))
+    ]
+    if changed:
+        root = shlex.quote(str(adapter.root))
+        raise UnsupportedAdapter(
+            f"{adapter.root}: its modules have several ranks or scalings, and MLX-LM has one of each: "
+            f"`{changed[0].out.name}` would have other values, {changed[0].reason}",
+            hint=f"the same ΔW in other values: lora-tool prepare {root} --for mlx -o OUT",
+        )
+    return replace(plan, manifest={**plan.manifest, "operation": "convert", "to": "mlx"})

@@ -1,0 +1,201 @@
+"""What quantised weights are taken for by those who read them wrongly: so that a wrong merge is told by its cause.
+
+A misreading is the second formula on other bytes, or for another layout, than the weight has: the halves of a byte in the
+other order, 1 for every scale, tiles inferred from shapes. Where that gives the values of a merged model, its name says
+what went wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lora_tool.exhaustive import assert_never
+from lora_tool.formats.quantised.encodings import (
+    Bnb4,
+    BnbInt8,
+    ColumnIntegers,
+    Encoding,
+    Fp4,
+    NestedScales,
+    PackedIntegers,
+    Tiled,
+)
+from lora_tool.tensors import DType, StoredTensor
+from lora_tool.verification.dequantised import Array, Read, dequantised_again
+
+Bytes = NDArray[np.uint8]
+Change = Callable[[Bytes], Bytes]
+
+_NIBBLE = 4
+_ONE = {DType.F32: 0x3F800000, DType.BF16: 0x3F80, DType.F16: 0x3C00, DType.F8_E4M3: 0x38}
+"""The bits of 1 as a scale is stored; the others are powers of two in eight bits, byte - 127."""
+_127 = 0x42FE0000
+"""The bits of 127 as float32, by which LLM.int8() divides the scale of a row."""
+_TOP_BITS = {2: 0xAA, _NIBBLE: 0x88, 8: 0x80}
+"""Bits of a code → the highest bit of each code in a byte."""
+_UNSCALED = "its scales were not applied"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misreading:
+    """One way to read a weight wrongly."""
+
+    what: str
+    """What was done, as a sentence."""
+    encoding: Encoding
+    """What the weight is taken for."""
+    parts: Mapping[str, Change] = field(default_factory=dict)
+    """Tensor on disk → what its bytes are taken for."""
+    columns: Callable[[Array], Array] | None = None
+    """Puts the columns in another order."""
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether the codes were taken for the values."""
+        return self.what is _UNSCALED
+
+    def decode(self, _encoding: Encoding, first: int, last: int, read: Read) -> Array:
+        """Return rows `first` to `last` of the weight as it was read, in the form of `dequantised_again`."""
+
+        def taken(tensor: StoredTensor, start: int, nbytes: int) -> Bytes:
+            raw = read(tensor, start, nbytes)
+            change = self.parts.get(tensor.name)
+            return raw if change is None else change(raw)
+
+        values = dequantised_again(self.encoding, first, last, taken)
+        return values if self.columns is None else self.columns(values)
+
+
+def misreadings(encoding: Encoding) -> Iterator[Misreading]:
+    """Yield the ways in which a weight of this encoding is known to be read wrongly."""
+    match encoding:
+        case Tiled():
+            yield _unscaled(encoding, encoding.scales)
+            yield from _other_tiles(encoding)
+            yield Misreading(
+                what="it was divided by its scales, which multiply",
+                encoding=encoding,
+                parts={encoding.scales.name: _inverse(encoding.scales.dtype)},
+            )
+        case BnbInt8():
+            largest = encoding.largest.name
+            yield Misreading(what=_UNSCALED, encoding=encoding, parts={largest: _all(DType.F32, _127)})
+            wide = {largest: lambda raw: (raw.view("<f4") * np.float32(127)).view(np.uint8)}
+            yield Misreading(what="its scales were not divided by 127", encoding=encoding, parts=wide)
+        case Bnb4():
+            yield from _of_bnb4(encoding)
+        case PackedIntegers():
+            yield from _of_integers(encoding)
+        case Fp4():
+            yield from _of_fp4(encoding)
+        case ColumnIntegers():
+            yield _unscaled(encoding, encoding.scales)
+            if not encoding.across:
+                other = replace(encoding, added=1 - encoding.added)
+                yield Misreading(what="its zero points were taken as off by one", encoding=other)
+            if encoding.groups is not None:
+                ordered = replace(encoding, groups=None)
+                yield Misreading(what="its groups were taken in order, whatever `g_idx` says", encoding=ordered)
+        case _:
+            assert_never(encoding)
+
+
+def _of_bnb4(encoding: Bnb4) -> Iterator[Misreading]:
+    scales = encoding.scales
+    if isinstance(scales, NestedScales):
+        plain = replace(encoding, scales=replace(scales, offset=0.0))
+        yield _unscaled(plain, scales.levels, scales.scales)
+        yield Misreading(what="`nested_offset` was left out of its scales", encoding=plain)
+    else:
+        yield _unscaled(encoding, scales)
+    yield _swapped(encoding)
+
+
+def _of_integers(encoding: PackedIntegers) -> Iterator[Misreading]:
+    yield _unscaled(encoding, encoding.scales)
+    if encoding.bits in _TOP_BITS:
+        top = np.uint8(_TOP_BITS[encoding.bits])
+        yield Misreading(
+            what="its codes were read as two's complement, and are stored with an offset",
+            encoding=encoding,
+            parts={encoding.codes.name: lambda raw: np.bitwise_xor(raw, top, dtype=np.uint8)},
+        )
+    if encoding.bits == _NIBBLE:
+        yield _swapped(encoding)
+    if encoding.zeros is not None:
+        yield Misreading(what="its zero points were left out", encoding=replace(encoding, zeros=None))
+
+
+def _of_fp4(encoding: Fp4) -> Iterator[Misreading]:
+    yield _unscaled(replace(encoding, overall=None), encoding.scales)
+    yield _swapped(encoding)
+    if encoding.overall is not None:
+        yield Misreading(what="the scale of the whole tensor was left out", encoding=replace(encoding, overall=None))
+        wrong, right = ("multiplied", "divides") if encoding.divides else ("divided", "multiplies")
+        yield Misreading(
+            what=f"it was {wrong} by the scale of the whole tensor, which {right}",
+            encoding=replace(encoding, divides=not encoding.divides),
+        )
+    if encoding.transposed and encoding.spec.name.endswith("gate_up_proj"):
+        what = "gate and up were put one after the other, and are interleaved"
+        yield Misreading(what=what, encoding=encoding, columns=one_after_the_other)
+
+
+def one_after_the_other(values: Array) -> Array:
+    """Return columns that alternate between gate and up as all of the one and then all of the other."""
+    return np.concatenate([values[:, 0::2], values[:, 1::2]], axis=1)
+
+
+def _unscaled(encoding: Encoding, *scales: StoredTensor) -> Misreading:
+    ones = {each.name: _all(each.dtype, _ONE.get(each.dtype, 127)) for each in scales}
+    return Misreading(what=_UNSCALED, encoding=encoding, parts=ones)
+
+
+def _all(dtype: DType, bits: int) -> Change:
+    size = dtype.bits // 8
+    return lambda raw: np.full(raw.size // size, bits, f"<u{size}").view(np.uint8)
+
+
+def _swapped(encoding: Bnb4 | PackedIntegers | Fp4) -> Misreading:
+    return Misreading(
+        what="the halves of its bytes were swapped",
+        encoding=encoding,
+        parts={encoding.codes.name: _halves_swapped},
+    )
+
+
+def _halves_swapped(raw: Bytes) -> Bytes:
+    return np.asarray(raw << _NIBBLE | raw >> _NIBBLE, np.uint8)
+
+
+def _inverse(dtype: DType) -> Change:
+    """Return what makes 1 / x of stored scales, rounded to their type."""
+    if dtype is DType.BF16:
+        return lambda raw: _upper_halves(np.float32(1) / (raw.view("<u2").astype("<u4") << 16).view(np.float32))
+    if dtype in (DType.F32, DType.F16):
+        kind = f"<f{dtype.bits // 8}"
+        return lambda raw: np.divide(1, raw.view(kind), dtype=kind).view(np.uint8)
+    return lambda raw: np.subtract(254, raw, dtype=np.uint8)  # powers of two
+
+
+def _upper_halves(values: NDArray[np.float32]) -> Bytes:
+    return ((values.view("<u4") + 0x8000) >> 16).astype("<u2").view(np.uint8)
+
+
+def _other_tiles(encoding: Tiled) -> Iterator[Misreading]:
+    """Yield the tiles that the shapes of weight and scales suggest, where the config's are others."""
+    sizes = encoding.spec.shape[-2:]
+    grid = tuple(math.ceil(size / side) for size, side in zip(sizes, encoding.tile, strict=True))
+    sides = [{size // count, math.ceil(size / count)} for size, count in zip(sizes, grid, strict=True)]
+    for tile in sorted((down, across) for down in sides[0] for across in sides[1]):
+        if tile != encoding.tile and all(
+            math.ceil(n / side) == count for n, side, count in zip(sizes, tile, grid, strict=True)
+        ):
+            said = " by ".join(map(str, encoding.tile))
+            what = f"tiles of {tile[0]} by {tile[1]} were inferred from the shapes, and the config says {said}"
+            yield Misreading(what=what, encoding=replace(encoding, tile=tile))

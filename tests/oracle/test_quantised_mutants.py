@@ -1,0 +1,229 @@
+"""Merges into quantised bases that went wrong in the ways in which they do: each is named, and a right one is silent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lora_tool.report import Finding
+from lora_tool.validation.validating import validate
+from lora_tool.verification.verifying import verify
+from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base, saved_tensors
+from tests.quantised_models import TILE, quantise
+
+BF16 = torch.bfloat16
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
+QUERY, KEY, UP = (
+    f"model.layers.0.{module}.weight" for module in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")
+)
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+Table = dict[str, torch.Tensor]
+
+
+class Case:
+    """A plain base, its quantised form, an adapter, and what a merge into dequantised weights writes."""
+
+    def __init__(self, root: Path, form: str, kind: str = "qwen3", lora: dict[str, Any] = LORA, **sizes: int) -> None:
+        self.root = root
+        self.plain = save_base(root / "plain", kind, "causal-lm", BF16, num_hidden_layers=1, head_dim=16, **sizes)
+        self.adapter = save_adapter(root / "adapter", self.plain, "causal-lm", lora)
+
+        def chosen(module: str) -> bool:
+            return module.endswith("_proj") and ("expert" in module or kind == "qwen3")
+
+        self.base, self.values = quantise(self.plain, root / "base", form, chosen)
+        self.stored = saved_tensors(self.base)
+        self.merged = merge_with_ours(self.base, self.adapter, root / "merged", "float32", store="all-16bit")
+        self.right = saved_tensors(self.merged)
+
+    def delta(self, name: str) -> torch.Tensor:
+        """Return ΔW of a weight, float64."""
+        table = saved_tensors(self.adapter)
+        b, a = (table[f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"].double() for part in "BA")
+        return torch.mul(b @ a, LORA["lora_alpha"] / LORA["r"])
+
+    def judged(self, changes: Table, *, config: Path | None = None, over: Table | None = None) -> list[Finding]:
+        """Return what verify finds in the merged model with these tensors, or in others, without a manifest."""
+        folder = self.root / "wrong"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(config or self.plain, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+        tensors = {**(self.right if over is None else over), **changes}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        return list(verify(folder, base=self.base, adapters=[self.adapter]).report.findings)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    made: dict[str, Case] = {}
+
+    def of(form: str, **more: Any) -> Case:
+        if form not in made:
+            sizes = {"hidden_size": 64, "intermediate_size": 96} | more
+            made[form] = Case(tmp_path_factory.mktemp(form), form, **sizes)
+        return made[form]
+
+    return of
+
+
+def says(findings: list[Finding], name: str, words: str) -> bool:
+    """Return whether LT627 says these words of a tensor, and of this one alone."""
+    assert {(found.code, found.subject) for found in findings} == {("LT627", name)}, findings
+    return words in findings[0].message
+
+
+def nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Return the codes in bytes, the low halves first."""
+    raw = codes.reshape(-1).view(torch.uint8)
+    return torch.stack([raw & 15, raw >> 4], dim=1).reshape(-1)
+
+
+def tiles(scales: torch.Tensor, side: int, like: torch.Tensor) -> torch.Tensor:
+    rows, columns = like.shape
+    return scales.double().repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :columns]
+
+
+def test_a_right_merge_is_silent_without_its_manifest(case: Callable[..., Case]) -> None:
+    for form in ("fp8-block", "int4", "nvfp4", "nf4-double", "bnb-int8", "gptq"):
+        assert not case(form).judged({})
+
+
+def test_scales_of_fp8(case: Callable[..., Case]) -> None:
+    fp8 = case("fp8-block")
+    codes, key = fp8.stored[QUERY].double(), fp8.stored[KEY].double()
+    where = "the base's fp8 e4m3 in tiles of 16x16"
+    added = fp8.judged({QUERY: (codes + fp8.delta(QUERY)).to(BF16)})
+    assert says(added, QUERY, f"is ΔW added to the codes of {where}: its scales were not applied")
+    alone = fp8.judged({QUERY: codes.to(BF16)})
+    assert says(alone, QUERY, f"is {where} misread: its scales were not applied, and ΔW is not in it")
+    assert says(fp8.judged({KEY: key.to(BF16)}), KEY, f"is {where} misread: its scales were not applied")
+    divided = (key / tiles(fp8.stored[f"{KEY}_scale_inv"], TILE, key)).to(BF16)
+    assert says(fp8.judged({KEY: divided}), KEY, "it was divided by its scales, which multiply")
+
+
+def test_tiles_that_were_inferred_from_the_shape(tmp_path: Path) -> None:
+    ragged = Case(tmp_path, "fp8-block", hidden_size=64, intermediate_size=24)
+    codes, scales = ragged.stored[UP].double(), ragged.stored[f"{UP}_scale_inv"]
+    wide = scales.double().repeat_interleave(12, 0).repeat_interleave(TILE, 1)  # 24 rows, a grid of 2
+    found = ragged.judged({UP: (codes * wide).to(BF16)})
+    assert says(found, UP, "tiles of 12 by 16 were inferred from the shapes, and the config says 16 by 16")
+
+
+def test_codes_of_four_bits(case: Callable[..., Case]) -> None:
+    int4 = case("int4")
+    codes, scales = nibbles(int4.stored[f"{QUERY.removesuffix('weight')}weight_packed"]).double(), None
+    packed = QUERY.removesuffix("weight")
+    scales = int4.stored[f"{packed}weight_scale"].double().repeat_interleave(32, 1)
+    signed = torch.where(codes > 7, codes - 16, codes).reshape(scales.shape)
+    found = int4.judged({QUERY: (signed * scales + int4.delta(QUERY)).to(BF16)})
+    assert says(found, QUERY, "its codes were read as two's complement, and are stored with an offset")
+    swapped = (codes.reshape(-1, 2).flip(1).reshape(scales.shape) - 8) * scales
+    assert says(
+        int4.judged({QUERY: (swapped + int4.delta(QUERY)).to(BF16)}), QUERY, "the halves of its bytes were swapped"
+    )
+
+    nf4 = case("nf4-double")
+    swapped = nf4.values[KEY].reshape(-1, 2).flip(1).reshape(nf4.values[KEY].shape)  # blocks of 64: pairs share a scale
+    assert says(nf4.judged({KEY: swapped.to(BF16)}), KEY, "the halves of its bytes were swapped")
+
+    nvfp4 = case("nvfp4")
+    stem = KEY.removesuffix("weight")
+    overall, blocks = nvfp4.stored[f"{stem}weight_global_scale"], nvfp4.stored[f"{stem}weight_scale"].double()
+    values = E2M1[nibbles(nvfp4.stored[f"{stem}weight_packed"]).long()].double().reshape(nvfp4.values[KEY].shape)
+    found = nvfp4.judged({KEY: (values * (blocks * overall.double()).repeat_interleave(16, 1)).to(BF16)})
+    assert says(found, KEY, "it was multiplied by the scale of the whole tensor, which divides")
+    left_out = nvfp4.judged({KEY: (values * blocks.repeat_interleave(16, 1)).to(BF16)})
+    assert says(left_out, KEY, "the scale of the whole tensor was left out")
+
+    gptq = case("gptq")
+    scales = gptq.stored[f"{stem}scales"].double().T.repeat_interleave(32, 1)
+    assert says(
+        gptq.judged({KEY: (gptq.values[KEY] + scales).to(BF16)}), KEY, "its zero points were taken as off by one"
+    )
+
+
+def test_experts_whose_gate_and_up_are_not_interleaved(tmp_path: Path) -> None:
+    fused = "mlp.experts.gate_up_proj"
+    lora = {"r": 4, "lora_alpha": 6, "target_modules": [], "target_parameters": [fused]}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 2}
+    oss = Case(tmp_path, "mxfp4", "gpt_oss", lora, **sizes)
+    name = f"model.layers.0.{fused}"
+    apart = torch.cat([oss.right[name][..., 0::2], oss.right[name][..., 1::2]], dim=-1)
+    assert says(oss.judged({name: apart}), name, "gate and up were put one after the other, and are interleaved")
+    raw = oss.values[name].to(BF16)
+    change = oss.right[name].double() - raw.double()
+    wrong = raw.double() + torch.cat([change[..., 0::2], change[..., 1::2]], dim=-1)
+    assert says(oss.judged({name: wrong.to(BF16)}), name, "gate and up were put one after the other")
+    down = "model.layers.0.mlp.experts.down_proj"
+    halves = nibbles(oss.stored[f"{down}_blocks"]).reshape(-1, 2).flip(1)
+    powers = torch.exp2(oss.stored[f"{down}_scales"].double() - 127).repeat_interleave(32, -1)
+    values = E2M1[halves.reshape(-1).long()].double().reshape(powers.shape) * powers
+    assert says(oss.judged({down: values.transpose(1, 2).to(BF16)}), down, "the halves of its bytes were swapped")
+
+
+def test_a_config_that_says_otherwise_than_the_weights(case: Callable[..., Case]) -> None:
+    fp8 = case("fp8-block")
+    lost = {found.code: found for found in fp8.judged({}, over=fp8.stored)}
+    assert "(F8_E4M3), but config.json does not say so" in lost["LT322"].message
+    kept = {found.code: found for found in fp8.judged({}, config=fp8.base)}
+    assert "says that the weights are quantised (fp8), but none is" in kept["LT322"].message
+
+
+def test_what_stays_quantised_stays_as_it_was(case: Callable[..., Case], tmp_path: Path) -> None:
+    fp8 = case("fp8-block")
+    folder = merge_with_ours(fp8.base, fp8.adapter, tmp_path / "merged", "float32", store="touched-16bit")
+    assert not verify(folder).report.findings
+    assert not validate(folder).findings
+    table = saved_tensors(folder)
+    again = table[f"{UP}_scale_inv"].clone()
+    again[0, 0] = torch.nextafter(again[0, 0], torch.tensor(1.0))
+    save_file({**table, f"{UP}_scale_inv": again}, folder / "model.safetensors")
+    for shard in folder.glob("model-*"):
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    found = [each for each in verify(folder).report.findings if each.code == "LT605"]
+    assert [each.subject for each in found] == [f"{UP}_scale_inv"]
+    assert f"it is a part of `{UP}`, which the adapter leaves alone: it was quantised again" in found[0].message
+
+    save_file({name: each for name, each in table.items() if name != f"{UP}_scale_inv"}, folder / "model.safetensors")
+    lost = {each.code: each for each in validate(folder).findings}
+    assert "has no scale `" in lost["LT322"].message
+
+    mixed = {name: each for name, each in table.items() if name != KEY}
+    mixed |= {name: each for name, each in fp8.stored.items() if name.startswith(KEY)}
+    save_file(mixed, folder / "model.safetensors")
+    listed = json.loads((folder / "config.json").read_text())
+    listed["quantization_config"]["modules_to_not_convert"].remove(KEY.removesuffix(".weight"))
+    (folder / "config.json").write_text(json.dumps(listed))
+    for report in (validate(folder), verify(folder).report):
+        fused = {each.code: each for each in report.findings}["LT323"]
+        assert f"is not quantised, and `{KEY}` is: servers fuse the two" in fused.message
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "int4", "nvfp4", "nf4-double", "gptq"])
+def test_a_quantised_model_is_compared_with_its_class(form: str, case: Callable[..., Case], tmp_path: Path) -> None:
+    base = case(form).base
+    report = validate(base)
+    assert not report.findings
+    assert not {skipped.code for skipped in report.skipped} & {"LT317", "LT318", "LT319"}
+    assert not validate(base, base=case(form).plain).findings
+
+    folder = shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors*"))
+    stem = UP.removesuffix("weight")
+    table = {name: each for name, each in case(form).stored.items() if not name.startswith(stem)}
+    moved = {name.replace(stem, "model.layers.7.mlp.up_proj."): each for name, each in case(form).stored.items()}
+    save_file({**table, **{n: each for n, each in moved.items() if ".7." in n}}, folder / "model.safetensors")
+    with_eight = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 128}
+    (folder / "config.json").write_text(json.dumps(with_eight))
+    found = {(each.code, each.subject): each.message for each in validate(folder).findings}
+    assert "transformers would initialise it at random" in found["LT318", UP]
+    assert "is not a tensor of Qwen3ForCausalLM" in found["LT319", "model.layers.7.mlp.up_proj.weight"]
+    gate = UP.replace("up_proj", "gate_proj")
+    assert found["LT317", gate] == "is [96, 64], but the config means [128, 64]"
+    assert {code for code, _ in found} <= {"LT317", "LT318", "LT319", "LT323"}
