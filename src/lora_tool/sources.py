@@ -106,7 +106,7 @@ def resolve(
     """
     reference = os.fspath(reference)
     if not reference:  # an empty variable of a script, which Path would take for the working directory
-        raise NotACheckpoint("an empty name is neither a folder nor the name of a model on the Hub")
+        raise NotACheckpoint("the name is empty: give a folder or a Hub id")
     if not is_address(reference):
         local = local_folder(reference, near)
         if local is not None:
@@ -119,7 +119,7 @@ def resolve(
         return _from_hub(named, reference, revision, download=download, wanted=wanted)
     if is_address(reference):
         raise NotACheckpoint(
-            f"{reference}: neither a folder nor the name of a model on the Hub", hint=f"give a model as {FORMS}"
+            f"{reference}: no such folder, and not the name of a model on the Hub", hint=f"give a model as {FORMS}"
         )
     looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
     looked_in += ", and in the folders above" if near else ""

@@ -377,7 +377,7 @@ def test_the_job_summary_has_the_stages(call: Caller, tmp_path: Path) -> None:
     text = (tmp_path / "summary.md").read_text()
     assert text.startswith("### ❌ lora-tool ci failed")
     assert "| ❌ | merge | " in text
-    assert "--overwrite replaces it" in text
+    assert "replace it with --overwrite" in text
 
 
 def test_an_error_is_in_the_reports_too(call: Caller, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_an_equals_sign_in_a_path_is_no_weight(tmp_path: Path, monkeypatch: pyte
     opened = open_adapter("lr=0.5")
     assert weighted(opened) == (opened, 1.0)
     Path("lr").mkdir()
-    with pytest.raises(WrongValue, match="both are there"):
+    with pytest.raises(WrongValue, match="is ambiguous: it is a folder, and also the folder"):
         weighted("lr=0.5")
     assert weighted("lr/=0.5") == ("lr/", 0.5)
 
