@@ -162,7 +162,7 @@ def test_what(what: str, call: Caller, tmp_path: Path) -> None:
     called = call("consolidate", REWARD, "-o", tmp_path / "out", "--what", what)
     assert called.code == (3 if what == "model" else 0)
     if what == "model":
-        assert "it is not a model by itself" in called.err
+        assert "holds a PEFT model, which is not a plain model" in called.err
 
 
 @pytest.mark.parametrize("checkpoint", ["fixtures/reward-qwen2/base", "fixtures/zero", "nowhere"])

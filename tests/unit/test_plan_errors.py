@@ -391,9 +391,9 @@ def test_an_adapter_is_not_merged_twice_into_one_model(tmp_path: Path) -> None:
 
 def test_an_adapter_of_a_quantised_base_says_how_a_plain_one_differs(tmp_path: Path) -> None:
     small = case(tmp_path, "causal-llama")
-    assert not any("quantised by its name" in note for note in small.plan().notes)
+    assert not any("whose name says that it is quantised" in note for note in small.plan().notes)
     small.config["base_model_name_or_path"] = "unsloth/causal-llama-bnb-4bit"
-    (note,) = (note for note in small.plan(ignore=["LT520"]).notes if "quantised by its name" in note)
+    (note,) = (note for note in small.plan(ignore=["LT520"]).notes if "whose name says that it is quantised" in note)
     assert "was trained on unsloth/causal-llama-bnb-4bit" in note
 
 

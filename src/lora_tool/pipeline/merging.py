@@ -116,9 +116,9 @@ def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
     for adapter, source in zip(adapters[1:], found[1:], strict=True):
         if not source.path.samefile(found[0].path):
             raise IncompatibleBase(
-                f"{adapters[0].root} was trained on {found[0].reference}, {adapter.root} on {source.reference}: "
-                "their deltas do not belong to one model",
-                hint="if the two are the same model, choose one: `base=MODEL`",
+                f"{adapters[0].root} was trained on {found[0].reference}, but {adapter.root} on {source.reference}: "
+                "ΔW of different bases cannot be added",
+                hint="if the two are the same model, name the one to use: `base=MODEL`",
             )
     return found[0]
 

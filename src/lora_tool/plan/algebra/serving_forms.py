@@ -1,4 +1,4 @@
-"""What each server takes of an adapter: the form that `prepare` writes, and what it refuses."""
+"""The form of an adapter that each server takes, which `prepare` writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def in_the_way(view: AdapterView, form: ServingForm) -> Iterator[str]:
     """Yield what of the adapter the server has no exact form for."""
     config = view.config
     if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
-        yield "DoRA, which scales the rows of W + ΔW: its change is no product of two factors"
+        yield "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
     if form.whole:
         return
     if config.lora_bias:
-        yield f"`lora_bias`: {form.name} has no place for what LoRA adds to biases"
+        yield f"`lora_bias`: {form.name} has no place for LoRA's change of biases"
     if config.bias != "none":
         yield f'`bias` "{config.bias}": {form.name} has no place for trained biases'
     if view.tokens or config.token_indices:
-        yield f"tokens trained by themselves, which {form.name} does not take"
+        yield f"single trained tokens, which {form.name} does not take"
     if config.target_parameters and not form.fused:
-        yield f"LoRA on fused experts (`target_parameters`), which {form.name} reads expert by expert"
+        yield f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert"
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
     others = [module for module in saved if not (form.heads and head_of(module) in PEFT_CLASSIFIERS)]
     if others:

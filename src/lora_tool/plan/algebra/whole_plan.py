@@ -33,7 +33,7 @@ def adapter_plan(
     filename: str = ADAPTER_WEIGHTS,
     warnings: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan of an adapter that is made of `adapters`, with these steps and this config.
+    """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
 
     `manifest` says which operation it is, and with which arguments. Raises `UnsupportedAdapter` for a tensor of an
     adapter that no step has, and that is not `dropped` by name.
