@@ -27,7 +27,7 @@ from lora_tool.sharded.faults import (
 )
 from lora_tool.sharded.universal_checks import master_faults
 
-_TAG = re.compile(r"global_step_?(\d+)(?:/actor)?\Z")
+_TAG = re.compile(r"(?:global_step_?|iter_)(\d+)(?:/actor)?\Z")
 
 
 def missing_ranks(tag: ZeroTag) -> Iterator[Finding]:
