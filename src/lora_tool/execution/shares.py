@@ -81,7 +81,7 @@ def execute_share(
 
     Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
     and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
-    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` does, and `OutputExists` where the unfinished folder is of another plan.
+    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` and `require_divisible` do, and `OutputExists` where the unfinished folder is of another plan.
     """
     require_divisible(plan)
     check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
