@@ -1,7 +1,8 @@
-"""Compile lora-tool's kernel: a hook of the build, which falls back to numpy, and a command for a working copy.
+"""Compile lora-tool's C: a hook of the build, which falls back to numpy, and a command for a working copy.
 
-`python src/build_kernel.py` compiles it in place with the C compiler that CC names, by default `cc`. `LORA_TOOL_KERNEL`
-says what happens without a compiler: `auto` builds without the kernel, `require` fails, `off` never compiles it.
+There are two libraries, which share nothing: the kernel that merges, and the comparison of `verify`.
+`python src/build_kernel.py` compiles them in place with the C compiler that CC names, by default `cc`. `LORA_TOOL_KERNEL`
+says what happens without a compiler: `auto` builds without them, `require` fails, `off` never compiles them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-NATIVE = Path(__file__).resolve().parent / "lora_tool" / "execution" / "native"
+PACKAGE = Path(__file__).resolve().parent / "lora_tool"
+NATIVE = PACKAGE / "execution" / "native"
 LIBRARY = NATIVE / "kernel.so"
+COMPARING = PACKAGE / "verification" / "native"
+COMPARISON = COMPARING / "compare.so"
 # CFLAGS are not asked: -ffast-math among them would change results. No multiplication and addition are made one where
 # the source has two
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
@@ -30,18 +34,26 @@ class CannotCompileError(Exception):
 
 
 def sources_digest() -> str:
-    """Return the sha256 of the sources; it is compiled into the library."""
+    """Return the sha256 of the kernel's sources; it is compiled into the library."""
     files = sorted(path for path in NATIVE.iterdir() if path.suffix in (".c", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def compile_kernel(library: Path = LIBRARY, *flags: str) -> None:
-    """Write the `library`, whole or not at all. Raises `CannotCompileError`."""
+    """Write the kernel, whole or not at all. Raises `CannotCompileError`."""
+    _compile(NATIVE / "merge.c", library, *flags, f'-DLORA_TOOL_SOURCES="{sources_digest()}"')
+
+
+def compile_comparison(library: Path = COMPARISON, *flags: str) -> None:
+    """Write the comparison, whole or not at all. Raises `CannotCompileError`."""
+    _compile(COMPARING / "compare.c", library, "-O3", *flags)
+
+
+def _compile(source: Path, library: Path, *flags: str) -> None:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
-        told = f'-DLORA_TOOL_SOURCES="{sources_digest()}"'
-        command = [*compiler, *FLAGS, *flags, told, "-o", str(made), str(NATIVE / "merge.c"), "-lm"]
+        command = [*compiler, *FLAGS, *flags, "-o", str(made), str(source), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the user's compiler
         except OSError as error:
@@ -52,18 +64,21 @@ def compile_kernel(library: Path = LIBRARY, *flags: str) -> None:
 
 
 def build(asked: str) -> str | None:
-    """Compile or remove the library as LORA_TOOL_KERNEL asks; return why there is none, None if it was compiled.
+    """Compile or remove both libraries as LORA_TOOL_KERNEL asks; return why there are none, None if they were compiled.
 
-    Raises `CannotCompileError` where one is required.
+    Raises `CannotCompileError` where they are required.
     """
     LIBRARY.unlink(missing_ok=True)
+    COMPARISON.unlink(missing_ok=True)
     if asked == "off":
         return "LORA_TOOL_KERNEL=off"
     try:
         compile_kernel()
+        compile_comparison()
     except CannotCompileError as error:
         if asked == "require":
             raise CannotCompileError(f"LORA_TOOL_KERNEL=require, but the kernel cannot be compiled: {error}") from error
+        LIBRARY.unlink(missing_ok=True)
         return str(error)
     return None
 
@@ -98,7 +113,7 @@ else:
                 return
             build_data["pure_python"] = False
             build_data["tag"] = wheel_tag()
-            build_data["artifacts"].append(str(LIBRARY.relative_to(Path(self.root))))
+            build_data["artifacts"] += [str(made.relative_to(Path(self.root))) for made in (LIBRARY, COMPARISON)]
 
 
 if __name__ == "__main__":

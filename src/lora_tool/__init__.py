@@ -24,8 +24,14 @@ if TYPE_CHECKING:
     from lora_tool.checkpoint import ShardedDir as ShardedDir
     from lora_tool.checkpoint import open_checkpoint as open_checkpoint
     from lora_tool.checkpoint import open_sharded as open_sharded
+    from lora_tool.cluster.ray_cluster import RayCluster as RayCluster
+    from lora_tool.cluster.share import Share as Share
+    from lora_tool.cluster.spread import EngineName as EngineName
     from lora_tool.errors import LoraToolError as LoraToolError
     from lora_tool.execution.engine import execute as execute
+    from lora_tool.execution.ray_engine import RayEngine as RayEngine
+    from lora_tool.execution.shares import ShareWritten as ShareWritten
+    from lora_tool.execution.shares import execute_share as execute_share
     from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
     from lora_tool.hub.card import Readme as Readme
@@ -75,8 +81,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "checkpoint": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
+    "cluster.ray_cluster": "RayCluster",
+    "cluster.share": "Share",
+    "cluster.spread": "EngineName",
     "errors": "LoraToolError",
     "execution.engine": "execute",
+    "execution.ray_engine": "RayEngine",
+    "execution.shares": "ShareWritten execute_share",
     "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",
     "hub.card": "Readme",

@@ -279,7 +279,8 @@ class FileStamp:
     path: Path
     size: int
     mtime_ns: int
-    inode: int
+    inode: int | None
+    """None where it was seen on another machine, whose mount may number the same files differently."""
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
@@ -289,6 +290,22 @@ class FileStamp:
     @classmethod
     def from_stat(cls, path: Path, stat: os.stat_result) -> FileStamp:
         return cls(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+
+    def for_another_machine(self) -> FileStamp:
+        """Return what of it holds on every machine that sees the file."""
+        return replace(self, inode=None)
+
+    def is_same(self, other: FileStamp) -> bool:
+        """Return whether both are of one state of the file; inodes tell where both were taken on one machine."""
+        one_machine = self.inode is not None and other.inode is not None
+        return self == (other if one_machine else replace(other, inode=self.inode))
+
+    def difference(self, now: FileStamp) -> str:
+        """Return in words how the file is `now`, which is not as it was."""
+        if self.size != now.size:
+            return f"the plan saw {self.size:,} bytes, now it has {now.size:,}"
+        replaced = None not in (self.inode, now.inode) and self.inode != now.inode
+        return f"it still has {now.size:,} bytes, but was {'replaced' if replaced else 'written to'}"
 
 
 def contiguous(spans: Iterable[Span]) -> tuple[Span, ...]:

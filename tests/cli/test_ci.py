@@ -228,7 +228,7 @@ def test_an_adapter_config_beside_fsdp_files_is_no_adapter(call: Caller, clone: 
     assert found == PASSED | {"consolidate": "passed", "push": "skipped"}
     assert "pytorch_model_fsdp_0" in told["stages"][2]["summary"]
     hint = call("validate", run, "--json").json["findings"][0]["hint"]
-    assert hint == f"they are there in pieces: lora-tool consolidate {run}"
+    assert hint == f"the folder holds them in pieces: lora-tool consolidate {run}"
 
 
 def test_a_run_of_checkpoints_saved_without_gathering(call: Caller, clone: Path, tmp_path: Path) -> None:

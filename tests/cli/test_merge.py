@@ -285,8 +285,8 @@ def test_several_adapters_need_a_name_and_are_all_in_the_manifest(copies: Path, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([LLAMA, "--rm"], ["LT304", "a reward model was asked for, this is the adapter of a causal LM"]),
-        ([QWEN, "--num-labels", "4"], ["LT303", "has 1 rows, asked for: 4 labels"]),
+        ([LLAMA, "--rm"], ["LT304", "a reward model was requested, but this is the adapter of a causal LM"]),
+        ([QWEN, "--num-labels", "4"], ["LT303", "has 1 row, but 4 labels are requested"]),
     ],
 )
 def test_findings_refuse_with_exit_code_1(arguments: list[str], words: list[str], tmp_path: Path, call: Caller) -> None:

@@ -370,12 +370,12 @@ def test_configuration_is_found_above_and_reports_lie_beside_it(
         ("for = ['vlm']", "Did you mean 'vllm'?"),
         ("ignore = {LT101 = ''}", "expected reason"),
         ("ignore = {LT1011 = 'x'}", "Did you mean LT1"),
-        ("select = ['LT9']", "No rule is called"),
+        ("select = ['LT9']", "There is no rule"),
         ("select = 3", "expected list of strings"),
         ("strict = 'yes'", "expected true or false"),
         ("report = ['pdf=x']", "unknown format 'pdf'"),
         ("select = [", "is not valid TOML"),
-        ("# lora-tool " + "x" * 2_000_000, "more than the 1,048,576 we read"),
+        ("# lora-tool " + "x" * 2_000_000, "more than the 1,048,576 that lora-tool reads"),
     ],
 )
 @pytest.mark.parametrize("name", FORMS)

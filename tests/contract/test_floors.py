@@ -15,6 +15,7 @@ FLOORS: dict[str, float] = {
     "choices": 0.1,
     "tensors": 0.2,
     "hub_names": 0.2,
+    "cluster": 0.5,
     "formats": 1,
     "path_suggestions": 1,
     **dict.fromkeys(("hub_cache", "hub_client"), 1.1),

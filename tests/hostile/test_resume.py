@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from lora_tool.checkpoint import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
-from lora_tool.execution.journal import FILE_NAME
+from lora_tool.execution.journal import NAME
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.merge.plan_merge import plan_merge
 from lora_tool.tensors import DType
@@ -37,18 +36,21 @@ def kill_midway(pair: Pair) -> None:
         env=environment(),
         stdout=subprocess.DEVNULL,
     )
-    journal = partial(pair) / FILE_NAME
     limit = time.monotonic() + 30
-    while time.monotonic() < limit and not (journal.exists() and len(journal.read_text().splitlines()) > 1):
+    while time.monotonic() < limit and len(records(pair)) < 2:
         time.sleep(0.01)
     process.kill()
     process.wait()
-    assert journal.exists()
+    assert records(pair)
     assert not pair.out.exists()
 
 
+def records(pair: Pair) -> list[Path]:
+    return sorted((partial(pair) / NAME).glob("*.json"))
+
+
 def kept_inodes(pair: Pair) -> dict[str, int]:
-    names = [json.loads(line)["file"] for line in (partial(pair) / FILE_NAME).read_text().splitlines()]
+    names = [path.stem for path in records(pair)]
     return {name: (partial(pair) / name).stat().st_ino for name in names}
 
 
@@ -88,13 +90,12 @@ def forget(pair: Pair, name: str) -> None:
     (partial(pair) / name).unlink()
 
 
-def tear_the_journal(pair: Pair, name: str) -> None:
-    del name
-    path = partial(pair) / FILE_NAME
+def tear_the_record(pair: Pair, name: str) -> None:
+    path = partial(pair) / NAME / f"{name}.json"
     path.write_text(path.read_text()[:40])
 
 
-@pytest.mark.parametrize("injure", [flip_a_byte, cut, forget, tear_the_journal])
+@pytest.mark.parametrize("injure", [flip_a_byte, cut, forget, tear_the_record])
 def test_a_file_that_is_not_as_it_was_is_written_again(injure: Callable[[Pair, str], None], tmp_path: Path) -> None:
     pair = copy_pair(tmp_path)
     whole = expected(pair)

@@ -186,7 +186,7 @@ def test_what_would_be_one_tensor(made: Callable[[str], tuple[Path, Path]], tmp_
     plan = plan_convert(open_adapter(folder), to="peft")
     assert plan.counts() == {"copied": len(tensors), "dropped": len(tensors)}
     save_file({**tensors, **{named(name): tensor + 1 for name, tensor in tensors.items()}}, folder / WEIGHTS)
-    with pytest.raises(UnsupportedAdapter, match="would be one tensor of the adapter, and have other values"):
+    with pytest.raises(UnsupportedAdapter, match="would be one tensor of the adapter, but have different values"):
         plan_convert(open_adapter(folder), to="peft")
     both = {named(name, who): tensor.clone() for who in ("one", "two") for name, tensor in tensors.items()}
     save_file(both, folder / WEIGHTS)

@@ -136,7 +136,7 @@ def test_a_weight_that_transformers_writes_back_transposed(tmp_path: Path, call:
     save_any_adapter(load_vlm(base), adapter, "CAUSAL_LM", **choices)
     refused = call("merge", adapter, "--base", base, "-o", ours)
     assert refused.code == 3
-    assert "transformers writes it back so" in refused.err
+    assert "transformers writes it back transposed" in refused.err
     assert "hint: --allow-in-memory" in refused.err
     done = call("merge", adapter, "--base", base, "-o", ours, "--allow-in-memory")
     assert done.code == 0, done.err

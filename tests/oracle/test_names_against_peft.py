@@ -210,7 +210,7 @@ def test_a_size_that_contradicts_the_weights_is_a_finding(tmp_path: Path) -> Non
     [
         ({}, {}, "written by Unsloth"),
         ({"lora_B_layout": "sideways"}, {}, "expected rank_major or grouped_by_expert, found sideways"),
-        ({"lora_B_layout": "rank_major"}, {"expert_layout": ExpertLayout.GROUPED_BY_EXPERT}, "was asked for"),
+        ({"lora_B_layout": "rank_major"}, {"expert_layout": ExpertLayout.GROUPED_BY_EXPERT}, "was requested"),
     ],
 )
 def test_an_ambiguous_lora_b_is_refused(fields: Any, choices: Any, words: str, tmp_path: Path) -> None:

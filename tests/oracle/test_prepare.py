@@ -99,7 +99,7 @@ def test_mlx_lm_itself_gives_the_unmerged_logits(tmp_path: Path) -> None:
 def test_a_rank_that_the_server_does_not_take(tmp_path: Path) -> None:
     base, (adapter,) = adapters_of(tmp_path, "llama", QV | {"r": 12})
     expected = deltas(base, adapter)
-    with pytest.raises(UnsupportedAdapter, match=r"rank 12, and keeps \d+\.\d+% of ‖ΔW‖² at rank 4") as refused:
+    with pytest.raises(UnsupportedAdapter, match=r"rank 12 and would keep \d+\.\d+% of ‖ΔW‖² at rank 4") as refused:
         plan_prepare(adapter, "vllm", max_rank=4)
     assert "--approximate" in str(refused.value.hint)
     out = prepare(adapter, "vllm", max_rank=4, approximate=True, out=tmp_path / "near").path
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Server, str]] = {
     "lora-bias": (QV | {"lora_bias": True}, Server.LLAMA_CPP, "lora_bias"),
     "bias": (QV | {"bias": "all"}, Server.SGLANG, '`bias` "all"'),
     "norms": (QV | {"modules_to_save": ["norm"]}, Server.VLLM, "norm. saved whole"),
-    "tokens": (QV | {"trainable_token_indices": [3, 5]}, Server.MLX, "LoRA on the embedding alone"),
+    "tokens": (QV | {"trainable_token_indices": [3, 5]}, Server.MLX, "single trained tokens"),
     "pissa": (QV | {"init_lora_weights": "pissa"}, Server.VLLM, "pissa"),
 }
 
@@ -166,7 +166,7 @@ def test_fused_experts_keep_their_layout_for_vllm(tmp_path: Path) -> None:
     out = prepare(adapter, "vllm", out=tmp_path / "out").path
     assert read_json(out / "adapter_config.json")["target_modules"] == ["q_proj"]
     assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
-    with pytest.raises(UnsupportedAdapter, match="expert by expert"):
+    with pytest.raises(UnsupportedAdapter, match="as one tensor for each expert"):
         plan_prepare(adapter, "llama.cpp")
 
 

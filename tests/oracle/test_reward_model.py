@@ -145,7 +145,7 @@ def test_weights_of_another_type_than_the_config_says_are_named(tmp_path: Path) 
     opened = open_checkpoint(adapter)
     assert isinstance(opened, AdapterDir)
     (warning,) = plan_merge(open_model(base), opened).warnings
-    assert 'says float32, the weights are BF16: they keep their type; `dtype="float32"` merges' in warning
+    assert 'says float32, but the weights are BF16 and keep that dtype; `dtype="float32"` merges' in warning
     theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", 1))
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft", dtype=DType.F32))
     assert layout(ours) == layout(theirs)

@@ -195,7 +195,7 @@ def test_what_was_asked_for_must_be_what_the_adapter_says(tmp_path: Path) -> Non
     for asked in ("causal-lm", "reward", "question-ans"):
         with pytest.raises(FindingsFound, match="LT30[34] "):
             merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft", task=asked)
-    with pytest.raises(FindingsFound, match=f"LT303 .*has {NUM_LABELS} rows, asked for: 3 labels"):
+    with pytest.raises(FindingsFound, match=f"LT303 .*has {NUM_LABELS} rows, but 3 labels are requested"):
         merge_with_ours(tmp_path / "base", tmp_path / "adapter", tmp_path / "ours", "peft", num_labels=3)
 
 

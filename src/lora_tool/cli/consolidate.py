@@ -11,7 +11,16 @@ from lora_tool.checkpoint import open_sharded
 from lora_tool.choices import number_of_bytes
 from lora_tool.cli.options import FolderOrId, UserPath, ignore_option, rank_file_options
 from lora_tool.cli.timed import Timed
-from lora_tool.cli.writing import ChoiceOf, Parsed, carry_out, run_options, writing_options
+from lora_tool.cli.writing import (
+    ChoiceOf,
+    Parsed,
+    carry_out,
+    part_option,
+    run_options,
+    spread_options,
+    writing_options,
+)
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.execution.folder import check_output
 from lora_tool.pipeline.consolidating import default_output
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
@@ -46,6 +55,8 @@ from lora_tool.tensors import DType, float_type
     help="Maximum size of a weights file.  [default: 5GB]",
 )
 @writing_options(verify=False)
+@spread_options
+@part_option
 @run_options
 def command(
     checkpoint: str,
@@ -59,6 +70,9 @@ def command(
     ignore: tuple[str, ...],
     max_shard_bytes: int | None,
     overwrite: bool,
+    engine: EngineName,
+    address: str | None,
+    workers: int | None,
     **how: Any,  # noqa: ANN401 - the arguments of `carry_out`
 ) -> None:
     """Reassemble the rank files of a DeepSpeed, FSDP or verl checkpoint.
@@ -66,6 +80,8 @@ def command(
     CKPT is the folder that training wrote; it holds global_step… folders or .metadata. Code in its pickles is never
     run.
     """
+    spread = Spread(engine=engine, address=address, workers=workers)
+    spread.require()
     opened = open_sharded(checkpoint)
     if output:
         check_output(output, overwrite=overwrite, inputs=(opened.root,))  # before hours of reading
@@ -81,4 +97,4 @@ def command(
     )
     out = output or default_output(opened, str(plan.manifest["what"]))
     check_output(out, overwrite=overwrite, inputs=(opened.root,))
-    carry_out(plan, out, overwrite=overwrite, **how)
+    carry_out(plan, out, overwrite=overwrite, spread=spread, **how)

@@ -11,7 +11,8 @@ import click
 from lora_tool.cli.command_table import Configured, configured
 from lora_tool.cli.configuration import rule_choice
 from lora_tool.cli.options import FolderOrId, config_option
-from lora_tool.cli.writing import asked, carry_out, merge_options, run_options
+from lora_tool.cli.writing import asked, carry_out, merge_options, part_option, run_options
+from lora_tool.cluster.share import Share
 from lora_tool.display import printable
 from lora_tool.plan.merge.options import MergeArguments
 
@@ -19,6 +20,7 @@ from lora_tool.plan.merge.options import MergeArguments
 @click.command("merge", cls=Configured, epilog="Example: lora-tool merge --rm my-adapter/ -o my-reward-model/")
 @click.argument("adapters", nargs=-1, type=FolderOrId(), metavar="[ADAPTER[=WEIGHT]]...")
 @merge_options(MergeArguments)
+@part_option
 @config_option
 @run_options
 @click.pass_context
@@ -30,6 +32,7 @@ def command(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    part: Share | None,
     **typed: Any,  # noqa: ANN401 - the declared options, and --config
 ) -> None:
     """Merge ADAPTER into its base model.
@@ -52,17 +55,18 @@ def command(
         )
     from lora_tool.execution.folder import check_output  # noqa: PLC0415
 
+    options.spread.require()
     inputs = merge_inputs(adapters or (".",), options.base)
     for source, adapter in zip(inputs.sources, inputs.adapters, strict=True):
         if adapter.root != source.path:
             _note(f"note: merging the adapter in {adapter.root}")
     out = Path(options.out) if options.out else inputs.default_output
     check_output(out, overwrite=options.overwrite, inputs=inputs.paths)
-    with planned(inputs, options, out, dry_run=dry_run, note=_note) as plan:
+    with planned(inputs, options, out, dry_run=dry_run, alone=part is None, note=_note) as plan:
         if plan is None:
             click.echo(f"would write {printable(str(out))}, merged by PEFT in memory")
             return
-        carry_out(plan, out, dry_run=dry_run, as_json=as_json, quiet=quiet, **options.writing())
+        carry_out(plan, out, dry_run=dry_run, as_json=as_json, quiet=quiet, part=part, **options.writing())
 
 
 def _note(text: str) -> None:

@@ -30,6 +30,8 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
+from lora_tool.cli.writing import spread_options
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.display import printable
 from lora_tool.errors import require_packages
 from lora_tool.hub_names import ANYWHERE
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
 @rule_options
 @click.option("--strict", is_flag=True, help="Also fail on warnings and on what could not be checked.")
 @jobs_option
+@spread_options
 @format_option
 @report_option
 @config_option
@@ -99,6 +102,9 @@ def command(
     reports: tuple[str, ...],
     as_json: bool,
     quiet: bool,
+    engine: EngineName,
+    address: str | None,
+    workers: int | None,
     **asked: Any,  # noqa: ANN401 - arguments of `verify`: select, ignore, logits and jobs
 ) -> int:
     """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
@@ -113,6 +119,8 @@ def command(
     from lora_tool.verification.verifying import verify_inputs, written_wrong  # noqa: PLC0415
 
     rules = rule_choice(ctx, configured(ctx))
+    spread = Spread(engine=engine, address=address, workers=workers)
+    spread.require()
     asked |= {"select": rules.select, "ignore": rules.ignore}
     printed = Form.JSON if as_json else Form(form)
     told = Reporting(form=printed, files=report_files(reports), fail_on=rules.fail_on, strict=strict)
@@ -133,7 +141,7 @@ def command(
     verification = _of_computed(merged, adapters, base, asked, level=level, watch=watch)
     if verification is None:
         inputs = find_inputs(merged, base=base, adapters=adapters)
-        verification = verify_inputs(inputs, level=level, watch=watch, **asked)
+        verification = verify_inputs(inputs, level=level, watch=watch, spread=spread, **asked)
     if verification.report.findings or not quiet:
         shown = _text(verification, printed, told.least, tensors=tensors, color=wants_colour())
         (say if printed is Form.TEXT else click.echo)(shown)

@@ -22,7 +22,9 @@ from lora_tool.cli.options import (
     verbose_option,
 )
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
-from lora_tool.display import json_text, printable
+from lora_tool.cluster.share import Share, share
+from lora_tool.cluster.spread import Spread
+from lora_tool.display import counted, json_text, printable, size
 from lora_tool.errors import WrongValue
 from lora_tool.plan.base.task import Task
 from lora_tool.plan.merge.options import MergeOptions, Option, declared
@@ -91,6 +93,12 @@ def _option(name: str, how: Option, default: Any) -> Callable[[Decorated], Decor
     return click.option(*how.short, typed, name, type=kind, default=given, show_default=given is not None, **spelling)
 
 
+def spread_options(function: Decorated) -> Decorated:
+    """Add the options that say where the work is done, as `merge` has them."""
+    options = declared(MergeOptions)
+    return in_order(*(_option(name, *options[name]) for name in ("engine", "address", "workers")))(function)
+
+
 def asked(options: type[Options], typed: Mapping[str, Any]) -> Options:
     """Return the `options` that were typed, ``--rm`` as the task it means. Raises `click.UsageError`."""
     task, labels = typed["task"], typed["num_labels"]
@@ -130,6 +138,14 @@ run_options = in_order(
 """How one run of a command that writes weights is shown: the keywords of `carry_out`."""
 
 
+part_option = click.option(
+    "--part",
+    type=Parsed(share),
+    metavar="I/N",
+    help="Write only this share of the files, 3/8 say: a job of an array. --resume finishes the folder.",
+)
+
+
 def carry_out(
     plan: Plan,
     out: Path,
@@ -137,17 +153,18 @@ def carry_out(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
+    part: Share | None = None,
     **how: Any,  # noqa: ANN401 - the arguments of `write`
 ) -> None:
     """Write the folder `out` as `plan` says, or print the plan of a `dry_run`; what is found goes to stderr."""
     show_findings(plan.findings)
     for warning in plan.warnings:
         warn(warning)
-    if dry_run and as_json:
-        click.echo(json_text({"output": str(out), **plan.to_json()}, spread=_PLAN_LEVELS))
-    elif dry_run:
-        say(f"would write {printable(str(out))}\n{plan}")
     if dry_run:
+        _show(plan, out, as_json=as_json)
+        return
+    if part is not None:
+        _carry_out_part(plan, out, part, as_json=as_json, quiet=quiet, **how)
         return
     from lora_tool.pipeline.writing import intent, write  # noqa: PLC0415 - numpy, only now
 
@@ -165,6 +182,45 @@ def carry_out(
         click.echo(json.dumps(done.to_json(), indent=2))
     elif not quiet:
         say(_weighed(done.result(), done.verdict))
+
+
+def _show(plan: Plan, out: Path, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json_text({"output": str(out), **plan.to_json()}, spread=_PLAN_LEVELS))
+    else:
+        say(f"would write {printable(str(out))}\n{plan}")
+
+
+def _carry_out_part(
+    plan: Plan,
+    out: Path,
+    part: Share,
+    *,
+    as_json: bool,
+    quiet: bool,
+    jobs: int | None,
+    overwrite: bool,
+    spread: Spread,
+    resume: bool,
+    verify: bool,  # noqa: ARG001 - the run that finishes the folder reads samples back
+) -> None:
+    """Write one share of the plan's files, and say what is still missing. Raises `click.UsageError`."""
+    if spread.cluster is not None:
+        raise click.UsageError("--part is written by this machine: leave out --engine ray, or --part")
+    if resume:
+        raise click.UsageError("--resume finishes what the parts have begun: leave out --part")
+    from lora_tool.execution.shares import bytes_of, execute_share  # noqa: PLC0415 - numpy, only now
+
+    with progress_bar(f"part {part}", bytes_of(plan, part), quiet=quiet or as_json) as progress:
+        done = execute_share(plan, out, part, jobs=jobs, overwrite=overwrite, progress=progress)
+    if as_json:
+        click.echo(json.dumps(done.to_json(), indent=2))
+    elif not quiet:
+        wrote = f"part {part} written: {counted(len(done.files), 'weight file')}, {size(done.nbytes)}"
+        left = (
+            f"{counted(len(done.missing), 'file')} of other parts still missing" if done.missing else "none is missing"
+        )
+        say(f"{wrote}; {left}\nnext: when all parts have ended, run the same command with --resume instead of --part")
 
 
 def _weighed(lines: Iterable[str], verdict: str = "") -> str:

@@ -9,7 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lora_tool.cluster.spread import Spread
 from lora_tool.errors import ExecutionError, LoraToolError
+from lora_tool.execution.attempts import noted, recorded_looks
 from lora_tool.execution.backends.choosing import arithmetic_of
 from lora_tool.execution.folder import (
     check_output,
@@ -21,9 +23,10 @@ from lora_tool.execution.folder import (
     sync_folder,
     write_file,
 )
-from lora_tool.execution.journal import Journal
+from lora_tool.execution.journal import Journal, digest_of
 from lora_tool.execution.local_engine import LocalEngine
 from lora_tool.execution.reading import Sources
+from lora_tool.execution.shares import require_all_ended
 from lora_tool.execution.work import Engine, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plan.core.delta_retention import DeltaRetention
@@ -32,6 +35,16 @@ from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard, SideFile
 from lora_tool.progress import Progress
 from lora_tool.sharded.value_check import refuse_errors
+
+
+def engine_of(spread: Spread, *, jobs: int | None) -> Engine:
+    """Return the engine that was asked for; on this machine it has `jobs` workers."""
+    if spread.cluster is None:
+        return LocalEngine(jobs=jobs)
+    from lora_tool.execution.ray_engine import RayEngine  # noqa: PLC0415 - only where it is asked for
+
+    return RayEngine(cluster=spread.cluster)
+
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
@@ -65,20 +78,24 @@ def execute(
         Sources(plan.inputs) as sources,
         new_folder(target, overwrite=overwrite, resume=resume) as folder,
     ):
-        journal = Journal(folder, plan)
-        finished = journal.finished({shard.filename: shard for shard in plan.shards})
+        journal = Journal(folder, digest_of(plan))
+        require_all_ended(journal)
+        journal.begin()
+        finished = journal.finished(plan.shards)
+        journal.keep_only(finished)
         check_space(target, _bytes_to_write(plan, finished))
         advance = progress or (lambda _: None)
         advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        noted = (notes for notes in finished.values() if notes)
-        retained = {name: DeltaRetention(**each) for notes in noted for name, each in notes.items()}
+        retained = {name: each for notes in finished.values() for name, each in noted(notes).items()}
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)
-            journal.add(shard, {name: asdict(each) for name, each in found.items()})
+            if journal.record(shard) is None:  # another machine that wrote the file has recorded it
+                journal.add(shard, {name: asdict(each) for name, each in found.items()})
 
         missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
-        work = Work(plan=plan, folder=folder, shards=missing, checks=plan.values.parts if plan.values else ())
+        checks = recorded_looks(plan, journal)
+        work = Work(plan=plan, folder=folder, digest=journal.digest, shards=missing, checks=checks)
         with _refusals(journal):
             done = (engine or LocalEngine(jobs=jobs)).run(work, finished=on_disk, progress=advance)
             kept = refuse_errors(done.findings, plan.values.ignored if plan.values else ())

@@ -86,7 +86,7 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
     yielded as it was left, and stays after a failure. Raises `OutputExists` where another run is
     writing the same output, `ExecutionError` where the place cannot be written.
     """
-    partial = out.parent / f".{out.name}.lora-tool-partial"
+    partial = _hidden(out)
     with _only_run(partial, out) as locked:
         if not locked and not resume:
             partial = out.parent / f".{out.name}.{os.getpid()}.lora-tool-partial"
@@ -101,6 +101,18 @@ def new_folder(out: Path, *, overwrite: bool, resume: bool = False) -> Iterator[
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def shared_folder(out: Path) -> Iterator[Path]:
+    """Yield the hidden folder of `new_folder`, which others write to at the same time. It stays, whatever happens.
+
+    Raises `OutputExists` where a run that does not share it is writing the same output, else as `new_folder`.
+    """
+    partial = _hidden(out)
+    with _only_run(partial, out, shared=True):
+        partial.mkdir(exist_ok=True)
+        yield partial
 
 
 @contextlib.contextmanager
@@ -119,16 +131,22 @@ def staging_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _hidden(out: Path) -> Path:
+    return out.parent / f".{out.name}.lora-tool-partial"
+
+
 @contextlib.contextmanager
-def _only_run(hidden: Path, out: Path) -> Iterator[bool]:
+def _only_run(hidden: Path, out: Path, *, shared: bool = False) -> Iterator[bool]:
     """Hold the lock of `out`'s sibling `hidden`, and yield whether there is one: not where the file system has none.
+
+    A `shared` one keeps away only those who do not share it.
 
     Raises `OutputExists` where another run is writing `out`, `ExecutionError` where the place cannot be written.
     """
     path = Path(f"{hidden}.lock")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock, locked = _lock(path, out)
+        lock, locked = _lock(path, out, shared=shared)
     except OSError as error:
         raise ExecutionError(
             f"{out} cannot be written: {error.strerror}", hint="give another folder: -o OUT"
@@ -136,12 +154,14 @@ def _only_run(hidden: Path, out: Path) -> Iterator[bool]:
     try:
         yield locked
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # others may still hold it: then the last of them removes it
+            if shared:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
         os.close(lock)
 
 
-def _lock(path: Path, out: Path) -> tuple[int, bool]:
+def _lock(path: Path, out: Path, *, shared: bool) -> tuple[int, bool]:
     """Return a descriptor of the lock file `path`, and whether it is locked: not where the file system has no locks.
 
     Raises `OutputExists` where another run holds it.
@@ -149,7 +169,7 @@ def _lock(path: Path, out: Path) -> tuple[int, bool]:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             # the run before us may have removed the file between our opening and locking it: then nobody sees our lock
             if path.exists() and os.fstat(lock).st_ino == path.stat().st_ino:
                 return lock, True

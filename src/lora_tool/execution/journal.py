@@ -1,115 +1,171 @@
-"""Which files of an unfinished folder are finished, so that `--resume` can continue a killed run.
+"""Which files of an unfinished folder are finished, so that `--resume` or another machine can continue the work.
 
-One line of JSON per file, written after the file is on the disk. A file counts as finished if its line is whole, the
-plan is the same, and the file is as it was: size, header, time of its last write, and samples of its bytes.
+A folder inside the unfinished one, with one small file for each finished weights file: two machines never write to the
+same file. A weights file counts as finished if its record is whole, the plan is the same, and the file is as it was:
+size, header, time of its last write, and samples of its bytes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lora_tool.errors import MissingDependency
-from lora_tool.execution.backends.choosing import arithmetic_of
+from lora_tool.execution.backends.choosing import formula_of
 from lora_tool.formats.files import read_at
 from lora_tool.plan.core.plan import Plan
 from lora_tool.plan.core.steps import Shard
+from lora_tool.report import Finding, Severity
 from lora_tool.version import __version__
 
-FILE_NAME = ".lora-tool-journal"
+NAME = ".lora-tool-journal"
+_MARK = "plan"
+_RECORD = ".json"
+_LOOK = "values-{}.look"
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 14
 
 
 def digest_of(plan: Plan) -> str:
-    """Return a sha256 that is the same for plans that write the same bytes from the same files.
+    """Return a sha256 that is the same for plans that write the same bytes from the same files, on whatever machine.
 
-    Raises `MissingDependency` where the plan computes with torch, and there is none.
+    Inodes are left out: another machine's mount may number the same files differently. Raises `MissingDependency` where
+    the plan computes with torch, and there is none.
     """
     content = {
         "plan": plan.to_json(),
         "manifest": dict(plan.manifest),
-        "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns, stamp.inode] for stamp in plan.inputs],
-        "versions": [__version__, *_versions(plan)],
-        "arithmetic": arithmetic_of(plan),
+        "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns] for stamp in plan.inputs],
+        "versions": [__version__, *versions_of(plan).values()],
+        "arithmetic": formula_of(plan),
     }
     text = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).hexdigest()
 
 
-def _versions(plan: Plan) -> Iterator[str]:
-    """Yield the versions of what computes; importing it is slow, and a plan of copies needs none."""
+def versions_of(plan: Plan) -> dict[str, str]:
+    """Return the versions of the packages that compute; importing them is slow, and a plan of copies needs none.
+
+    Raises `MissingDependency`.
+    """
+    found = {}
     for package in plan.precision.packages if not plan.only_copies else ():
         try:
-            yield str(__import__(package).__version__)
+            found[package] = str(__import__(package).__version__)
         except ImportError as error:
             raise MissingDependency(package, extra="merge") from error
+    return found
 
 
 class Journal:
-    """The record of one unfinished folder."""
+    """The record of one unfinished folder that is written from the plan of this `digest`."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder = folder
-        self._path = folder / FILE_NAME
-        self._digest = digest_of(plan)
+    def __init__(self, folder: Path, digest: str) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+        self.digest = digest
 
-    def finished(self, shards: Mapping[str, Shard]) -> dict[str, Any]:
-        """Return the finished files of this plan with the notes on each. Removes all other files."""
-        finished: dict[str, Any] = {}
-        for line in self._lines():
-            shard = shards.get(str(line.get("file")))
-            if shard is not None and line.get("plan") == self._digest and line.get("state") == self._state(shard):
-                finished[shard.filename] = line.get("notes")
-        for path in self._folder.iterdir():
-            if path.name not in finished and path != self._path:
+    def begin(self) -> None:
+        """Make the journal, or go on with the one that is there."""
+        if self.path.is_file():
+            self.path.unlink()  # an older version's
+        self.path.mkdir(exist_ok=True)
+        if self.plan_begun != self.digest:
+            self.note(_MARK, self.digest)
+
+    @property
+    def mark(self) -> Path:
+        """The file that says from which plan the folder is written."""
+        return self.path / _MARK
+
+    @property
+    def plan_begun(self) -> str | None:
+        """The digest of the plan that the folder was begun from, None where no plan was."""
+        found = _json_in(self.mark)
+        return found if isinstance(found, str) else None
+
+    def finished(self, shards: Iterable[Shard]) -> dict[str, Any]:
+        """Return the names of those files of this plan that are finished, with what was noted of each."""
+        return {shard.filename: found["notes"] for shard in shards if (found := self.record(shard)) is not None}
+
+    def looked(self, number: int) -> tuple[Finding, ...] | None:
+        """Return what this part of the check of values found, None where it was not taken."""
+        found = self.noted(_LOOK.format(number))
+        if found.get("plan") != self.digest:
+            return None
+        return tuple(Finding(**{**each, "severity": Severity(each["severity"])}) for each in found["findings"])
+
+    def add_look(self, number: int, findings: Iterable[Finding]) -> None:
+        """Record what a part of the check of values found."""
+        self.note(_LOOK.format(number), {"plan": self.digest, "findings": [asdict(each) for each in findings]})
+
+    def record(self, shard: Shard) -> Mapping[str, Any] | None:
+        """Return the shard's record, None where it is not finished."""
+        found = self.noted(f"{shard.filename}{_RECORD}")
+        ours = found.get("plan") == self.digest
+        return found if ours and found.get("state") == _state(self.folder / shard.filename, shard) else None
+
+    def keep_only(self, finished: Iterable[str]) -> None:
+        """Remove everything from the folder but these files, their records, and what was seen of the inputs."""
+        files = set(finished)
+        looks = (path.name for path in self.path.glob(_LOOK.format("*")))
+        kept = {NAME, _MARK, *looks, *files, *(f"{name}{_RECORD}" for name in files)}
+        for path in [*self.folder.iterdir(), *self.path.iterdir()]:
+            if path.name not in kept:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        return finished
 
     def add(self, shard: Shard, notes: Any) -> None:  # noqa: ANN401 - anything that JSON holds
         """Record that the shard's file is on the disk."""
-        line = {"plan": self._digest, "file": shard.filename, "state": self._state(shard), "notes": notes}
-        # not flushed to the disk: a line that the machine loses with its power costs a file that is written again
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        state = _state(self.folder / shard.filename, shard)
+        self.note(f"{shard.filename}{_RECORD}", {"plan": self.digest, "state": state, "notes": notes})
+
+    def note(self, name: str, content: Any) -> None:  # noqa: ANN401 - anything that JSON holds
+        """Write the file `name` of the journal whole, or leave the one that is there."""
+        # not flushed to the disk: a record that the machine loses with its power costs a file that is written again
+        partial = self.path / f"{name}.{uuid.uuid4().hex}"
+        partial.write_text(json.dumps(content), encoding="utf-8")
+        partial.replace(self.path / name)
+
+    def noted(self, name: str) -> Mapping[str, Any]:
+        """Return what the file `name` of the journal holds: nothing where it is not there, or not whole."""
+        found = _json_in(self.path / name)
+        return found if isinstance(found, dict) else {}
 
     def remove(self) -> None:
-        """Take the record out of the folder, which is about to be finished."""
-        self._path.unlink(missing_ok=True)
+        """Take the journal out of the folder, which is about to be finished."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
-    def _lines(self) -> list[dict[str, Any]]:
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return []
-        lines = []
-        for line in text.splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a run that was killed while writing it
-                lines.append(json.loads(line))
-        return [line for line in lines if isinstance(line, dict)]
 
-    def _state(self, shard: Shard) -> list[Any] | None:
-        """Return what a file looks like; None where it is not there or has another header."""
-        path = self._folder / shard.filename
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
+def _json_in(path: Path) -> Any:  # noqa: ANN401 - anything that JSON holds
+    """Return what the file holds, None where it is not there or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _state(path: Path, shard: Shard) -> list[Any] | None:
+    """Return what a file looks like; None where it is not there or has another header."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        stat = os.fstat(descriptor)
+        header = shard.header
+        if stat.st_size != len(header) + shard.data_bytes or read_at(path, descriptor, 0, len(header)) != header:
             return None
-        try:
-            stat = os.fstat(descriptor)
-            header = shard.header
-            if stat.st_size != len(header) + shard.data_bytes or read_at(path, descriptor, 0, len(header)) != header:
-                return None
-            sampled = hashlib.sha256()
-            last = max(0, stat.st_size - _SAMPLE_BYTES)
-            for number in range(_SAMPLES):
-                sampled.update(read_at(path, descriptor, last * number // (_SAMPLES - 1), _SAMPLE_BYTES))
-            return [stat.st_size, stat.st_mtime_ns, sampled.hexdigest()]
-        finally:
-            os.close(descriptor)
+        sampled = hashlib.sha256()
+        last = max(0, stat.st_size - _SAMPLE_BYTES)
+        for number in range(_SAMPLES):
+            sampled.update(read_at(path, descriptor, last * number // (_SAMPLES - 1), _SAMPLE_BYTES))
+        return [stat.st_size, stat.st_mtime_ns, sampled.hexdigest()]
+    finally:
+        os.close(descriptor)

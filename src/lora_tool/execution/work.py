@@ -27,6 +27,8 @@ class Work:
     plan: Plan
     folder: Path
     """Where the files are written: it exists."""
+    digest: str
+    """Of the plan, in the folder's journal: what is recorded there of another plan is not this work's."""
     shards: tuple[Shard, ...]
     """Those of the plan that are to be written."""
     checks: tuple[ValuePart, ...] = ()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lora_tool.checkpoint import ShardedDir, open_sharded
 from lora_tool.choices import number_of_bytes
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.pipeline.writing import Written, write
 from lora_tool.plan.consolidate.plan_consolidate import What, plan_consolidate
 from lora_tool.tensors import DType
@@ -34,14 +35,20 @@ def consolidate(
     jobs: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    engine: EngineName | str = EngineName.LOCAL,
+    address: str | None = None,
+    workers: int | None = None,
 ) -> Written:
     """Put the rank files of `checkpoint`, a path or an opened one, together in the folder `out`; return what was done.
 
     `out` None is a sibling of the checkpoint. `what`, `tag`, `adapter_config`, `lora_alpha`, `dtype` and `ignore` are those of
     `plan_consolidate`; `max_shard_size` is the largest weights file, 5 GB by default. Every byte that is used is looked
-    at while it is read. With `verify` samples are read back; `jobs`, `overwrite` and `resume` are those of `execute`.
+    at while it is read. With `verify` samples are read back; `jobs`, `overwrite` and `resume` are those of `execute`;
+    `engine` "ray" has a running cluster do the work: `address` is HOST:PORT, `workers` how many tasks it does at a time.
     Raises `FindingsFound`, `CheckpointError`, `PlanError` and `ExecutionError`, and `WrongValue` for an argument.
     """
+    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
+    spread.require()
     opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
     plan = plan_consolidate(
         opened,
@@ -54,4 +61,4 @@ def consolidate(
         ignore=ignore,
     )
     target = Path(out) if out else default_output(opened, str(plan.manifest["what"]))
-    return write(plan, target, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume)
+    return write(plan, target, verify=verify, jobs=jobs, overwrite=overwrite, resume=resume, spread=spread)

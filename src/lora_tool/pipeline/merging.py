@@ -116,9 +116,9 @@ def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
     for adapter, source in zip(adapters[1:], found[1:], strict=True):
         if not source.path.samefile(found[0].path):
             raise IncompatibleBase(
-                f"{adapters[0].root} was trained on {found[0].reference}, {adapter.root} on {source.reference}: "
-                "their deltas do not belong to one model",
-                hint="if the two are the same model, say which to take: `base=MODEL`",
+                f"{adapters[0].root} was trained on {found[0].reference}, but {adapter.root} on {source.reference}: "
+                "ΔW of different bases cannot be added",
+                hint="if the two are the same model, name the one to use: `base=MODEL`",
             )
     return found[0]
 
@@ -150,18 +150,25 @@ def planned(
     out: Path,
     *,
     dry_run: bool = False,
+    alone: bool = True,
     note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Plan | None]:
     """Yield the plan of the merge that is to be written to `out`. Raises as `plan_merge` does.
 
     What only PEFT can merge is merged by it, where `options` allow that: into a folder beside `out` that lasts as long
-    as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then.
+    as the context, after a `note` on the memory it takes; in a `dry_run` the plan is None then. It is refused unless
+    one machine is `alone` with the work.
     """
     try:
         plan = plan_merge(inputs.base, inputs.adapters, weights=inputs.weights or None, **options.planning())
     except OnlyInMemory as why:
         if not options.allow_in_memory or options.text_only:
             raise
+        if not alone or options.spread.cluster is not None:
+            raise UnsupportedAdapter(
+                f"{why}; PEFT merges it in the memory of one machine, which writes all of it",
+                hint='merge it on one machine: engine="local", and no part',
+            ) from why
         if any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}; PEFT merges it in memory without weights") from why
         asked = ask_in_memory(
@@ -228,6 +235,7 @@ def merge(adapters: Reference | Sequence[Reference], asked: MergeArguments) -> W
     """
     from lora_tool.execution.folder import check_output  # noqa: PLC0415 - after the arguments are known to be right
 
+    asked.spread.require()
     inputs = merge_inputs(adapters, asked.base)
     out = Path(asked.out) if asked.out else inputs.default_output
     check_output(out, overwrite=asked.overwrite, inputs=inputs.paths)

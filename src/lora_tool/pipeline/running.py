@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from lora_tool.checkpoint import (
 )
 from lora_tool.display import as_options, counted, size
 from lora_tool.errors import (
-    CheckpointError,
     FindingsFound,
     LoraToolError,
     NotACheckpoint,
@@ -31,6 +30,7 @@ from lora_tool.errors import (
     VerificationFailed,
 )
 from lora_tool.execution.folder import check_output
+from lora_tool.pipeline.mending import curable, has_rank_files
 from lora_tool.pipeline.merging import FoundInputs, merge_inputs, planned
 from lora_tool.pipeline.model import Job, Outcome, Stage, Status
 from lora_tool.pipeline.stage_cache import StageCache, key_of
@@ -38,8 +38,9 @@ from lora_tool.pipeline.writing import Written, farthest, write
 from lora_tool.plan.base.task import CLASSIFIERS, Task, names_classifier
 from lora_tool.plan.consolidate.plan_consolidate import plan_consolidate
 from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.merge.options import SAME_RESULT
 from lora_tool.progress import StageWatch, unwatched
-from lora_tool.report.findings import Finding, Severity
+from lora_tool.report.findings import Severity
 from lora_tool.report.model import Report
 from lora_tool.rules.shared.heads import head_weight
 from lora_tool.validation.validating import validate
@@ -122,6 +123,7 @@ class _Running:
     def open(self) -> Stage:
         """Open the checkpoint; of a run folder without finished weights, take the best one that is whole."""
         job = self._job
+        job.options.spread.require()
         if job.push is not None:
             from lora_tool.hub.session import require_client  # noqa: PLC0415 - slow to import
 
@@ -145,7 +147,7 @@ class _Running:
             return Path(table.best), table.why_best or "the only one"
         for row in reversed(table.checkpoints):
             opened = open_checkpoint(row.path)
-            if _has_rank_files(opened) and _curable(self._judged(opened).at_least(Severity.ERROR)):
+            if has_rank_files(opened) and curable(self._judged(opened).at_least(Severity.ERROR)):
                 return Path(row.path), "the latest; its rank files have what its weights lack"
         broken = ", ".join(row.name for row in table.checkpoints)
         raise NotACheckpoint(
@@ -157,9 +159,9 @@ class _Running:
         job, opened = self._job, self._checkpoint
         report = self._judged(opened)
         failing = report.at_least(job.fail_on)
-        beside = bool(failing) and _has_rank_files(opened)
+        beside = bool(failing) and has_rank_files(opened)
         self._needs_consolidation = isinstance(opened, ShardedDir) or beside
-        if failing and not (beside and _curable(failing)):
+        if failing and not (beside and curable(failing)):
             return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
         what = "; put together from the rank files beside it" if failing else ""
         # what is mended is no finding of the run: the adapter that is put together is judged again
@@ -229,7 +231,7 @@ class _Running:
             whole = "a whole model" if self._needs_consolidation else whole
             return Stage(name="merge", status=Status.SKIPPED, summary=f"not needed: it is {whole}")
         inputs = merge_inputs(opened, job.options.base, near=self._root)
-        options = replace(job.options, out=None, base=None, jobs=None, overwrite=False)
+        options = replace(job.options, out=None, base=None, overwrite=False, **SAME_RESULT)
         key = key_of(("merge", options), inputs.paths, own=job.own)
         self._merged, self.result = inputs, job.output
         done = self._cache.summary("merge", key, job.output)
@@ -289,6 +291,7 @@ class _Running:
             folder,
             jobs=options.jobs,
             overwrite=overwrite,
+            spread=options.spread,
             watch=lambda _, nbytes: watch(name, nbytes),
         )
 
@@ -310,7 +313,12 @@ class _Running:
         adapters = [str(each.root) for each in merged.adapters]
         inputs = find_inputs(self.result, base=str(merged.base_source.path), adapters=adapters)
         found = verify_inputs(
-            inputs, ignore=job.options.ignore, pairs=job.pairs, jobs=job.options.jobs, watch=self._watch
+            inputs,
+            ignore=job.options.ignore,
+            pairs=job.pairs,
+            jobs=job.options.jobs,
+            spread=job.options.spread,
+            watch=self._watch,
         )
         seen = summary_json(found)
         summary = (
@@ -381,18 +389,3 @@ def _ranked(found: Verification) -> str:
         return ""
     before = "" if pairs.unmerged is None else f", base + adapter {pairs.unmerged.accuracy:.3f}"
     return f"; {pairs.merged.accuracy:.3f} of {counted(len(pairs.lines), 'pair')} ranked right{before}"
-
-
-def _has_rank_files(opened: Checkpoint) -> bool:
-    """Return whether weights that lie in the folder also lie there in pieces, as training saved them."""
-    if not isinstance(opened, AdapterDir | ModelDir):
-        return False
-    try:
-        return open_sharded(opened.root).root == opened.root
-    except CheckpointError:
-        return False
-
-
-def _curable(findings: Iterable[Finding]) -> bool:
-    """Return whether rank files can mend what was found: everything but faults of their own."""
-    return all(not finding.code.startswith("LT4") for finding in findings)

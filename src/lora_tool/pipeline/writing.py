@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.actions import TensorAction
+from lora_tool.cluster.spread import HERE, Spread
 from lora_tool.display import counted, printable, size
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.manifest import FILE_NAME, read_manifest
@@ -132,16 +133,17 @@ def write(
     jobs: int | None = None,
     overwrite: bool = False,
     resume: bool = False,
+    spread: Spread = HERE,
     watch: StageWatch = unwatched,
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None,
 ) -> Written:
     """Write the folder `out` as `plan` says and return what was done.
 
-    `jobs`, `overwrite` and `resume` are those of `execute`. With `verify`, samples of what was written are
+    `jobs`, `overwrite` and `resume` are those of `execute`, `spread` says where the work is done. With `verify`, samples of what was written are
     read back and compared before the folder gets its name, and `found` is called with what the rules say of it. `watch`
     is asked for the progress of the writing. Raises as `execute` does, and `VerificationFailed`.
     """
-    from lora_tool.execution.engine import execute  # noqa: PLC0415 - what computes, which a dry run has no use for
+    from lora_tool.execution.engine import engine_of, execute  # noqa: PLC0415 - what computes: no dry run uses it
 
     out = Path(out)
     summary: Mapping[str, Any] | None = None
@@ -163,6 +165,7 @@ def write(
         execute(
             plan,
             out,
+            engine=engine_of(spread, jobs=jobs),
             jobs=jobs,
             overwrite=overwrite,
             resume=resume,

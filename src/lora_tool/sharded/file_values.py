@@ -54,6 +54,14 @@ class FileValues:
     masters: frozenset[str]
     """Names of the trained tensors."""
 
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(record.nbytes for record in self.records)
+
     def run(self, advance: Progress) -> list[Finding]:
         """Return what is wrong: LT411 CRC, LT412 not finite, LT413 its masters all zero."""
         values = _Values(sorted(self.pieces), self.masters)

@@ -34,6 +34,14 @@ class MasterRounding:
     severity: Severity
     """The severity of a difference: a file that may have been written at another time proves less."""
 
+    @property
+    def name(self) -> str:
+        return "the comparison of the optimizer's masters with the weights"
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
     def run(self, _: Progress) -> list[Finding]:
         """Return LT414 for trained tensors whose masters do not round to the weights saved with them."""
         return list(self._faults())

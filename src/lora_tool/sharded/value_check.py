@@ -15,6 +15,14 @@ from lora_tool.report import Finding, Severity
 class ValuePart(Protocol):
     """A part of the check: plain data, which can be sent to any machine that sees the same files."""
 
+    @property
+    def name(self) -> str:
+        """What is looked at, for whoever reads that it failed."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it reports."""
+
     def run(self, advance: Progress) -> list[Finding]:
         """Read the values and return what is wrong with them. `advance` is called with the bytes, and may raise to stop it."""
 

@@ -175,7 +175,7 @@ def _blocks_of(task: _Task, files: Files, recomputer: Recomputer, precision: Pre
             stored, at = files.rows(part.stored, rows), 0
             for some, expected in recomputer.blocks(part.op, rows, wide):
                 inside = slice(at, at := at + len(expected.base))
-                tally = tally_of(some_rows(stored, inside, dtype, width), dtype, expected, bounds)
+                tally = tally_of(some_rows(stored, inside, dtype, width), dtype, expected, bounds, wide)
                 if tally.first is not None:
                     tally.first = part.begin + _flat(tally.first, some, width)
                 yield tally

@@ -13,6 +13,7 @@ from lora_tool.actions import Verdict
 from lora_tool.adapter.view import view_of
 from lora_tool.checkpoint import MERGED_MODEL, ModelDir, open_model
 from lora_tool.checkpoint.folders import read_folder
+from lora_tool.cluster.spread import HERE, EngineName, Spread
 from lora_tool.errors import UnsupportedAdapter, VerificationFailed, require_packages
 from lora_tool.formats import model_config
 from lora_tool.formats.weights import Weights, read_single
@@ -34,6 +35,7 @@ from lora_tool.rules.merged.pairs import PairEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.sources import Reference
 from lora_tool.verification.checking import Level, check_steps, check_tensors
+from lora_tool.verification.elsewhere import check_on_cluster
 from lora_tool.verification.extracted import check_extracted, copied_steps
 from lora_tool.verification.from_base import check_computed, computed_modules
 from lora_tool.verification.pairs import Pairs, read_pairs
@@ -89,6 +91,9 @@ def verify(
     min_accuracy: float | None = None,
     text: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
+    engine: EngineName | str = EngineName.LOCAL,
+    address: str | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
@@ -98,7 +103,8 @@ def verify(
 
     Copied tensors are compared byte by byte, merged ones with W + ΔW computed again in float64. Reads everything once
     (`level` "sample": a small part), writes nothing, runs no code of a checkpoint, and holds a few blocks per worker.
-    `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per core,
+    `engine` "ray" has the tensors of a merged model compared by a running cluster: `address` is HOST:PORT, `workers` how
+    many tasks it does at a time. `select` are the only rules that judge, `ignore` those that do not; `jobs` are the workers, by default one per core,
     and `progress` is called with the bytes that were read. `logits` runs both models on `prompts`, by default eight of
     our own, and compares their answers (extra `merge`). `pairs` is a file of JSON lines with `chosen` and `rejected`,
     and a `prompt` where they do not begin with it: both reward models rank them, `min_accuracy` is the share that the
@@ -107,6 +113,8 @@ def verify(
     inputs that cannot be found or read, `IncompatibleBase` where they do not fit together, `MissingDependency` before
     anything is compared.
     """
+    spread = Spread(engine=EngineName(engine), address=address, workers=workers)
+    spread.require()
     if (computed := find_sum(merged, adapters, base=base)) is not None:
         return verify_sum(
             computed, level=level, select=select, ignore=ignore, jobs=jobs, progress=progress, watch=watch
@@ -126,6 +134,7 @@ def verify(
         pairs=asked,
         text=None if text is None else read_texts(Path(text)),
         jobs=jobs,
+        spread=spread,
         progress=progress,
         watch=watch,
     )
@@ -142,6 +151,7 @@ def verify_inputs(
     pairs: Pairs | None = None,
     text: Texts | None = None,
     jobs: int | None = None,
+    spread: Spread = HERE,
     progress: Progress | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
@@ -167,7 +177,12 @@ def verify_inputs(
         seen = unwatched if level is Level.SAMPLE else watch
         with seen("comparing", inputs.merged.weights.nbytes) as bar:
             told = progress or bar
-            evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=told)
+            if spread.cluster is not None:
+                evidence = check_on_cluster(
+                    plan, inputs.merged.weights, spread.cluster, level=level, precision=precision, progress=told
+                )
+            else:
+                evidence = check_tensors(plan, tensors, level=level, precision=precision, jobs=jobs, progress=told)
     outputs, why_no_outputs = None, ""
     if logits:
         from lora_tool.verification.answers import ask  # noqa: PLC0415 - torch and transformers, only where asked for

@@ -44,9 +44,21 @@ def _fits_kernel(op: RowOp) -> bool:
 
 def arithmetic_of(plan: Plan) -> str | None:
     """Return the names of the backends that compute the plan, for its record; None if every tensor is copied."""
-    if plan.only_copies:
-        return None
-    match plan.precision:
+    return None if plan.only_copies else _arithmetic(plan.precision)
+
+
+def formula_of(plan: Plan) -> str | None:
+    """Return what of `arithmetic_of` decides about the bytes: all levels of the kernel give the same."""
+    return None if plan.only_copies else formula(plan.precision)
+
+
+def formula(precision: Precision) -> str:
+    """Return what decides about the bytes that are computed with this precision on this machine."""
+    return _arithmetic(precision).partition(" (")[0]
+
+
+def _arithmetic(precision: Precision) -> str:
+    match precision:
         case Precision.FLOAT32:
             return str(kernel() or "numpy")
         case Precision.FLOAT64:
@@ -54,4 +66,4 @@ def arithmetic_of(plan: Plan) -> str | None:
         case Precision.PEFT:
             return "torch"
         case _:
-            return assert_never(plan.precision)
+            return assert_never(precision)

@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 _PASSES = 3
 _MORE = 8
-"""Directions beyond the rank that is asked for, so that the last of them are found, too."""
+"""Directions beyond the requested rank, so that the last singular values are accurate too."""
 _BLOCK = 1 << 19
 _EXPONENTS = {DType.BF16: (7, 0xFF, 134), DType.F16: (10, 0x1F, 25), DType.F32: (23, 0xFF, 150)}
 """Where a type's exponent is, its mask, and what is taken off it for the distance to the next number."""

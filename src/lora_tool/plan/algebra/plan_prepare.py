@@ -34,7 +34,7 @@ from lora_tool.sources import Reference, opened_adapter, opened_model
 from lora_tool.tensors import DType, float_type
 
 _NOTHING_LOST = 1e-13
-"""A share of ‖ΔW‖² that float64 cannot tell from zero."""
+"""A share of ‖ΔW‖² that float64 cannot distinguish from zero."""
 
 
 def plan_prepare(
@@ -50,14 +50,14 @@ def plan_prepare(
 ) -> Plan:
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
-    Scalings are put into B, so that rsLoRA and patterns of alpha need not be understood; ranks are padded with zeros to
-    one, but for PEFT; targets are plain names; for MLX-LM the factors are transposed, under its names. `max_rank` is the
-    rank that the server takes at most: modules of a higher one get it where nothing is lost, or with `approximate`, as
-    near as any adapter of that rank is; so is DoRA's change with `approximate`. `base` given, the rules compare the adapter
-    with it, and the new config names it; PiSSA and OLoRA become plain LoRA of twice the rank, and trained tokens and
-    changed rows of embeddings LoRA on those, which is computed from whole weights of the base and lies in what `spool`
-    opens. `dtype` None is float32, and the adapter's own type where nothing is rounded. `ignore` are codes of rules. Raises
-    `FindingsFound`, and `UnsupportedAdapter` for what the server has no exact form for, by name.
+    Scalings go into B, so that the server need not know rsLoRA or `alpha_pattern`; except for PEFT, ranks are padded
+    with zeros to one rank; targets become plain names; for MLX-LM the factors are transposed and renamed. `max_rank` is
+    the largest rank that the server takes: modules with a higher rank are lowered to it where that loses nothing, or,
+    with `approximate`, to the best approximation; `approximate` does the same to DoRA. The rules compare the adapter with
+    a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and trained
+    tokens and changed rows of embeddings become LoRA on those; what is computed so lies in what `spool` opens. `dtype`
+    None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are codes of rules. Raises
+    `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
     """
     server = Server(server)
     kind = None if dtype is None else float_type(dtype)
@@ -128,13 +128,13 @@ def _require_form(view: AdapterView, server: Server, *, based: bool, approximate
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(
-            f"{config.path}: {form.name} has no exact form for it: {'; '.join(each.text for each in found)}",
+            f"{config.path}: {form.name} has no exact form for {'; '.join(each.text for each in found)}",
             hint=f"lora-tool prepare {root} --for {server.value} {options} -o OUT"
             if all(each.options for each in found)
             else f"merge it, and serve the model: lora-tool merge {root}",
         )
     if not view.layers and not view.tokens:
-        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers: there is nothing to prepare")
+        raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers, so there is nothing to prepare")
 
 
 def _is_fused(view: AdapterView, factors: Factors, targets: Mapping[str, str]) -> bool:
@@ -152,13 +152,13 @@ def _require_one_form_of_experts(
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if getattr(view.config, name)]
     if fused and patterns:
         raise UnsupportedAdapter(
-            f"{view.config.path}: `{patterns[0]}` beside fused experts (`target_parameters`), which it may mean, too",
+            f"{view.config.path}: `{patterns[0]}` may also match the fused experts of `target_parameters`, whose ranks cannot be changed",
             hint="merge it, and serve the model: lora-tool merge ADAPTER",
         )
     for module in sorted(fused):
         if one is not None and ranks[module] != one:
             raise UnsupportedAdapter(
-                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, other modules have {one}: the "
+                f"{view.config.path}: `{module}` has rank {ranks[module]} for each expert, but other modules have {one}: the "
                 "factors of fused experts lie interleaved and cannot be padded",
                 hint="merge it, and serve the model: lora-tool merge ADAPTER",
             )
@@ -174,9 +174,9 @@ def _within(
     if lost and not approximate:
         worst = min(lost, key=lambda each: each.kept)
         raise UnsupportedAdapter(
-            f"{view.config.path}: `{worst.module}` has rank {worst.before}, and keeps {worst.kept:.2%} of ‖ΔW‖² at rank "
-            f"{asked.rank}; so do {len(lost) - 1} others, or more of it",
-            hint=f"--approximate takes the nearest; all of it needs a server that takes rank {max(e.before for e in lost)}",
+            f"{view.config.path}: `{worst.module}` has rank {worst.before} and would keep {worst.kept:.2%} of ‖ΔW‖² at rank "
+            f"{asked.rank}, the least of {counted(len(lost), 'module')}",
+            hint=f"--approximate writes the best approximation; an exact one needs a server that takes rank {max(e.before for e in lost)}",
         )
     return turned
 
@@ -220,6 +220,4 @@ def _notes(
     if form.mlx:
         yield from rope_notes(base)
     if form is FORMS[Server.VLLM] and view.saved:
-        yield (
-            "vLLM takes the head on a base that is a classifier itself, whose rewards it replaces: --reward-base writes one"
-        )
+        yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"

@@ -1,4 +1,4 @@
-"""What a computed adapter was made from, by its manifest: so that it can be computed again."""
+"""What a computed adapter was made from, as its manifest says, so that verify can compute it again."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def find_sum(
     opened = tuple(map(opened_adapter, adapters)) or tuple(_adapter(entry, made) for entry in recorded)
     if len(opened) != len(recorded):
         raise NotACheckpoint(
-            f"{made.root} was computed from {len(recorded)} adapters, {len(opened)} were given",
+            f"{made.root} was computed from {len(recorded)} adapters, but {len(opened)} were given",
             hint="give them in their order: --adapter A --adapter B",
         )
     named = manifest.input("base")
@@ -172,7 +172,7 @@ def _opened(
         return opens(resolve(reference, revision=revision if isinstance(revision, str) else None).path)
     except CheckpointError as error:
         raise NotACheckpoint(
-            f"{made.root} was {how} from {hub_id or entry.get('path')}, which is not there any more: {error}", hint=hint
+            f"{made.root} was {how} from {hub_id or entry.get('path')}, which no longer exists: {error}", hint=hint
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What each server takes of an adapter: the form that `prepare` writes, and what it refuses."""
+"""The form of an adapter that each server takes, which `prepare` writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _no_products(view: AdapterView) -> Iterator[Obstacle]:
         text = f"`init_lora_weights` {config.init_lora_weights}, which takes a part out of the base first"
         yield Obstacle(text=text, options=_WITH_BASE)
     if config.use_dora or any(layer.magnitude is not None for layer in view.layers):
-        text = "DoRA, which scales the rows of W + ΔW: its change is no product of two factors"
+        text = "DoRA, which scales the rows of W + ΔW: its change is not a product of two factors"
         yield Obstacle(text=text, options=(*_WITH_BASE, "--approximate"))
 
 
@@ -77,14 +77,16 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     """Yield what the server has no place for as it is."""
     config = view.config
     if config.lora_bias:
-        yield Obstacle(text=f"`lora_bias`: {form.name} has no place for what LoRA adds to biases")
+        yield Obstacle(text=f"`lora_bias`: {form.name} has no place for LoRA's change of biases")
     if config.bias != "none":
         yield Obstacle(text=f'`bias` "{config.bias}": {form.name} has no place for trained biases')
     if view.tokens or config.token_indices:
-        text = f"tokens trained by themselves, which {form.name} takes as LoRA on the embedding alone"
+        text = f"single trained tokens, which {form.name} only takes as LoRA on the embedding"
         yield Obstacle(text=text, options=_WITH_BASE)
     if config.target_parameters and not form.fused:
-        yield Obstacle(text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads expert by expert")
+        yield Obstacle(
+            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert"
+        )
     if any(len(factor.shape) > MATRIX for layer in view.layers for factor in layer.factors):
         yield Obstacle(text="LoRA on convolutions")
     saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})

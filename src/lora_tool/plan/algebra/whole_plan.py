@@ -35,7 +35,7 @@ def adapter_plan(
     computed: Sequence[FileStamp] = (),
     warnings: Iterable[str] = (),
 ) -> Plan:
-    """Return the plan of an adapter that is made of `adapters`, with these steps and this config.
+    """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
 
     `manifest` says which operation it is, and with which arguments; `base` is the model that some of it was computed from,
     `computed` what the files are like in which that lies. Raises `UnsupportedAdapter` for a tensor of an

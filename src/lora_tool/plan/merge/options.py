@@ -1,4 +1,4 @@
-"""What a merge can be asked for, declared once.
+"""The options of a merge, declared once.
 
 Each field of `MergeOptions` is an argument of the library's `merge`, an option of the commands `merge` and `ci`, and a
 key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `ci` does not have.
@@ -7,11 +7,12 @@ key of the block ``after: merge:`` in a run's YAML. `MergeArguments` adds what `
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lora_tool.choices import codes, flag, number_of_bytes, positive, wrong_value
+from lora_tool.cluster.spread import EngineName, Spread
 from lora_tool.errors import WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.hub_names import ANYWHERE
@@ -21,6 +22,9 @@ from lora_tool.plan.merge.storage import Storage
 from lora_tool.report.findings import Severity
 from lora_tool.sources import Reference
 from lora_tool.tensors import DType, float_type
+
+SAME_RESULT: Mapping[str, Any] = {"jobs": None, "engine": "local", "address": None, "workers": None}
+"""Options of the work, with their defaults: whatever they are, the same bytes are written."""
 
 
 def severity(asked: object) -> Severity:
@@ -52,7 +56,7 @@ def option(default: object, text: str, **spelling: Any) -> Any:  # noqa: ANN401 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeOptions:
-    """What is asked of a merge, whoever asks. Raises `WrongValue` for a value that is not allowed."""
+    """The options of a merge, for the library, the commands and run.yaml. Raises `WrongValue` for a bad value."""
 
     out: str | os.PathLike[str] | None = option(
         None, "Folder to write.  [default: a `-merged` sibling]", name="output", short=("-o",), metavar="PATH"
@@ -62,7 +66,7 @@ class MergeOptions:
     )
     task: Task | str = option(
         Task.AUTO,
-        "What the merged model is; reward is seq-cls with one label, as-trained the class that adapter or base name.",
+        "Task of the merged model: reward is seq-cls with one label, as-trained the class that the adapter or base names.",
         parse=Task,
     )
     num_labels: int | None = option(None, "Number of labels that the head must have.", parse=positive)
@@ -81,11 +85,11 @@ class MergeOptions:
         default=False, text="Write tied embeddings as two matrices, each as it was trained.", parse=flag
     )
     text_only: bool = option(
-        default=False, text="Write the text model of a multimodal base alone, as PEFT does.", parse=flag
+        default=False, text="Write only the text model of a multimodal base, as PEFT does.", parse=flag
     )
     store: Storage | str | None = option(
         None,
-        "A quantised base: all plain, plain where the adapter changes it, or as it is.  "
+        "Weights of a quantised base: all in 16 bits, only those that the adapter changes, or none.  "
         "[default: as-base where the adapter changes no quantised weight, else all-16bit]",
         parse=Storage,
     )
@@ -96,7 +100,7 @@ class MergeOptions:
         name="moe-b-layout",
     )
     allow_in_memory: bool = option(
-        default=False, text="Let PEFT merge what only it can, with the whole model in memory.", parse=flag
+        default=False, text="Let PEFT merge what only PEFT can, with the whole model in memory.", parse=flag
     )
     max_shard_size: int | str | None = option(
         None, "Maximum size of a weights file.  [default: files as in the base]", parse=number_of_bytes, metavar="SIZE"
@@ -107,6 +111,16 @@ class MergeOptions:
         Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
     jobs: int | None = option(None, "Workers.  [default: one per core]", parse=positive)
+    engine: EngineName | str = option(
+        EngineName.LOCAL, "Do the work on this machine, or on a Ray cluster that is running.", parse=EngineName
+    )
+    address: str | None = option(
+        None,
+        "Of the Ray cluster.  [default: RAY_ADDRESS, else the cluster that this machine is part of]",
+        parse=str,
+        metavar="HOST:PORT",
+    )
+    workers: int | None = option(None, "Tasks at a time on the Ray cluster.  [default: its CPUs]", parse=positive)
     overwrite: bool = option(
         default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
     )
@@ -116,14 +130,19 @@ class MergeOptions:
         """`max_shard_size` as a number."""
         return None if self.max_shard_size is None else number_of_bytes(self.max_shard_size)
 
+    @property
+    def spread(self) -> Spread:
+        """Where the work is done."""
+        return Spread(engine=EngineName(self.engine), address=self.address, workers=self.workers)
+
     def planning(self) -> dict[str, Any]:
-        """Return what is asked of the plan, as `plan_merge` takes it."""
+        """Return the arguments of `plan_merge`."""
         names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "max_shard_bytes")
         asked = {name: getattr(self, name) for name in (*names, "expert_layout")}
         return asked | self.rules()
 
     def rules(self) -> dict[str, Any]:
-        """Return what is asked of the judge, as `plan_merge` takes it."""
+        """Return those arguments of `plan_merge` that choose the rules."""
         return {"select": self.select, "ignore": self.ignore, "fail_on": self.fail_on}
 
     def __post_init__(self) -> None:
@@ -134,11 +153,12 @@ class MergeOptions:
                     object.__setattr__(self, name, how.parse(given))
                 except WrongValue as error:
                     raise WrongValue(f"{name}: {str(error).partition(': ')[2] or error}", hint=error.hint) from error
+        _ = self.spread  # which says what contradicts the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeArguments(MergeOptions):
-    """What is asked of one merge, and of nothing else."""
+    """The options of the library's `merge` and the command alone."""
 
     verify: bool = option(
         default=True, text="Read samples back and check them before the output gets its name.", parse=flag
@@ -146,8 +166,9 @@ class MergeArguments(MergeOptions):
     resume: bool = option(default=False, text="Reuse the finished files of a run that was killed.", parse=flag)
 
     def writing(self) -> dict[str, Any]:
-        """Return what is asked of the writing, as `write` takes it."""
-        return {"verify": self.verify, "jobs": self.jobs, "overwrite": self.overwrite, "resume": self.resume}
+        """Return the arguments of `write`."""
+        asked = {name: getattr(self, name) for name in ("verify", "jobs", "overwrite", "resume")}
+        return asked | {"spread": self.spread}
 
 
 def declared(options: type[MergeOptions]) -> dict[str, tuple[Option, object]]:

@@ -34,7 +34,7 @@ def cut(step: Step, start: int, rows: int) -> tuple[RowOp, ...]:
         if op.taken_out:
             raise OnlyInMemory(
                 f"{tensor.path}: `{tensor.name}`: `init_lora_weights` {op.taken_out} on `{step.out.name}`, which is "
-                "stored in parts, is not recomputed",
+                "stored in parts, cannot be recomputed",
                 hint=ALLOW_IN_MEMORY,
             )
         raise UnsupportedAdapter(
@@ -69,7 +69,7 @@ def _disk_step(name: str, made: RowMapping, steps: Mapping[str, Step], at_place:
         return replace(makers[0], out=replace(makers[0].out, name=name), op=named)
     dtypes = {maker.out.dtype for maker in makers}
     if len(dtypes) > 1:
-        raise UnsupportedAdapter(f"`{name}` would be made of tensors of different types: {sorted(map(str, dtypes))}")
+        raise UnsupportedAdapter(f"`{name}` would be made of tensors with different dtypes: {sorted(map(str, dtypes))}")
     parts = [
         part for piece, maker in zip(made.pieces, makers, strict=True) for part in cut(maker, piece.start, piece.rows)
     ]

@@ -1,4 +1,4 @@
-"""What becomes of the quantised weights of a base: they stay as they are, or the whole model becomes a plain one.
+"""Which weights of a quantised base stay quantised in the merged model.
 
 A plan is made on the matrices that they stand for. Where the adapters change none of them, every tensor of the base
 that is not changed is copied as it is stored, and the config with it. Where they change one, all are dequantised:
@@ -33,16 +33,16 @@ class Storage(Choice):
     """How the weights of a quantised base are stored in the merged model."""
 
     ALL_16BIT = "all-16bit"
-    """Every weight as the matrix that it stands for, in the type of the model; nothing is quantised."""
+    """Every weight dequantised, in the dtype of the model; no weight stays quantised."""
     TOUCHED_16BIT = "touched-16bit"
-    """The weights that the adapters change, and those that servers fuse with them, as plain ones; the rest as in the base."""
+    """Dequantised: the weights that the adapters change and those that servers fuse with them; the rest as in the base."""
     AS_BASE = "as-base"
-    """Quantised weights byte for byte; only for adapters that change none of them."""
+    """Quantised weights byte for byte; possible only if the adapters change none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """What is written of a quantised base with its changes."""
+    """What a merge writes of a quantised base and its changes."""
 
     storage: Storage
     steps: tuple[Step, ...]
@@ -77,13 +77,13 @@ class QuantisedBase:
         touched = self._touched(steps)
         if asked in (Storage.AS_BASE, Storage.TOUCHED_16BIT) and cast:
             raise UnsupportedAdapter(
-                f"{self.stored.root}: weights that stay quantised keep their type and their names",
-                hint=f'`store="{Storage.ALL_16BIT}"` for another dtype, or for the text model alone',
+                f"{self.stored.root}: weights that stay quantised keep their dtype and their names",
+                hint=f'`store="{Storage.ALL_16BIT}"` writes another dtype, or only the text model',
             )
         if asked is Storage.AS_BASE and touched:
             raise UnsupportedAdapter(
                 f"{self.stored.root}: the adapter changes {counted(len(touched), 'quantised weight')}, the first is "
-                f"`{touched[0].out.name}` ({self._format(touched[0])}): rounded back to that format it would lose most of "
+                f"`{touched[0].out.name}` ({self._format(touched[0])}): rounding it back to that format would lose most of "
                 "what was trained",
                 hint=f'`store="{Storage.ALL_16BIT}"` and `store="{Storage.TOUCHED_16BIT}"` merge exactly',
             )
@@ -95,7 +95,7 @@ class QuantisedBase:
                 steps=tuple(steps),
                 leftovers=tuple(self._left_behind(names)),
                 config=self.plain.whole_config,
-                note=self._note(f"{self._what(names)} dequantised and merged as plain weights", steps),
+                note=self._note(f"{self._what(names)} dequantised and merged in 16 bits", steps),
             )
         return self._mostly_as_stored(steps, storage, dropped, frozenset(step.out.name for step in touched))
 
@@ -114,7 +114,7 @@ class QuantisedBase:
                 f", {len(freed - touched)} of them fused with one that the adapter changes" if freed - touched else ""
             )
             stay = counted(len(self.encodings) - len(freed), "other")
-            note = self._note(f"{self._what(freed)} written as plain ones{fused}; {stay} as in the base", found)
+            note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
         return StoredModel(storage=storage, steps=found, leftovers=left, config=config, note=note)
 
     def _touched(self, steps: Sequence[Step]) -> list[Step]:
@@ -151,9 +151,9 @@ class QuantisedBase:
         renamed += sorted(freed - wanted.keys())
         if renamed:
             raise UnsupportedAdapter(
-                f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, and the names of "
-                "weights that stay quantised are kept",
-                hint=f'`store="{Storage.ALL_16BIT}"` writes all under their new names',
+                f"{self.stored.root}: `{renamed[0]}` has another name on disk than transformers writes, but "
+                "weights that stay quantised keep their names",
+                hint=f'`store="{Storage.ALL_16BIT}"` writes all weights under their new names',
             )
         return (*found.values(), *others)
 
@@ -174,7 +174,7 @@ class QuantisedBase:
             elif name not in self.plain.tensors and name not in of and freed:
                 everywhere = self.encodings.keys() <= set(freed)
                 if everywhere or name.rpartition(".")[0] in modules:
-                    reason = "measured on the quantised weight, and of no use to a plain one"
+                    reason = "measured on the quantised weight, and useless for a dequantised one"
                     yield InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
     def _dropped_parts(self, dropped: Collection[str]) -> Iterator[InputRecord]:
@@ -200,8 +200,8 @@ def trained_on_quantised(adapters: Iterable[AdapterDir], base: ModelDir) -> Iter
         named = (adapter.config.base_model if adapter.config else None) or ""
         if full_precision_name(named.rpartition("/")[2]) is not None:
             yield (
-                f"{adapter.root} was trained on {named}, which is quantised by its name: {base.root} has other weights, by "
-                "the error of rounding them; with the named model as the base the merge is what was trained"
+                f"{adapter.root} was trained on {named}, whose name says that it is quantised: the weights of {base.root} differ "
+                "from it by the rounding error; merge into the named model to get what was trained"
             )
 
 

@@ -1,0 +1,322 @@
+"""Tasks on a Ray cluster that is running already. The only module that imports Ray.
+
+Ray carries tasks and results, never tensors: the files are on storage that all nodes share. A process, a node or a
+connection that is lost costs its task another try; an error of the work is raised here as on one machine, with the
+node's name after it. Whatever Ray prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lora_tool.cluster.task import Surroundings, Task
+from lora_tool.display import counted
+from lora_tool.errors import ExecutionError, LoraToolError, require_packages
+from lora_tool.progress import Progress, decided, told
+
+if TYPE_CHECKING:
+    import ray
+
+MOST_TRIES = 4
+"""How often a task is begun whose process is lost, before the run is given up."""
+_CONNECT_S = 5.0
+_NODE_S = 90.0
+"""How long a node may take to answer the first question: it imports numpy, perhaps from a busy network disk."""
+_POLL_S = 0.25
+_CANCEL_S = 5.0
+_REPORT_BYTES = 32 << 20
+_LOST = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN})
+"""What network storage answers for a moment, and not when it is asked again."""
+
+Done = Callable[[int, Any], None]
+"""Called with a task's number and its result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """A cluster that runs: `address` is HOST:PORT, or "auto" for RAY_ADDRESS, else the one that this machine is part of.
+
+    `workers` are the tasks that run at the same time, by default as many as the cluster has CPUs.
+    """
+
+    address: str = "auto"
+    workers: int | None = None
+
+    def require(self) -> None:
+        """Return if Ray is installed and something listens at the address. Raises `MissingDependency`, `ExecutionError`."""
+        require_packages(("ray",), extra="ray")
+        where = os.environ.get("RAY_ADDRESS", "auto") if self.address == "auto" else self.address
+        if where == "auto":
+            return
+        if "://" in where:
+            raise ExecutionError(
+                f"{where} is an address of Ray's client, which is not supported",
+                hint="give HOST:PORT of the cluster, or run the command inside it: ray job submit -- lora-tool …",
+            )
+        host, _, port = where.rpartition(":")
+        hint = "start one with `ray start --head`, or give the address that it printed: address=HOST:PORT"
+        if not host or not port.isdigit():
+            raise ExecutionError(f"{where!r} is no address of a Ray cluster, which is HOST:PORT", hint=hint)
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise ExecutionError(f"no Ray cluster answers at {where}: {error}", hint=hint) from error
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """Yield the connection to the cluster. Raises as `require`, and `ExecutionError` where Ray lets nobody in."""
+        self.require()
+        with contextlib.redirect_stdout(sys.stderr), _signals_kept():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            told("connecting to the Ray cluster")
+            import ray  # noqa: PLC0415 - a second, and only where it is asked for
+
+            try:
+                ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                raise ExecutionError(
+                    f"cannot join a Ray cluster at {self.address!r}: {_first_line(error)}",
+                    hint="start one with `ray start --head`, or give the address that it printed: address=HOST:PORT",
+                ) from error
+            try:
+                yield Connection(ray, self.workers)
+            finally:
+                ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Put the handler of SIGTERM back, which Ray takes for itself."""
+    try:
+        before = signal.getsignal(signal.SIGTERM)
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not the main thread: then Ray took none
+            signal.signal(signal.SIGTERM, before)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A task that is handed out: its number, and which try it is."""
+
+    number: int
+    count: int
+
+
+class Connection:
+    """What hands tasks to the cluster."""
+
+    def __init__(self, module: Any, workers: int | None) -> None:  # noqa: ANN401 - Ray, which has no types of its own
+        self._ray = module
+        self._nodes = [node for node in module.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        if not self._nodes:
+            raise ExecutionError(
+                "the Ray cluster has no node with a CPU", hint="add one: ray start --address=HOST:PORT"
+            )
+        cpus = int(sum(node["Resources"]["CPU"] for node in self._nodes))
+        self._workers = workers or max(1, cpus)
+        decided(f"engine: Ray, {counted(len(self._nodes), 'node')}, {counted(self._workers, 'task')} at a time")
+
+    def require_nodes(self, surroundings: Surroundings) -> None:
+        """Return if every node has what the tasks need. Raises the first thing that a node lacks, with its name."""
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        ask = self._ray.remote(_enter)
+        asked = {
+            ask.options(num_cpus=0, max_retries=1, scheduling_strategy=strategy(node["NodeID"], soft=False)).remote(
+                surroundings
+            ): f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            for node in self._nodes
+        }
+        answered, waiting = self._ray.wait(list(asked), num_returns=len(asked), timeout=_NODE_S)
+        for answer in answered:
+            fault = self._result(answer, f"node {asked[answer]}")
+            if fault is not None:
+                raise fault
+        if waiting:
+            raise ExecutionError(
+                f"node {asked[waiting[0]]} did not answer within {_NODE_S:.0f} s", hint="look at it with: ray status"
+            )
+
+    def _result(self, reference: Any, who: str) -> Any:  # noqa: ANN401
+        """Return what a task returned. Raises `ExecutionError` where its process could not even load it."""
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            raise ExecutionError(
+                f"{who}: {_told_by(cause)}", hint="lora-tool must be installed on all nodes, in the same version"
+            ) from error
+
+    def map(self, tasks: Sequence[Task], surroundings: Surroundings, *, progress: Progress, done: Done) -> None:
+        """Do all tasks, wherever; call `done` with each result as it comes, and `progress` with the bytes.
+
+        Raises the first error of a task once all others have stopped, with the node's name after its words, and
+        `ExecutionError` where the process of a task was lost again and again.
+        """
+        _Run(self._ray, tasks, surroundings, progress, done, self._workers, self._result).all()
+
+
+@dataclass(slots=True)
+class _Run:
+    """The tasks of one `map`: waiting, running, done."""
+
+    ray: Any
+    tasks: Sequence[Task]
+    surroundings: Surroundings
+    progress: Progress
+    done: Done
+    workers: int
+    result: Callable[[Any, str], Any]
+    running: dict[Any, _Try] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    """Task → bytes that were done of it; all of a finished one's."""
+    shown: int = 0
+
+    def all(self) -> None:
+        waiting = deque(_Try(number, 1) for number in range(len(self.tasks)))
+        mine = self.ray.get_runtime_context().get_node_id()
+        near = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(mine, soft=True)
+        meter = self.ray.remote(Meter).options(num_cpus=0, scheduling_strategy=near).remote()
+        carry_out = self.ray.remote(_carry_out).options(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")
+        try:
+            while waiting or self.running:
+                while waiting and len(self.running) < self.workers:
+                    one = waiting.popleft()
+                    reference = carry_out.remote(self.tasks[one.number], self.surroundings, meter, one.number)
+                    self.running[reference] = one
+                ready, _ = self.ray.wait(list(self.running), num_returns=1, timeout=_POLL_S)
+                for reference in ready:
+                    again = self._ended(reference)
+                    if again is not None:
+                        waiting.append(again)
+                self._show(meter)
+        finally:
+            self._cancel()
+
+    def _ended(self, reference: Any) -> _Try | None:  # noqa: ANN401
+        """Take in how a task ended; return it where it has to be begun again."""
+        one = self.running.pop(reference)
+        task = self.tasks[one.number]
+        try:
+            node, result, lost = self.result(reference, task.name)
+        except self.ray.exceptions.RayError as error:
+            node, result, lost = "", None, f"{type(error).__name__}: {_first_line(error)}"
+        if isinstance(result, LoraToolError):
+            result.args = (f"{result} (on node {node})", *result.args[1:])
+            raise result
+        if not lost:
+            self.seen[one.number] = task.nbytes
+            self.done(one.number, result)
+            return None
+        self.seen.pop(one.number, None)
+        if one.count == MOST_TRIES:
+            where = f" on node {node}" if node else ""
+            raise ExecutionError(
+                f"{task.name} was begun {MOST_TRIES} times, and its process was lost each time; last{where}: {lost}",
+                hint="finished files are kept and taken over with: resume=True",
+            )
+        decided(f"{task.name} is begun again: {lost}")
+        return _Try(one.number, one.count + 1)
+
+    def _show(self, meter: Any) -> None:  # noqa: ANN401
+        """Report the bytes of all tasks: those of a lost try are not reported twice."""
+        with contextlib.suppress(self.ray.exceptions.RayError):  # its node may be lost, too
+            now = self.ray.get(meter.read.remote(), timeout=_POLL_S)
+            running = {one.number for one in self.running.values()}
+            self.seen.update({number: nbytes for number, nbytes in now.items() if number in running})
+        total = sum(self.seen.values())
+        if total > self.shown:
+            self.progress(total - self.shown)
+            self.shown = total
+
+    def _cancel(self) -> None:
+        """End what still runs, and wait for that: the folder that it writes to may be about to be removed."""
+        for reference in self.running:
+            with contextlib.suppress(Exception):
+                self.ray.cancel(reference, force=True)
+        if self.running:
+            with contextlib.suppress(Exception):
+                self.ray.wait(list(self.running), num_returns=len(self.running), timeout=_CANCEL_S)
+
+
+class Meter:
+    """Adds up what the tasks report: an actor beside the one who waits for them."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, int] = {}
+
+    def begin(self, number: int) -> None:
+        """Start a task from nothing, be it again."""
+        self._done[number] = 0
+
+    def add(self, number: int, nbytes: int) -> None:
+        """Add bytes of a task."""
+        self._done[number] = self._done.get(number, 0) + nbytes
+
+    def read(self) -> dict[int, int]:
+        """Return the bytes of each task."""
+        return self._done
+
+
+def _this_node() -> str:
+    """Return what this node is called: several may have one host name."""
+    import ray  # noqa: PLC0415 - it runs inside Ray
+
+    return f"{platform.node()} ({ray.util.get_node_ip_address()})"
+
+
+def _enter(surroundings: Surroundings) -> LoraToolError | None:
+    """Return what a task would lack on this node."""
+    try:
+        surroundings.enter(_this_node())
+    except LoraToolError as fault:
+        return fault
+    return None
+
+
+def _carry_out(
+    task: Task,
+    surroundings: Surroundings,
+    meter: ray.actor.ActorHandle[Meter],
+    number: int,
+) -> tuple[str, Any, str]:
+    """Return this node's name, the task's result or what it raised of ours, and why it has to be done again."""
+    node = _this_node()
+    waiting = 0
+    last = time.monotonic()
+
+    def report(nbytes: int) -> None:
+        nonlocal waiting, last
+        waiting += nbytes
+        if waiting >= _REPORT_BYTES or time.monotonic() - last > 1:
+            meter.add.remote(number, waiting)
+            waiting, last = 0, time.monotonic()
+
+    meter.begin.remote(number)
+    try:
+        surroundings.enter(node)
+        return node, task.run(report), ""
+    except LoraToolError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _LOST:
+            return node, None, str(error)
+        return node, error, ""
+
+
+def _told_by(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"

@@ -1,0 +1,56 @@
+"""Where work is done, as it is asked for: on this machine, or on a Ray cluster that runs already."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lora_tool.choices import Choice
+from lora_tool.cluster.ray_cluster import RayCluster
+from lora_tool.errors import WrongValue
+
+
+@enum.unique
+class EngineName(Choice):
+    """What does the work."""
+
+    LOCAL = "local"
+    """This machine's cores."""
+    RAY = "ray"
+    """The nodes of a Ray cluster, over storage that all of them share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The engine, and of a Ray cluster its address and how many tasks it does at a time.
+
+    Raises `WrongValue` for an address or workers of this machine.
+    """
+
+    engine: EngineName = EngineName.LOCAL
+    address: str | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine is EngineName.LOCAL:
+            for name, given in (("address", self.address), ("workers", self.workers)):
+                if given is not None:
+                    raise WrongValue(
+                        f'{name} is for a Ray cluster: engine="ray"', hint="on this machine give the number of `jobs`"
+                    )
+
+    @property
+    def cluster(self) -> RayCluster | None:
+        """The cluster, None where this machine does the work."""
+        if self.engine is EngineName.LOCAL:
+            return None
+        return RayCluster(address=self.address or "auto", workers=self.workers)
+
+    def require(self) -> None:
+        """Return if the engine can be had: asked before hours of work. Raises as `RayCluster.require`."""
+        if self.cluster is not None:
+            self.cluster.require()
+
+
+HERE = Spread()
+"""This machine."""

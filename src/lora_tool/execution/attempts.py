@@ -1,0 +1,174 @@
+"""Writing files of a folder that others write to as well: each file is made aside, and renamed when it is on the disk.
+
+What is done is recorded in the folder's journal. So a file may be written twice, or by two machines at the same time:
+both make the same bytes, and the later rename replaces the earlier file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_tool.errors import ExecutionError
+from lora_tool.execution.folder import errors_of_the_system, sync_folder
+from lora_tool.execution.journal import Journal
+from lora_tool.execution.local_engine import LocalEngine
+from lora_tool.execution.work import Finished, Work, WorkDone
+from lora_tool.plan.core.delta_retention import DeltaRetention
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
+from lora_tool.progress import Progress
+from lora_tool.report import Finding
+from lora_tool.sharded.value_check import ValuePart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEngine:
+    """The engine of one machine among several that write to the same folder. `jobs` are its threads."""
+
+    jobs: int | None = None
+
+    def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
+        """See `Engine`. A file that another machine has finished meanwhile is not written again.
+
+        Raises `ExecutionError` where the folder is of another plan by now.
+        """
+        journal = Journal(work.folder, work.digest)
+        missing = []
+        for shard in work.shards:
+            record = journal.record(shard)
+            if record is None:
+                missing.append(shard)
+            else:
+                progress(shard.data_bytes)
+                finished(shard, noted(record["notes"]))
+        attempt = journal.path / f"{uuid.uuid4().hex}.attempt"
+
+        def publish(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
+            require_begun(journal)
+            (attempt / shard.filename).replace(work.folder / shard.filename)
+            sync_folder(work.folder)
+            journal.add(shard, {name: asdict(each) for name, each in found.items()})
+            finished(shard, found)
+
+        with errors_of_the_system(None, work.folder):
+            require_begun(journal)
+            attempt.mkdir()
+            try:
+                aside = replace(work, folder=attempt, shards=tuple(missing))
+                return LocalEngine(jobs=self.jobs).run(aside, finished=publish, progress=progress)
+            finally:
+                shutil.rmtree(attempt, ignore_errors=True)
+
+
+def require_begun(journal: Journal) -> None:
+    """Return if the folder is being written from the journal's plan. Raises `ExecutionError`."""
+    if journal.plan_begun != journal.digest:
+        raise ExecutionError(
+            f"{journal.folder} is not, or no longer, written from this plan",
+            hint="all parts of one output need the same inputs, options and versions",
+        )
+
+
+def noted(notes: Mapping[str, Mapping[str, Any]]) -> dict[str, DeltaRetention]:
+    """Return what a journal's record holds of a file: what rounding left of each change in it."""
+    return {name: DeltaRetention(**each) for name, each in notes.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One file of a plan, or one look at the values of its inputs, with all that another machine needs to know of it."""
+
+    work: Work
+    jobs: int = 1
+
+    @property
+    def name(self) -> str:
+        """The file that is written or looked at."""
+        return self.work.shards[0].filename if self.work.shards else self.work.checks[0].name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it reports."""
+        return sum(shard.data_bytes for shard in self.work.shards) + sum(check.nbytes for check in self.work.checks)
+
+    def run(self, progress: Progress) -> tuple[Mapping[str, DeltaRetention], Sequence[Finding]]:
+        """Write the file, or look; return what rounding left of each change in it, and what was found."""
+        retained: dict[str, DeltaRetention] = {}
+        done = AttemptEngine(jobs=self.jobs).run(
+            self.work, finished=lambda _, found: retained.update(found), progress=progress
+        )
+        return retained, done.findings
+
+
+def parts_of(work: Work) -> Iterator[Part]:
+    """Yield the parts of the work, files first; each holds no more of the plan than it needs."""
+    stamps = {stamp.path: stamp.for_another_machine() for stamp in work.plan.inputs}
+    rest = replace(
+        work.plan,
+        shards=(),
+        side_files=(),
+        leftovers=(),
+        inputs=(),
+        manifest={},
+        input_names={},
+        hashed=(),
+        findings=(),
+        values=None,
+        warnings=(),
+        notes=(),
+    )
+    for shard in work.shards:
+        inputs = tuple(stamps[path] for path in sorted(_read_by(shard)))
+        plan = replace(rest, shards=(shard,), inputs=inputs)
+        yield Part(work=replace(work, plan=plan, shards=(shard,), checks=()))
+    for check in work.checks:
+        yield Part(work=replace(work, plan=rest, shards=(), checks=(check,)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedLook:
+    """A part of the check of values that is taken once, and recorded: a `ValuePart` itself."""
+
+    look: ValuePart
+    number: int
+    folder: Path
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.look.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.look.nbytes
+
+    def run(self, advance: Progress) -> list[Finding]:
+        """Return what the look finds, or has found before."""
+        journal = Journal(self.folder, self.digest)
+        found = journal.looked(self.number)
+        if found is not None:
+            advance(self.nbytes)
+            return list(found)
+        findings = self.look.run(advance)
+        journal.add_look(self.number, findings)
+        return findings
+
+
+def recorded_looks(plan: Plan, journal: Journal) -> tuple[RecordedLook, ...]:
+    """Return the parts of the check of the plan's values, each of which is taken once for the journal's folder."""
+    looks = plan.values.parts if plan.values else ()
+    return tuple(
+        RecordedLook(look=look, number=number, folder=journal.folder, digest=journal.digest)
+        for number, look in enumerate(looks)
+    )
+
+
+def _read_by(shard: Shard) -> set[Path]:
+    """Return the input files that the shard is made of."""
+    tensors = (tensor for step in shard.steps for tensor in step.op.inputs)
+    return {place.path for tensor in tensors for place in tensor.places}

@@ -1,0 +1,169 @@
+"""Writing one share of a plan's files: every share writes into the same unfinished folder, and one run finishes it.
+
+A share at work leaves a sign of life in the folder's journal, because not every network storage has locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lora_tool.cluster.share import Share
+from lora_tool.errors import OutputExists
+from lora_tool.execution.attempts import AttemptEngine, recorded_looks
+from lora_tool.execution.folder import check_output, check_space, errors_of_the_system, real_place, shared_folder
+from lora_tool.execution.journal import Journal, digest_of
+from lora_tool.execution.reading import Sources
+from lora_tool.execution.work import Work
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Shard
+from lora_tool.progress import Progress
+from lora_tool.sharded.value_check import refuse_errors
+
+_BEAT_S = 10.0
+_DEAD_S = 60.0
+"""A share on another machine that has left no sign of life for so long has ended."""
+_SIGN = ".at-work"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareWritten:
+    """What there is of an unfinished folder after one share was written."""
+
+    out: Path
+    share: Share
+    files: tuple[str, ...]
+    """Those of the share."""
+    nbytes: int
+    """Of their tensors."""
+    missing: tuple[str, ...]
+    """Files of other shares that are not finished yet."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {
+            "schema_version": 1,
+            "output": str(self.out),
+            "part": str(self.share),
+            "files": list(self.files),
+            "bytes": self.nbytes,
+            "missing": list(self.missing),
+        }
+
+
+def shards_of(plan: Plan, share: Share) -> tuple[Shard, ...]:
+    """Return the files of the plan that are this share: of all sizes, so that shares are of about the same."""
+    return share.among(sorted(plan.shards, key=lambda shard: (-shard.data_bytes, shard.filename)))
+
+
+def bytes_of(plan: Plan, share: Share) -> int:
+    """Return how many bytes the share reports to its progress."""
+    looks = share.among(plan.values.parts) if plan.values else ()
+    return sum(shard.data_bytes for shard in shards_of(plan, share)) + sum(look.nbytes for look in looks)
+
+
+def execute_share(
+    plan: Plan,
+    out: str | os.PathLike[str],
+    share: Share,
+    *,
+    jobs: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> ShareWritten:
+    """Write the files of one `share` of the `plan` into the unfinished folder of `out`; return what there is of it.
+
+    Shares may be written one after the other or at the same time, on one machine or on several that share the storage,
+    and again: what is finished is not written twice. `execute` with `resume` finishes the folder. `jobs`, `overwrite`
+    and `progress`, which is called with `bytes_of` the share, are those of `execute`. Raises as `execute` does, and `OutputExists` where the unfinished folder is of another plan.
+    """
+    check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
+    target, shards = real_place(Path(out)), shards_of(plan, share)
+    with errors_of_the_system(None, target), Sources(plan.inputs) as sources, shared_folder(target) as folder:
+        journal = Journal(folder, digest_of(plan))
+        if journal.plan_begun not in (None, journal.digest):
+            raise OutputExists(
+                f"{folder} was begun from another plan: with other inputs, options or versions",
+                hint=f"give every part the same, or remove what was begun: rm -r {folder}",
+            )
+        journal.begin()
+        with _at_work(journal, share):
+            finished = journal.finished(shards)
+            check_space(target, sum(shard.data_bytes for shard in shards if shard.filename not in finished))
+            looks = share.among(recorded_looks(plan, journal))
+            unhashed = replace(plan, hashed=())  # the manifest is written by the run that finishes the folder
+            work = Work(plan=unhashed, folder=folder, digest=journal.digest, shards=shards, checks=looks)
+            done = AttemptEngine(jobs=jobs).run(work, finished=lambda *_: None, progress=progress or (lambda _: None))
+            refuse_errors(done.findings, plan.values.ignored if plan.values else ())
+            sources.check_unchanged()
+            finished = journal.finished(plan.shards)
+    return ShareWritten(
+        out=Path(out),
+        share=share,
+        files=tuple(shard.filename for shard in shards),
+        nbytes=sum(shard.data_bytes for shard in shards),
+        missing=tuple(shard.filename for shard in plan.shards if shard.filename not in finished),
+    )
+
+
+@contextlib.contextmanager
+def _at_work(journal: Journal, share: Share) -> Iterator[None]:
+    """Leave a sign of life in the journal again and again."""
+    host, process = platform.node(), os.getpid()
+    name = f"{share.number}-of-{share.of}.{host}.{process}{_SIGN}"
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT_S):
+            with contextlib.suppress(OSError):
+                (journal.path / name).touch()
+
+    journal.note(name, {"share": str(share), "host": host, "process": process})
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        (journal.path / name).unlink(missing_ok=True)
+
+
+def require_all_ended(journal: Journal) -> None:
+    """Return if no share is at work in the folder. Raises `OutputExists` with one that is.
+
+    Of another machine only its sign of life is known, and the time that the storage gives to it and to a file written
+    now: clocks of machines are not compared.
+    """
+    signs = list(journal.path.glob(f"*{_SIGN}"))
+    if not signs:
+        return
+    journal.note("now", "")
+    now = (journal.path / "now").stat().st_mtime
+    for sign in signs:
+        said = journal.noted(sign.name)
+        age = now - sign.stat().st_mtime
+        here = said.get("host") == platform.node()
+        if _runs(said.get("process")) if here else age < _DEAD_S:
+            raise OutputExists(
+                f"part {said.get('share')} is at work on {said.get('host')} (process {said.get('process')}, last sign "
+                f"{max(0, age):.0f} s ago): {journal.folder}",
+                hint="wait until all parts have ended, then run the same command again",
+            )
+
+
+def _runs(process: object) -> bool:
+    """Return whether a process of this machine is there."""
+    try:
+        os.kill(int(str(process)), 0)
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True

@@ -1,0 +1,24 @@
+"""What of a broken checkpoint its rank files can mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lora_tool.checkpoint import AdapterDir, Checkpoint, ModelDir, open_sharded
+from lora_tool.errors import CheckpointError
+from lora_tool.report.findings import Finding
+
+
+def has_rank_files(opened: Checkpoint) -> bool:
+    """Return whether weights that lie in the folder also lie there in pieces, as training saved them."""
+    if not isinstance(opened, AdapterDir | ModelDir):
+        return False
+    try:
+        return open_sharded(opened.root).root == opened.root
+    except CheckpointError:
+        return False
+
+
+def curable(findings: Iterable[Finding]) -> bool:
+    """Return whether rank files can mend what was found: everything but faults of their own."""
+    return all(not finding.code.startswith("LT4") for finding in findings)

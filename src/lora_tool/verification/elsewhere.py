@@ -1,0 +1,88 @@
+"""Comparing a merged model on a cluster: the tensors of each of its files are a task."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_tool.cluster.ray_cluster import RayCluster
+from lora_tool.cluster.task import Surroundings, installed_version
+from lora_tool.formats.weights import Weights
+from lora_tool.plan.core.ops import Precision
+from lora_tool.plan.core.plan import Plan
+from lora_tool.plan.core.steps import Step
+from lora_tool.progress import Progress
+from lora_tool.rules.merged.evidence import TensorEvidence
+from lora_tool.tensors import StoredTensor
+from lora_tool.verification.checking import Level, check_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileComparison:
+    """The comparison of one file's tensors with the steps that should have made them: a `Task`."""
+
+    path: Path
+    steps: tuple[Step, ...]
+    tensors: Mapping[str, StoredTensor]
+    level: Level
+    precision: Precision | None
+
+    @property
+    def name(self) -> str:
+        """The file."""
+        return str(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def run(self, progress: Progress) -> dict[str, TensorEvidence]:
+        """Return the evidence of every tensor."""
+        return check_steps(
+            self.steps, self.tensors, level=self.level, precision=self.precision, jobs=1, progress=progress
+        )
+
+
+def check_on_cluster(
+    plan: Plan,
+    merged: Weights,
+    cluster: RayCluster,
+    *,
+    level: Level,
+    precision: Precision | None,
+    progress: Progress,
+) -> dict[str, TensorEvidence]:
+    """Return what `check_tensors` returns, in the order of the plan. Raises as `RayCluster` and `check_steps` do."""
+    tasks = tuple(_comparisons(plan, merged, level, precision))
+    evidence: dict[str, TensorEvidence] = {}
+    stamps = {stamp.path: stamp for stamp in (*plan.inputs, *merged.stamps)}
+    packages = ("lora-tool", "python", "numpy")
+    surroundings = Surroundings(
+        directory=None if all(path.is_absolute() for path in stamps) else Path.cwd(),
+        inputs=tuple(stamp.for_another_machine() for stamp in stamps.values()),
+        versions={package: installed_version(package) or "" for package in packages},
+    )
+    with cluster.connected() as connection:
+        connection.require_nodes(surroundings)
+        connection.map(
+            tasks,
+            replace(surroundings, inputs=()),
+            progress=progress,
+            done=lambda _, found: evidence.update(found),
+        )
+    return {step.out.name: evidence[step.out.name] for step in plan.steps if step.out.name in evidence}
+
+
+def _comparisons(plan: Plan, merged: Weights, level: Level, precision: Precision | None) -> Iterator[FileComparison]:
+    """Yield a task for each file that holds tensors of the plan."""
+    by_file: dict[Path, list[Step]] = defaultdict(list)
+    for step in plan.steps:
+        stored = merged.tensors.get(step.out.name)
+        if stored is not None:
+            by_file[stored.path].append(step)
+    for path, steps in by_file.items():
+        tensors = {step.out.name: merged.tensors[step.out.name] for step in steps}
+        yield FileComparison(path=path, steps=tuple(steps), tensors=tensors, level=level, precision=precision)

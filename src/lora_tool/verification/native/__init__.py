@@ -1,0 +1,1 @@
+"""The comparison in C, and what loads it."""

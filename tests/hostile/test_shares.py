@@ -1,0 +1,263 @@
+"""Shares of a plan, as jobs of an array write them: in any order, twice, at once, killed; finished, they are one run's bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lora_tool import Share, errors, execute_share, plan_consolidate, plan_merge
+from lora_tool.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged
+from lora_tool.execution.attempts import Part, parts_of, recorded_looks
+from lora_tool.execution.engine import execute
+from lora_tool.execution.folder import shared_folder
+from lora_tool.execution.journal import NAME, Journal, digest_of
+from lora_tool.execution.work import Work
+from lora_tool.plan.core.plan import Plan
+from tests.hostile.folders import FIXTURES, Pair, copy_pair, environment, left_behind, lora_tool
+from tests.hostile.test_killed import SLOW
+from tests.hostile.test_output import content
+from tests.hostile.test_resume import MANY_FILES, expected, partial
+
+RANKS = FIXTURES / "zero" / "stage3-reward"
+
+
+def journal_of(pair: Pair) -> Path:
+    return partial(pair) / NAME
+
+
+def started(pair: Pair, part: str) -> subprocess.Popen[str]:
+    """Return the slow command."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW, *pair.arguments, *MANY_FILES, "--quiet", "--jobs", "1", "--part", part],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def at_work(pair: Pair, part: str) -> subprocess.Popen[str]:
+    """Return the slow command, already writing."""
+    process = started(pair, part)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize("order", [["1/1"], ["3/3", "1/3", "2/3", "1/3"], [f"{part}/99" for part in range(99, 0, -9)]])
+def test_shares_in_any_order_are_finished_as_one_run(order: list[str], tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    whole = expected(pair)
+    for part in order:
+        done = lora_tool(*pair.arguments, *MANY_FILES, "--part", part)
+        assert done.code == 0, done.err
+        assert not pair.out.exists()
+    done = lora_tool(*pair.arguments, *MANY_FILES, "--resume")
+    assert done.code == 0, done.err
+    assert content(pair.out) == whole
+    assert left_behind(pair) == {"out", "quiet"}
+
+
+def test_what_a_share_says(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    said = lora_tool(*pair.arguments, *MANY_FILES, "--part", "1/2").out
+    assert said.startswith("part 1/2 written: ")
+    assert "files of other parts still missing\nnext: when all parts have ended" in said
+    told = json.loads(lora_tool(*pair.arguments, *MANY_FILES, "--part", "2/2", "--json").out)
+    assert told["missing"] == []
+    assert told["part"] == "2/2"
+    assert set(told["files"]) < {path.name for path in partial(pair).iterdir()}
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "3", "1/0", "-1/3", "a/b", "1/3/3"])
+def test_what_is_no_share_is_a_usage_error(part: str, tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    done = lora_tool(*pair.arguments, f"--part={part}")
+    assert done.code == 2
+    assert "expected I/N such as 3/8" in done.err
+
+
+@pytest.mark.parametrize("option", [["--resume"], ["--engine", "ray"]])
+def test_a_share_contradicts(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lora_tool.cluster.ray_cluster.RayCluster.require", lambda _: None)
+    pair = copy_pair(tmp_path)
+    done = lora_tool(*pair.arguments, "--part", "1/2", *option)
+    assert done.code == 2
+    assert "--part" in done.err
+    assert left_behind(pair) == set()
+
+
+def test_shares_at_the_same_time_one_of_them_twice(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    whole = expected(pair)
+    processes = [started(pair, part) for part in ("1/2", "2/2", "2/2")]
+    assert [ended(process) for process in processes] == [0, 0, 0]
+    assert not [path for path in journal_of(pair).iterdir() if path.is_dir() or "at-work" in path.name]
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--resume").code == 0
+    assert content(pair.out) == whole
+
+
+def test_a_killed_share_is_written_by_whoever_comes_next(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    whole = expected(pair)
+    process = at_work(pair, "1/2")
+    limit = time.monotonic() + 30
+    while time.monotonic() < limit and not list(journal_of(pair).glob("*.json")):
+        time.sleep(0.01)
+    process.kill()
+    ended(process)
+    assert any(path.is_dir() for path in journal_of(pair).iterdir()), "what it had begun is left"
+    kept = {path.stem: (partial(pair) / path.stem).stat().st_ino for path in journal_of(pair).glob("*.json")}
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--part", "2/2").code == 0
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--resume").code == 0
+    assert content(pair.out) == whole
+    assert {name: (pair.out / name).stat().st_ino for name in kept} == kept
+    assert left_behind(pair) == {"out", "quiet"}
+
+
+def test_nobody_finishes_while_a_share_is_at_work(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    process = at_work(pair, "1/2")
+    for option in ("--resume", "--overwrite"):
+        done = lora_tool(*pair.arguments, *MANY_FILES, option)
+        assert done.code == 6, done.err
+        assert "another run is writing" in done.err
+    process.send_signal(signal.SIGINT)
+    ended(process)
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--resume").code == 0
+
+
+def sign(pair: Pair, *, host: str, process: int, age: float) -> None:
+    path = journal_of(pair) / f"1-of-2.{host}.{process}.at-work"
+    path.write_text(json.dumps({"share": "1/2", "host": host, "process": process}))
+    then = time.time() - age
+    os.utime(path, (then, then))
+
+
+def test_without_locks_a_sign_of_life_keeps_others_away(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--part", "1/2").code == 0
+    sign(pair, host="another-machine", process=os.getpid(), age=20)
+    done = lora_tool(*pair.arguments, *MANY_FILES, "--resume")
+    assert done.code == 6
+    assert "part 1/2 is at work on another-machine" in done.err
+    sign(pair, host="another-machine", process=os.getpid(), age=200)
+    sign(pair, host=os.uname().nodename, process=2**22 + 1, age=0)
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--resume").code == 0
+
+
+def test_a_share_of_another_plan_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    assert lora_tool(*pair.arguments, *MANY_FILES, "--part", "1/2").code == 0
+    before = sorted(partial(pair).rglob("*"))
+    done = lora_tool(*pair.arguments, *MANY_FILES, "--part", "2/2", "--dtype", "float32")
+    assert done.code == 6
+    assert "was begun from another plan" in done.err
+    assert sorted(partial(pair).rglob("*")) == before
+
+
+def test_another_inode_is_the_same_file_and_another_time_is_not(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    weights = next(pair.base.glob("*.safetensors"))
+    shutil.copy2(weights, tmp_path / "copy")
+    (tmp_path / "copy").replace(weights)
+    again = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    assert plan.inputs != again.inputs
+    assert digest_of(plan) == digest_of(again)
+    elsewhere = replace(plan, inputs=tuple(stamp.for_another_machine() for stamp in plan.inputs))
+    execute(elsewhere, tmp_path / "one")
+    os.utime(weights)
+    with pytest.raises(SourceChanged, match="but was written to"):
+        execute(elsewhere, tmp_path / "two")
+
+
+def work_of(plan: Plan, folder: Path) -> Work:
+    journal = Journal(folder, digest_of(plan))
+    journal.begin()
+    looks = recorded_looks(plan, journal)
+    return Work(plan=plan, folder=folder, digest=journal.digest, shards=plan.shards, checks=looks)
+
+
+def test_a_part_is_plain_data_and_done_twice_the_same(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    with shared_folder(pair.out) as folder:
+        for part in parts_of(work_of(plan, folder)):
+            sent: Part = pickle.loads(pickle.dumps(part))
+            assert sent == part
+            assert {stamp.path for stamp in sent.work.plan.inputs} <= {stamp.path for stamp in plan.inputs}
+            reported: list[int] = []
+            first = sent.run(reported.append)
+            assert sum(reported) == sent.nbytes
+            written = (folder / sent.name).stat()
+            assert sent.run(lambda _: None) == first
+            assert (folder / sent.name).stat().st_ino == written.st_ino, "what is there is not written again"
+    execute(plan, pair.out, resume=True)
+    execute(plan, tmp_path / "whole")
+    assert content(pair.out) == content(tmp_path / "whole")
+
+
+def test_values_are_looked_at_once_and_what_they_are_is_known_to_who_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_consolidate(RANKS)
+    assert plan.values is not None
+    for number in (1, 2):
+        execute_share(plan, tmp_path / "out", Share(number=number, of=2))
+    monkeypatch.setattr(type(plan.values.parts[0]), "run", lambda *_: pytest.fail("looked at again"))
+    execute(plan, tmp_path / "out", resume=True)
+    monkeypatch.undo()
+    execute(plan, tmp_path / "whole")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_share_whose_folder_is_taken_over_by_another_plan_publishes_nothing(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    plan = plan_merge(pair.base, pair.adapter, max_shard_bytes=600)
+    with shared_folder(pair.out) as folder:
+        part = next(iter(parts_of(work_of(plan, folder))))
+        Journal(folder, "0" * 64).begin()
+        with pytest.raises(ExecutionError, match="no longer"):
+            part.run(lambda _: None)
+        assert not (folder / part.name).exists()
+
+
+def kinds(root: type[LoraToolError]) -> list[type[LoraToolError]]:
+    return [root, *(kind for below in root.__subclasses__() for kind in kinds(below))]
+
+
+@pytest.mark.parametrize("kind", kinds(LoraToolError), ids=lambda kind: kind.__name__)
+def test_an_error_arrives_whole(kind: type[LoraToolError]) -> None:
+    error = kind.__new__(kind, "what is wrong")
+    error.hint = "what to do"
+    if issubclass(kind, errors.BrokenFile):
+        error = kind.of("file", errors.Defect.HOLE, "what is wrong", "tensor")
+    if kind is MissingDependency:
+        error = MissingDependency("torch", extra="merge")
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is kind
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_who_shares_a_folder_keeps_only_others_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with shared_folder(out), shared_folder(out), pytest.raises(OutputExists, match="another run is writing"):
+        execute(plan_consolidate(RANKS), out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lora-tool-partial"]
