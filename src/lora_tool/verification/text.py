@@ -20,6 +20,7 @@ _KEPT = {
     TensorAction.COPIED: "have the base's bytes",
     TensorAction.CAST: "have the base's values, rounded",
     TensorAction.DEQUANTISED: "have the values of the base's codes and scales, rounded",
+    TensorAction.RESCALED: "are the base's scales, raised only where a merged value did not fit",
     TensorAction.REPLACED: "have the adapter's values",
     TensorAction.ADDED: "have the values of their source",
     TensorAction.COMPUTED: "are what their inputs give",

@@ -36,16 +36,18 @@ F32 = NDArray[np.float32]
 Read = Callable[[StoredTensor, int, int], NDArray[np.uint8]]
 """Gives a tensor's bytes, so many from a byte."""
 
-_TYPES: dict[DType, np.dtype[Any]] = {
+STORED: dict[DType, np.dtype[Any]] = {
     DType.BF16: np.dtype(ml_dtypes.bfloat16),
     DType.F16: np.dtype("<f2"),
     DType.F32: np.dtype("<f4"),
+    DType.F64: np.dtype("<f8"),
     DType.I8: np.dtype("i1"),
     DType.U8: np.dtype("u1"),
     DType.I32: np.dtype("<u4"),
     DType.F8_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     DType.F8_E8M0: np.dtype(ml_dtypes.float8_e8m0fnu),
 }
+"""The numpy type of stored elements, of codes and scales among them."""
 _SEVENTH = np.float32(1 / 127)
 _ONE = np.float32(1)
 _NIBBLE = 4
@@ -87,7 +89,7 @@ class Arithmetic:
 
     def rounded(self, values: F32, dtype: DType) -> Array:
         """Return float32 values rounded to a type."""
-        return values.astype(_TYPES[dtype], copy=False)
+        return values.astype(STORED[dtype], copy=False)
 
 
 _IN_NUMPY = Arithmetic()
@@ -120,22 +122,22 @@ def _rows(tensor: StoredTensor, first: int, last: int, read: Read) -> Array:
     """Return rows of a tensor, of all its matrices one after the other, [rows, columns]; a vector's are its elements."""
     shape = tensor.shape if len(tensor.shape) >= _MATRIX else (math.prod(tensor.shape), 1)
     row = shape[-1] * tensor.dtype.bits // 8
-    return read(tensor, first * row, (last - first) * row).view(_TYPES[tensor.dtype]).reshape(last - first, -1)
+    return read(tensor, first * row, (last - first) * row).view(STORED[tensor.dtype]).reshape(last - first, -1)
 
 
 def _numbers(tensor: StoredTensor, first: int, last: int, read: Read) -> F32:
     """Return elements of a flat tensor of numbers, or of a level table."""
     size = tensor.dtype.bits // 8
-    return _wide(read(tensor, first * size, (last - first) * size), tensor.dtype)
+    return widened(read(tensor, first * size, (last - first) * size), tensor.dtype)
 
 
-def _wide(raw: NDArray[np.uint8], dtype: DType) -> F32:
+def widened(raw: NDArray[np.uint8], dtype: DType) -> F32:
     """Return stored scales as float32; those of eight bits without a sign are powers of two."""
     if dtype in (DType.U8, DType.F8_E8M0):
         return np.asarray(_powers()[raw])
     if dtype is DType.F8_E4M3:
         return np.asarray(_e4m3()[raw])
-    return raw.view(_TYPES[dtype]).astype(np.float32)
+    return raw.view(STORED[dtype]).astype(np.float32)
 
 
 @cache
@@ -296,7 +298,7 @@ def _fp4_rows(
     width = encoding.spec.shape[-1]
     codes = _bytes(encoding.codes, width // 2, first, last, read)
     groups = width // encoding.group
-    scales = _wide(_bytes(encoding.scales, groups, first, last, read), encoding.scales.dtype)
+    scales = widened(_bytes(encoding.scales, groups, first, last, read), encoding.scales.dtype)
     if overall is not None:
         scales = scales / overall if encoding.divides else scales * overall
     return _of_halves(encoding, codes, scales, arithmetic)
@@ -317,7 +319,7 @@ def _fp4_columns(encoding: Fp4, row: int, rows: int, columns: slice, read: Read,
     scales = _bytes(encoding.scales, inside // group, row, row + rows, read)[:, aligned]
     half = group // 2
     some = codes[:, aligned.start * half : aligned.stop * half]
-    values = _of_halves(encoding, some, _wide(scales, encoding.scales.dtype), arithmetic)
+    values = _of_halves(encoding, some, widened(scales, encoding.scales.dtype), arithmetic)
     begin = columns.start - aligned.start * group
     return np.ascontiguousarray(values[:, begin : begin + columns.stop - columns.start].T)
 

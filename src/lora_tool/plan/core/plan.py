@@ -71,8 +71,10 @@ class Plan:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's modules."""
-        return {"modules": self.manifest["modules"]} if "modules" in self.manifest else {}
+        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's modules,
+        and how much of ΔW requantised weights keep.
+        """
+        return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors each action has: of the output first, then of the inputs."""

@@ -93,6 +93,11 @@ class MergeOptions:
         "[default: as-base where the adapter changes no quantised weight, else all-16bit]",
         parse=Storage,
     )
+    allow_loss: bool = option(
+        default=False,
+        text="Write what is next to the base, where rounding to its format leaves less than a tenth of ΔW.",
+        parse=flag,
+    )
     expert_layout: ExpertLayout | str | None = option(
         None,
         "How a fused lora_B of experts is packed.  [default: as adapter_config.json says, else PEFT's rank-major]",
@@ -137,8 +142,8 @@ class MergeOptions:
 
     def planning(self) -> dict[str, Any]:
         """Return the arguments of `plan_merge`."""
-        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "max_shard_bytes")
-        asked = {name: getattr(self, name) for name in (*names, "expert_layout")}
+        names = ("task", "num_labels", "dtype", "precision", "untie", "text_only", "store", "allow_loss")
+        asked = {name: getattr(self, name) for name in (*names, "max_shard_bytes", "expert_layout")}
         return asked | self.rules()
 
     def rules(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Provenance:
             untie=self._untied(record),
             text_only=self._text_only(record),
             store=self._store(record),
+            allow_loss=True,
             expert_layout=_known(ExpertLayout, record.get("expert_layout")),
             ignore=("LT",),
         )

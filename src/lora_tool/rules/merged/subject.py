@@ -105,5 +105,5 @@ class ComputedAdapter(MergedSubject):
         return "adapter"
 
 
-_KEPT = frozenset({TensorAction.COPIED, TensorAction.CAST, TensorAction.DEQUANTISED})
+_KEPT = frozenset({TensorAction.COPIED, TensorAction.CAST, TensorAction.DEQUANTISED, TensorAction.RESCALED})
 _SEVERAL = 2
