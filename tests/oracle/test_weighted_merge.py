@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def with_peft(base: Path, adapters: dict[Path, float], out: Path) -> Path:
     model = PeftModel.from_pretrained(load_model(base, "causal-lm"), first, adapter_name="0")
     for number, other in enumerate(others, start=1):
         model.load_adapter(other, adapter_name=str(number))
-    for layer in model.modules():
+    layers: Iterable[Any] = model.modules()
+    for layer in layers:
         if hasattr(layer, "set_scale"):
             for name, weight in zip(map(str, range(len(adapters))), adapters.values(), strict=True):
                 layer.set_scale(name, weight)
