@@ -87,7 +87,7 @@ def test_one_rounding_of_the_sum_whichever_way_it_is_made(pair: tuple[Path, Path
 def test_what_a_weight_does_not_scale_is_refused_or_told(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32)
     dora = save_adapter(tmp_path / "dora", base, "causal-lm", QV | {"use_dora": True})
-    with pytest.raises(UnsupportedAdapter, match=r"the weight 0\.5: DoRA"):
+    with pytest.raises(UnsupportedAdapter, match=r"with weight 0\.5: DoRA"):
         plan_merge(base, f"{dora}=0.5")
     saved = save_adapter(tmp_path / "saved", base, "causal-lm", QV | {"modules_to_save": ["lm_head"]})
     assert any("scales only ΔW: lm_head" in note for note in plan_merge(base, f"{saved}=0.5").notes)
