@@ -45,8 +45,8 @@ def requantised_steps(step: Step, encoding: Encoding) -> tuple[Step, Step]:
     if odd is not None or any(op.needs_all_rows or op.taken_out for op in row_ops(made)):
         what = f"{encoding}: {step.reason}"
         raise UnsupportedAdapter(
-            f"`{step.out.name}` cannot be stored as {what} again",
-            hint='`store="touched-16bit"` writes such weights as plain ones',
+            f"`{step.out.name}` cannot be quantised again as {what}",
+            hint='`store="touched-16bit"` writes such weights in 16 bits',
         )
     codes, scales = encoding.codes, scales_of(encoding)
     of_codes = Requantise(made=made, encoding=encoding, part=QuantisedPart.CODES)
