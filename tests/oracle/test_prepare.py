@@ -231,7 +231,7 @@ def test_trained_rows_are_lora_on_the_embedding(lora: dict[str, Any], server: Se
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32, tie_word_embeddings=False)
     if "peft_type" in lora:
         model = get_peft_model(load_model(base, "causal-lm"), TrainableTokensConfig(token_indices=[3, 5]))
-        model.save_pretrained(tmp_path / "adapter")
+        model.save_pretrained(str(tmp_path / "adapter"))
         adapter = tmp_path / "adapter"
         path = adapter / "adapter_model.safetensors"
         table = {name: tensor + 0.3 if "delta" in name else tensor for name, tensor in load_file(path).items()}

@@ -24,7 +24,7 @@ class ServingForm:
     heads: bool = False
     """Whether it takes heads of classifiers that were saved whole."""
     whole: bool = False
-    """Whether it takes whatever was saved whole."""
+    """Whether it takes all modules that were saved whole."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
     mlx: bool = False
